@@ -1,0 +1,1 @@
+"""Which keys and values are recomputed, seen and refreshed."""

@@ -1,0 +1,170 @@
+"""The device-side state of a running batch: the tokens, and where each row is in its denoising.
+
+A request lives in a *slot*; a step works on *lanes*, each of which names a slot, so that rows enter and leave
+between steps and rows in another phase cost nothing. Every tensor here is allocated once and written in place, so
+its address is good for CUDA-graph replay. One slot more than asked for is scratch: lanes that only fill up a bucket
+point at it, and it is never in any phase that a step acts on.
+
+Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows of blocks, L block length,
+S canvas length, W query positions of one forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Phase(IntEnum):
+    """What a row needs next. A step acts on the rows of one phase and leaves all others as they are."""
+
+    IDLE = 0  # empty slot, or finished
+    FULL = 1  # a pass over the whole canvas, which rewrites every cached key and value
+    WINDOW = 2  # a pass over the cache policy's window alone
+    FAULT = 3  # stopped: the model's logits were not finite
+
+
+class Status(IntEnum):
+    """What a position of the canvas holds."""
+
+    OPEN = 0  # still to be decoded ("masked")
+    DONE = 1  # decoded
+    GIVEN = 2  # came with the request; never written
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The cursors of the rows of one step: copies, which the step writes back where `live_B`.
+
+    All but the last two are int64 [B]; the last two int64 [B, K]. The fields after `live_B` are the columns of
+    `Canvas.cursors_NC`, in order.
+    """
+
+    slot_B: Tensor
+    live_B: Tensor  # bool: the row is in the phase of this step
+    phase_B: Tensor
+    prompt_B: Tensor  # prompt length
+    length_B: Tensor  # prompt + generation
+    start_B: Tensor  # active region [start, end)
+    end_B: Tensor
+    block_B: Tensor  # blocks finished
+    forwards_B: Tensor  # NFE since admission
+    refreshes_B: Tensor  # full passes whose keys and values were kept
+    committed_B: Tensor  # masked positions decoded
+    step_BK: Tensor  # steps taken in each active block
+    quota_BK: Tensor  # masks each active block began with
+
+
+CURSORS = tuple(f.name for f in fields(Lanes) if f.name not in ("slot_B", "live_B", "step_BK", "quota_BK"))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """All that a decoder may see: rows of blocks. Tensors of shape [R, L], or [R] / [R, 1] where named so."""
+
+    pos_RL: Tensor  # absolute positions, -1 past the end of a short last block
+    tokens_RL: Tensor
+    masked_RL: Tensor  # bool, still to be decoded
+    given_RL: Tensor  # bool, part of the request or padding: never to be written
+    step_R: Tensor  # steps already taken in this block
+    quota_R: Tensor  # masks the block began with
+    floor_R: Tensor  # least confidence the iteration asks for
+    must_progress_R: Tensor  # bool, the row must commit at least one token
+    options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
+
+
+@dataclass(slots=True)
+class Canvas:
+    """Tokens, statuses and cursors of every slot."""
+
+    tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
+    status_NS: Tensor  # uint8, of Status
+    cursors_NC: Tensor  # int64, columns CURSORS
+    blocks_NKC: Tensor  # int64, columns step, quota
+    stop_X: Tensor  # int64, ids that end a generation
+
+    @classmethod
+    def alloc(cls, slots: int, length: int, blocks: int, stop_ids: tuple[int, ...], device) -> Canvas:
+        """A canvas for `slots` requests of at most `length` positions, `blocks` active blocks each."""
+        n, s = slots + 1, length + 1
+        return cls(
+            tokens_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
+            status_NS=torch.full((n, s), int(Status.DONE), dtype=torch.uint8, device=device),
+            cursors_NC=torch.zeros(n, len(CURSORS), dtype=torch.int64, device=device),
+            blocks_NKC=torch.zeros(n, blocks, 2, dtype=torch.int64, device=device),
+            stop_X=torch.tensor(stop_ids, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def scratch(self) -> int:
+        return self.tokens_NS.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens_NS.shape[1] - 1
+
+    def admit(self, slot: int, prompt: list[int], new_tokens: int, start: int, end: int, mask_id: int) -> None:
+        """Places a request in a free slot. Host side, between steps."""
+        length = len(prompt) + new_tokens
+        tokens = torch.zeros(self.capacity + 1, dtype=torch.int64)
+        tokens[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        tokens[len(prompt) : length] = mask_id
+        status = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
+        status[: len(prompt)] = int(Status.GIVEN)
+        status[len(prompt) : length] = int(Status.OPEN)
+        cursors = dict.fromkeys(CURSORS, 0)
+        cursors |= {"phase_B": int(Phase.FULL), "prompt_B": len(prompt), "length_B": length}
+        cursors |= {"start_B": start, "end_B": end}
+        self.tokens_NS[slot] = tokens.to(self.tokens_NS.device)
+        self.status_NS[slot] = status.to(self.status_NS.device)
+        self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
+        self.blocks_NKC[slot] = 0
+
+    def release(self, slot: int) -> None:
+        """Frees a slot. Host side."""
+        self.cursors_NC[slot] = 0
+
+    def lanes(self, slot_B: Tensor, phase: Phase) -> Lanes:
+        columns = self.cursors_NC.index_select(0, slot_B).unbind(1)
+        cursors = dict(zip(CURSORS, columns, strict=True))
+        step_BK, quota_BK = self.blocks_NKC.index_select(0, slot_B).unbind(2)
+        live_B = cursors["phase_B"] == int(phase)
+        return Lanes(slot_B=slot_B, live_B=live_B, step_BK=step_BK, quota_BK=quota_BK, **cursors)
+
+    def store(self, lanes: Lanes) -> None:
+        """Writes the cursors of live lanes back to their slots."""
+        live_B1 = lanes.live_B[:, None]
+        old_BC = self.cursors_NC.index_select(0, lanes.slot_B)
+        new_BC = torch.stack([getattr(lanes, name) for name in CURSORS], 1)
+        self.cursors_NC.index_copy_(0, lanes.slot_B, torch.where(live_B1, new_BC, old_BC))
+        old_BKC = self.blocks_NKC.index_select(0, lanes.slot_B)
+        new_BKC = torch.stack((lanes.step_BK, lanes.quota_BK), 2)
+        self.blocks_NKC.index_copy_(0, lanes.slot_B, torch.where(live_B1[..., None], new_BKC, old_BKC))
+
+    def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
+        index = slot_B[:, None], padded(pos_BW, self.capacity)
+        return self.tokens_NS[index], self.status_NS[index]
+
+    def commit(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor) -> None:
+        """Writes the tokens where `commit_BW` and marks them decoded."""
+        index = slot_B[:, None], padded(torch.where(commit_BW, pos_BW, -1), self.capacity)
+        self.tokens_NS.index_put_(index, tokens_BW)
+        self.status_NS.index_put_(index, torch.full_like(tokens_BW, int(Status.DONE), dtype=torch.uint8))
+
+    def is_stop(self, tokens: Tensor) -> Tensor:
+        return (tokens[..., None] == self.stop_X).any(-1)
+
+
+def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
+    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
+    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
+    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
+
+
+def padded(pos: Tensor, scratch: int) -> Tensor:
+    """Positions with padding (-1) sent to the scratch index."""
+    return torch.where(pos >= 0, pos, scratch)

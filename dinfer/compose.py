@@ -1,0 +1,87 @@
+"""Puts four components together and refuses, before any work, those that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, options_of, unknown
+
+
+class IncompatibleRecipe(ValueError):
+    """The components cannot work together; the message says which, why, and what to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """An option that every request may set for itself."""
+
+    kind: str  # of the component: iteration, decoder or cache
+    name: str
+    default: int | float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how it is decoded: one point of the product of the four registries."""
+
+    model: Model
+    iteration: Iteration
+    decoder: Decoder
+    cache: CachePolicy
+
+    def __post_init__(self) -> None:
+        spec = self.model.spec
+        if self.cache.settle and spec.causal_block is None:
+            raise IncompatibleRecipe(
+                f"{type(self.cache).__name__} keeps the keys of finished blocks for good, which is exact only under "
+                "block-causal attention, but this model is bidirectional. Use cache=dual or cache=prefix."
+            )
+        if spec.causal_block not in (None, 1) and self.iteration.block % spec.causal_block:
+            raise IncompatibleRecipe(
+                f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
+                f"{spec.causal_block}."
+            )
+
+    @cached_property
+    def request_options(self) -> tuple[RequestOption, ...]:
+        parts: tuple[tuple[str, Component], ...] = (
+            ("iteration", self.iteration),
+            ("decoder", self.decoder),
+            ("cache", self.cache),
+        )
+        return tuple(
+            RequestOption(kind, info.name, getattr(part, info.name))
+            for kind, part in parts
+            for info in options_of(part)
+            if info.per_request
+        )
+
+    def resolve(self, given: Mapping[str, Any]) -> list[float]:
+        """The value of every per-request option for one request, in the order of `request_options`.
+
+        `given` names options as "threshold", or as "decoder.threshold" where two components have one of that name.
+        Each value is validated by the component itself.
+        """
+        known = [f"{o.kind}.{o.name}" for o in self.request_options]
+        values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
+        for key, value in given.items():
+            names = [name for name in known if key in (name, name.split(".")[1])]
+            if not names:
+                raise unknown("per-request option", key, known)
+            if len(names) > 1:
+                raise ValueError(f"per-request option {key!r} is ambiguous: write one of {', '.join(names)}")
+            kind, name = names[0].split(".")
+            if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
+                raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
+            replace(getattr(self, kind), **{name: value})  # raises what the component raises
+            values[names[0]] = value
+        return [float(v) for v in values.values()]
+
+
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any) -> Recipe:
+    """A recipe from components, names, or mappings `{"name": ..., option: ...}`."""
+    return Recipe(model, ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache))

@@ -1,0 +1,1 @@
+"""Which positions are committed at each step."""

@@ -1,0 +1,1 @@
+"""The host side: requests in, steps launched, completions out."""

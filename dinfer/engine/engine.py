@@ -1,0 +1,178 @@
+"""The host loop: admits requests to slots, launches the steps they need, and collects what is finished.
+
+Requests enter and leave between steps. The loop reads one small tensor of cursors a round and launches one step for
+each phase that some row is in; all else stays on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dinfer.canvas import CURSORS, Phase, Status
+from dinfer.compose import Recipe
+from dinfer.engine.launcher import Launcher
+from dinfer.engine.pages import PageAllocator
+from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.protocols import StepShape
+from dinfer.state import BatchState
+
+STALL_LIMIT = 256  # steps of one row without a commit or a new block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """How the engine runs, whatever the recipe."""
+
+    rows: int = 32  # requests in flight
+    page: int = 16  # positions per page of keys and values
+    graphs: bool = False  # run each step as a CUDA graph
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "page"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"runtime.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in a slot."""
+
+    index: int
+    request: Request
+    pages: list[int]
+    began: float
+    progress: tuple[int, int] = (-1, -1)  # tokens committed and blocks finished, when they last changed
+    since: int = 0  # forwards at that time
+
+
+class Engine:
+    """Runs requests through one recipe. Memory is allocated on first use and grows with the largest batch."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.recipe, self.runtime, self.device, self.dtype = recipe, runtime, device, dtype
+        if runtime.graphs and device.type != "cuda":
+            raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
+        self._rows: dict[int, _Row] = {}
+        self._slots = self._length = 0
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
+        """Yields every row after each of its steps, the last time with its completion.
+
+        Raises NonFiniteLogits or StalledRow for the row concerned. Whatever ends the loop, all slots are free after.
+        """
+        self._reserve(requests)
+        pending = deque(enumerate(requests))
+        try:
+            while pending or self._rows:
+                while pending and self._admit(*pending[0]):
+                    pending.popleft()
+                before = self._cursors()
+                for phase in (Phase.FULL, Phase.WINDOW):
+                    slots = [slot for slot in self._rows if before[slot]["phase_B"] == phase]
+                    if slots:
+                        self._launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
+                yield from self._collect(before, self._cursors(), snapshots)
+        finally:
+            for slot in list(self._rows):
+                self._release(slot)
+
+    def _reserve(self, requests: Sequence[Request]) -> None:
+        """Makes sure that the state has room; a larger one replaces it, and its graphs, between runs."""
+        longest = max((len(r.prompt) + r.new_tokens for r in requests), default=0)
+        slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
+        if slots <= self._slots and length <= self._length:
+            return
+        self._slots, self._length = max(slots, self._slots), max(length, self._length)
+        pages = self._slots * -(-self._length // self.runtime.page)
+        self._state = BatchState.alloc(
+            self.recipe, self._slots, self._length,
+            page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+        self._pages = PageAllocator(pages)
+        self._launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
+
+    def _admit(self, index: int, request: Request) -> bool:
+        length = len(request.prompt) + request.new_tokens
+        need = -(-length // self.runtime.page)
+        slot = next((s for s in range(self._slots) if s not in self._rows), None)
+        if slot is None or need > self._pages.free:
+            return False
+        state, pages = self._state, self._pages.allocate(need)
+        state.kv.assign(slot, pages)
+        region = self.recipe.iteration.first_region(len(request.prompt), length)
+        state.canvas.admit(slot, request.prompt, request.new_tokens, *region, self.recipe.model.spec.mask_id)
+        state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64).to(self.device)
+        for pool in (state.iteration, state.decoder, state.cache):
+            pool.reset(slot)
+        self._rows[slot] = _Row(index, request, pages, time.perf_counter())
+        return True
+
+    def _release(self, slot: int) -> None:
+        self._state.canvas.release(slot)
+        self._pages.release(self._rows.pop(slot).pages)
+
+    def _cursors(self) -> list[dict[str, int]]:
+        """The cursors of every slot: the one place where the host waits for the device."""
+        return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
+
+    def _shape(self, phase: Phase, rows: list[dict[str, int]]) -> StepShape:
+        iteration, spec = self.recipe.iteration, self.recipe.model.spec
+        longest = max(row["length_B"] for row in rows)
+        width = longest
+        if phase == Phase.WINDOW:
+            width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
+        return StepShape(phase, len(rows), width, iteration.blocks, iteration.block, -(-longest // self.runtime.page))
+
+    def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
+        for slot in list(self._rows):
+            row, old, now = self._rows[slot], before[slot], after[slot]
+            phase = Phase(now["phase_B"])
+            if phase == Phase.FAULT:
+                self._state.kv.wipe(row.pages)
+                raise NonFiniteLogits(
+                    f"request {row.index}: the model's logits are not finite (NaN or infinite) at denoise step "
+                    f"{now['forwards_B']}, in the block at positions {old['start_B']} to {old['end_B'] - 1}. Check "
+                    "the checkpoint, or load the model in a wider dtype."
+                )
+            self._check_progress(row, now)
+            done = self._finish(slot, now) if phase == Phase.IDLE else None
+            tokens = masked = None
+            if snapshots:
+                length = now["length_B"]
+                tokens = self._state.canvas.tokens_NS[slot, :length].tolist()
+                masked = (self._state.canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
+            if done:
+                self._release(slot)
+            full = old["phase_B"] == Phase.FULL
+            yield Update(row.index, now["forwards_B"], full, (old["start_B"], old["end_B"]), tokens, masked, done)
+
+    def _check_progress(self, row: _Row, now: dict[str, int]) -> None:
+        progress = (now["committed_B"], now["block_B"])
+        if progress != row.progress:
+            row.progress, row.since = progress, now["forwards_B"]
+        elif now["forwards_B"] - row.since >= STALL_LIMIT:
+            raise StalledRow(
+                f"request {row.index}: {STALL_LIMIT} steps without a commit or a new block, at step "
+                f"{now['forwards_B']}. The decoder {type(self.recipe.decoder).__name__} keeps the row busy for ever."
+            )
+
+    def _finish(self, slot: int, now: dict[str, int]) -> Completion:
+        row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
+        length, prompt = now["length_B"], now["prompt_B"]
+        open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
+        tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
+        stop = next((i for i in range(prompt, length) if tokens[i] in spec.stop_ids), length)
+        counts = Counts(
+            forwards=now["forwards_B"],
+            refreshes=now["refreshes_B"],
+            committed=now["committed_B"],
+            tokens=stop - prompt,
+            seconds=time.perf_counter() - row.began,
+        )
+        return Completion(tokens, tokens[prompt:stop], stop < length, counts)

@@ -1,0 +1,61 @@
+"""What goes into the engine and what comes out. Token ids only; the engine knows nothing of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class NonFiniteLogits(RuntimeError):
+    """The model produced NaN or infinite logits for a request."""
+
+
+class StalledRow(RuntimeError):
+    """A row was stepped again and again without committing a token or leaving its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row of work."""
+
+    prompt: list[int]
+    new_tokens: int
+    options: list[float] = field(default_factory=list)  # as `Recipe.resolve` returns them
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a request cost and yielded. Prompt, padding and everything from the first stop token on never count."""
+
+    forwards: int  # NFE: forwards this request took part in
+    refreshes: int  # of these, passes over the whole canvas whose keys and values were kept
+    committed: int  # masked positions decoded, stop tokens included
+    tokens: int  # generated tokens before the first stop token
+    seconds: float  # wall time from admission to the last step
+
+    @property
+    def tpf(self) -> float:
+        """Tokens per forward."""
+        return self.tokens / self.forwards
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    canvas: list[int]  # prompt and generation; positions that an early stop left undecoded hold the eos id
+    output: list[int]  # generated tokens before the first stop token
+    stopped: bool  # a stop token was generated; else max_new_tokens ran out
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One request after one step."""
+
+    index: int  # which request
+    forwards: int
+    full: bool  # the step was a pass over the whole canvas
+    region: tuple[int, int]  # active positions of the step
+    tokens: list[int] | None = None  # the canvas after the step, if asked for
+    masked: list[bool] | None = None  # what is still to be decoded, likewise
+    completion: Completion | None = None  # after the last step

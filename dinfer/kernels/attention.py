@@ -1,0 +1,49 @@
+"""Interval attention: each query sees the keys of one interval of positions.
+
+Every mask of the field is two integers a query, `[kv_start, kv_end)`: bidirectional (0, length), block-causal
+(0, end of own block), causal (0, own position + 1), sliding window (position - w, ...). So there is one function.
+
+Shape suffixes: B lanes, W queries, S keys, H query heads, G key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
+    """Which of `keys` positions each query sees. bool [B, W, keys]"""
+    key_S = torch.arange(keys, device=kv_end_BW.device)
+    return (key_S >= kv_start_BW[..., None]) & (key_S < kv_end_BW[..., None])
+
+
+def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v over the keys that are seen; None: over all of them. [B, W, H, E]
+
+    Key s of a row is the key of position s. H is a multiple of G (grouped heads). Every query must see a key.
+    """
+    out_BHWE = F.scaled_dot_product_attention(
+        q_BWHE.transpose(1, 2),
+        k_BSGE.transpose(1, 2),
+        v_BSGE.transpose(1, 2),
+        attn_mask=None if seen_BWS is None else seen_BWS[:, None],
+        enable_gqa=q_BWHE.shape[2] != k_BSGE.shape[2],
+    )
+    return out_BHWE.transpose(1, 2)
+
+
+def attention_interval(
+    pos_BW: Tensor, start_B: Tensor, end_B: Tensor, causal_block: int | None
+) -> tuple[Tensor, Tensor]:
+    """The interval each query sees, of the row's visible positions `[start, end)`.
+
+    `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions counted from 0. Padding
+    (position -1) gets the first visible key, so that its softmax is defined; nothing reads what comes out.
+    """
+    start_BW, end_BW = start_B[:, None].expand_as(pos_BW), end_B[:, None].expand_as(pos_BW)
+    if causal_block is not None:
+        own_BW = (torch.div(pos_BW, causal_block, rounding_mode="floor") + 1) * causal_block
+        end_BW = torch.minimum(end_BW, own_BW)
+    return start_BW, torch.maximum(end_BW, start_BW + 1)

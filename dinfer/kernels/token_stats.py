@@ -1,0 +1,33 @@
+"""What decoders need to know of the logits, in one pass over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """The proposed token of every position. All [R, L]."""
+
+    token_RL: Tensor  # int64, the most likely token but the mask token; ties go to the lowest id
+    confidence_RL: Tensor  # its probability under the whole distribution, mask token included
+    declined_RL: Tensor  # bool, the mask token itself is the most likely: the model would rather wait
+
+    @property
+    def finite_RL(self) -> Tensor:
+        """False where the logits held a NaN or +inf, or nothing but -inf."""
+        return self.confidence_RL.isfinite()
+
+
+def token_stats(logits_RLV: Tensor, mask_id: int, dtype: torch.dtype) -> TokenStats:
+    """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider."""
+    dtype = torch.promote_types(logits_RLV.dtype, dtype)
+    logits_RLV = logits_RLV.to(dtype, copy=True)
+    prob_RLV = logits_RLV.softmax(-1)
+    logits_RLV[..., mask_id].fill_(float("-inf"))
+    token_RL = logits_RLV.argmax(-1)
+    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
+    return TokenStats(token_RL, confidence_RL, prob_RLV[..., mask_id] > confidence_RL)

@@ -1,0 +1,85 @@
+"""Keys and values: one pool of pages for every request and layer, written in place.
+
+A page holds a fixed number of positions. A page table says which pages a slot's positions live in, so memory is
+bounded by tokens, requests may share pages, and nothing moves when rows come and go. Keys are stored after RoPE.
+
+Two pages are never handed out: NULL, which is all zeros and which unused entries of the table name, so that keys
+outside a row's interval are finite; and SCRATCH, where padding is written and which nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.attention import interval_attention, interval_mask
+from dinfer.protocols import ModelSpec
+
+NULL, SCRATCH, RESERVED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Shape suffixes: J layers, P pages, T positions a page, G key/value heads, E head size."""
+
+    k_JPTGE: Tensor
+    v_JPTGE: Tensor
+    table_NP: Tensor  # int64, the pages of each slot in order of position
+
+    @classmethod
+    def alloc(
+        cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
+    ) -> KVPool:
+        shape = (spec.layers, pages + RESERVED, page, spec.kv_heads, spec.head_dim)
+        table_NP = torch.full((slots + 1, -(-length // page)), NULL, dtype=torch.int64, device=device)
+        k = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(k, torch.zeros_like(k), table_NP)
+
+    @property
+    def page(self) -> int:
+        return self.k_JPTGE.shape[2]
+
+    def assign(self, slot: int, pages: list[int]) -> None:
+        """Gives a slot its pages. Host side, between steps."""
+        row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
+        row[: len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self.table_NP[slot] = row.to(self.table_NP.device)
+
+    def wipe(self, pages: list[int]) -> None:
+        """Zeroes pages that may hold NaN, before somebody else gets them. Host side."""
+        index = torch.tensor([*pages, SCRATCH], device=self.k_JPTGE.device)
+        for pool in (self.k_JPTGE, self.v_JPTGE):
+            pool.index_fill_(1, index, 0)
+
+    def attend(self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int) -> PagedAttend:
+        """Attention of the queries at `pos_BW` over the first `pages` pages of their rows."""
+        table_BP = self.table_NP.index_select(0, slot_B)
+        where_BW = pos_BW.clamp_min(0)
+        own_BW = table_BP.gather(1, torch.div(where_BW, self.page, rounding_mode="floor"))
+        lost_BW = (pos_BW < 0) | (own_BW == NULL)
+        write_BW = torch.where(lost_BW, SCRATCH * self.page, own_BW * self.page + where_BW % self.page)
+        seen_BWS = interval_mask(*interval_BW, pages * self.page)
+        return PagedAttend(self, pos_BW, write_BW.flatten(), table_BP[:, :pages].flatten(), seen_BWS)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """Writes the keys and values of its queries to the pool, and attends over the pool's."""
+
+    pool: KVPool
+    pos_BW: Tensor
+    write_X: Tensor  # int64 [B * W], where in the pool each query's key goes
+    pages_X: Tensor  # int64 [B * P], the pages that are read
+    seen_BWS: Tensor
+
+    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor:
+        k_BSGE = self._through(self.pool.k_JPTGE[layer], k_BWGE)
+        v_BSGE = self._through(self.pool.v_JPTGE[layer], v_BWGE)
+        return interval_attention(q_BWHE, k_BSGE, v_BSGE, self.seen_BWS)
+
+    def _through(self, pool_PTGE: Tensor, new_BWGE: Tensor) -> Tensor:
+        pool_PTGE.flatten(0, 1).index_copy_(0, self.write_X, new_BWGE.flatten(0, 1))
+        lanes, (_, _, *heads) = new_BWGE.shape[0], pool_PTGE.shape
+        return pool_PTGE.index_select(0, self.pages_X).view(lanes, -1, *heads)

@@ -1,0 +1,1 @@
+"""Building blocks of networks: torch modules that know nothing of canvases, pages or decoders."""

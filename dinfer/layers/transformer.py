@@ -1,0 +1,117 @@
+"""The transformer core every model family runs on; a `ModelSpec` says all that is particular to one.
+
+Shape suffixes: B rows, W positions, D hidden, H query heads, G key/value heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
+from dinfer.layers.rotary import rotary_table, rotate
+from dinfer.protocols import Attend, ModelSpec
+
+ATTENTION = ("bidirectional", "block_causal", "causal")
+
+
+class Block(nn.Module):
+    """Pre-norm attention and gated MLP. Projections that read the same input are one matrix."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        heads = spec.heads + 2 * spec.kv_heads
+        self.attn_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.qkv = nn.Linear(spec.hidden, heads * spec.head_dim, bias=False)
+        self.out = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.gate_up = nn.Linear(spec.hidden, 2 * spec.mlp, bias=False)
+        self.down = nn.Linear(spec.mlp, spec.hidden, bias=False)
+
+    def forward(self, layer: int, x_BWD: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        spec = self.spec
+        qkv_BWXE = self.qkv(self.attn_norm(x_BWD)).unflatten(-1, (-1, spec.head_dim))
+        rotated_BWXE = rotate(qkv_BWXE[:, :, : spec.heads + spec.kv_heads], table)
+        q_BWHE, k_BWGE = rotated_BWXE.split((spec.heads, spec.kv_heads), 2)
+        v_BWGE = qkv_BWXE[:, :, spec.heads + spec.kv_heads :]
+        x_BWD = x_BWD + self.out(attend(layer, q_BWHE, k_BWGE, v_BWGE).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x_BWD)).chunk(2, -1)
+        return x_BWD + self.down(F.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head: the four methods that the step and `score` need.
+
+    The mask token is an ordinary row of the embedding. The network holds no state between calls.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.head = None if spec.tied_head else nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def embed(self, tokens_BW: Tensor) -> Tensor:
+        """[B, W] -> [B, W, D]"""
+        return self.embedding(tokens_BW)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
+        table = rotary_table(attend.pos_BW, self.spec.head_dim, self.spec.rope_theta, x_BWD.dtype)
+        for layer, block in enumerate(self.blocks):
+            x_BWD = block(layer, x_BWD, table, attend)
+        return x_BWD
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, V]"""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(h_BLD), weight)
+
+    def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:
+        """Logits at every position of complete sequences, without a cache. [B, T] -> [B, T, V]
+
+        `attention`: "bidirectional", "causal", or "block_causal" over blocks of `block_length` counted from
+        position 0. Differentiable. Raw logits: `spec.shift` is not applied.
+        """
+        if attention not in ATTENTION:
+            raise ValueError(f"attention={attention!r} is not known; use one of {', '.join(ATTENTION)}")
+        if (attention == "block_causal") != (block_length is not None):
+            need = "needs a block_length" if block_length is None else f"takes no block_length, got {block_length}"
+            raise ValueError(f"attention={attention!r} {need}")
+        if block_length is not None and block_length < 1:
+            raise ValueError(f"block_length={block_length} must be at least 1")
+        ids_BT = torch.as_tensor(ids_BT, device=self.device)
+        if ids_BT.dim() != 2 or ids_BT.dtype.is_floating_point or ids_BT.shape[1] == 0:
+            raise ValueError(f"ids must be integers of shape [B, T], T >= 1, not {ids_BT.dtype} {tuple(ids_BT.shape)}")
+        pos_BT = torch.arange(ids_BT.shape[1], device=self.device).expand_as(ids_BT)
+        seen_BTT = None
+        if attention != "bidirectional":
+            start_B = torch.zeros_like(ids_BT[:, 0])
+            interval = attention_interval(pos_BT, start_B, start_B + ids_BT.shape[1], block_length or 1)
+            seen_BTT = interval_mask(*interval, ids_BT.shape[1])
+        return self.logits(self(self.embed(ids_BT), WholeAttend(pos_BT, seen_BTT)))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAttend:
+    """Attention of complete sequences over themselves: keys are those of this call, none are kept."""
+
+    pos_BW: Tensor
+    seen_BWS: Tensor | None
+
+    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor:
+        return interval_attention(q_BWHE, k_BWGE, v_BWGE, self.seen_BWS)

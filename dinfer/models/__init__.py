@@ -1,0 +1,1 @@
+"""Model families: what a checkpoint's config.json and tensor names mean, as data over one transformer core."""

@@ -1,0 +1,234 @@
+"""The facade: load a model with a recipe, give it text, messages or token ids, get results with their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dinfer.checkpoint import boxed, family_of, load_network, locate, read_config
+from dinfer.compose import Recipe, compose
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.registry import MODELS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One answer.
+
+    `ids` are the generated tokens before the first stop token; `canvas` is prompt and generation as a whole;
+    `trace`, if asked for, is the canvas after every step, the mask id where it was still masked.
+    """
+
+    text: str
+    ids: list[int]
+    prompt_ids: list[int]
+    canvas: list[int]
+    stopped: bool  # at a stop token; else max_new_tokens ran out
+    counts: Counts
+    trace: list[list[int]] | None = None
+
+
+class Pipeline:
+    """A model, a recipe and a tokenizer, ready to generate."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self.engine = Engine(recipe, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
+
+    @property
+    def model(self) -> Any:
+        return self.recipe.model
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        chat: bool | None = None,
+        trace: bool = False,
+    ) -> Any:
+        """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
+
+        A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
+        tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
+        for each prompt, such as {"threshold": 0.8}. Raises ValueError for bad input, NonFiniteLogits.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else prompts)]
+        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
+        return results[0] if single else results
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        trace: bool = False,
+    ) -> list[Result]:
+        """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
+        requests = self.requests(prompts, max_new_tokens, options)
+        results: list[Result | None] = [None] * len(requests)
+        traces: list[list[list[int]]] = [[] for _ in requests]
+        for update in self.engine.run(requests, snapshots=trace):
+            if update.tokens is not None:
+                traces[update.index].append(update.tokens)
+            if update.completion is not None:
+                history = traces[update.index] if trace else None
+                results[update.index] = self.result(requests[update.index], update.completion, history)
+        return [result for result in results if result is not None]
+
+    def updates(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        options: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> Iterator[Update]:
+        """The canvas of one prompt after every step, for those who want to watch or to stream."""
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
+        return self.engine.run(requests, snapshots=True)
+
+    def encode(self, prompt: Any, *, chat: bool | None = None) -> list[int]:
+        """Token ids of a text or of a conversation."""
+        tokenizer = self._need_tokenizer()
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ValueError("the prompt is empty")
+            if chat is False or (chat is None and tokenizer.chat_template is None):
+                return list(tokenizer(prompt)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        elif not _is_conversation(prompt):
+            raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
+        if tokenizer.chat_template is None:
+            raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
+        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(ids)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    ) -> list[Request]:
+        """Validated requests; every error names the prompt and the field."""
+        lengths = _each(max_new_tokens, len(prompts), "max_new_tokens")
+        values = _each({} if options is None else options, len(prompts), "options")
+        return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
+
+    def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
+        spec, ids = self.recipe.model.spec, [_as_int(token, f"prompt {index}: token") for token in prompt]
+        new_tokens = _as_int(new_tokens, f"prompt {index}: max_new_tokens")
+        if not ids:
+            raise ValueError(f"prompt {index} is empty: give at least one token")
+        if new_tokens < 1:
+            raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
+        outside = next((token for token in ids if not 0 <= token < spec.vocab), None)
+        if outside is not None:
+            raise ValueError(f"prompt {index}: token {outside} is outside the vocabulary of {spec.vocab}")
+        if spec.mask_id in ids:
+            raise ValueError(
+                f"prompt {index}: the mask token {spec.mask_id} stands at position {ids.index(spec.mask_id)}; a prompt "
+                "is given text, and masks are put behind it"
+            )
+        if len(ids) + new_tokens > spec.max_length:
+            raise ValueError(
+                f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
+                f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
+            )
+        if not isinstance(options, Mapping):
+            raise ValueError(f"prompt {index}: options must be a mapping of names to values, not {options!r}")
+        return Request(ids, new_tokens, self.recipe.resolve(options))
+
+    def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
+        text = "" if self.tokenizer is None else self.decode(completion.output)
+        return Result(
+            text, completion.output, request.prompt, completion.canvas, completion.stopped, completion.counts, trace
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
+        return self.tokenizer
+
+
+def load(
+    model: Any = "tiny",
+    *,
+    iteration: Any = "blockwise",
+    decoder: Any = "threshold",
+    cache: Any = "dual",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    runtime: Runtime | None = None,
+) -> Pipeline:
+    """A pipeline. Components are names, or mappings with a `name` and options.
+
+    `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
+    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `runtime`: None runs up
+    to 32 requests at a time, as CUDA graphs where the device is CUDA.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    if dtype is None and where.type == "cpu":
+        dtype = torch.float32
+    if isinstance(model, str):
+        name = model
+        folder = locate(name)
+        family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
+    else:
+        family = MODELS.build(model)
+        folder = locate(family.checkpoint, family.revision)
+    network = load_network(folder, family, dtype=dtype, device=where)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache)
+    return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
+
+
+def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt: a sequence of them, or the same for all."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise ValueError(f"{name} has {len(value)} values for {count} prompts: give one, or one for each")
+        return list(value)
+    return [value] * count
+
+
+def _as_int(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{what}={value!r} must be an integer")
+    return value.__index__()
+
+
+__all__ = ["Pipeline", "Result", "boxed", "load"]

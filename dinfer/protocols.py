@@ -1,0 +1,245 @@
+"""The contracts of the four swappable components and the data that passes between them.
+
+Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
+data (which positions, what to feed, what to commit), and `dinfer.step.denoise_step` puts the pieces together.
+
+Shape suffixes (one letter a dimension, in order):
+    N  slots                                  B  lanes: the rows of one step
+    K  active blocks of a row                 R  B * K, rows of blocks
+    L  block length                           S  canvas length
+    W  query positions of one forward         D  hidden size
+    V  vocabulary size
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import BlockView, Lanes, Phase
+from dinfer.kernels.token_stats import TokenStats
+
+__all__ = [
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Iteration", "Lanes", "Model",
+    "ModelFamily", "ModelSpec", "Moved", "Phase", "Placement", "Proposal", "State", "StepShape", "TokenStats", "Window",
+]  # fmt: skip
+
+State = dict[str, Tensor]
+"""Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
+
+A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
+over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What the rest of dinfer may know of a model. Differences between models are data, not classes."""
+
+    family: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # width of the gated MLP
+    norm_eps: float
+    rope_theta: float
+    tied_head: bool = False  # the LM head is the embedding table
+    max_length: int  # positions the model was made for
+    mask_id: int
+    eos_id: int  # what an early-stopped tail is filled with
+    stop_ids: tuple[int, ...]  # ids that end an answer, eos_id among them
+    shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
+    causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Everything about a step that is not device data: hashable, known to the host, the CUDA-graph key."""
+
+    phase: Phase
+    lanes: int  # B
+    width: int  # W
+    blocks: int  # K
+    block: int  # L
+    pages: int  # pages of keys that each row may see
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The positions one step computes, -1 where a row has fewer than W."""
+
+    pos_BW: Tensor  # int64, absolute positions
+    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: nowhere
+
+
+class Attend(Protocol):
+    """What a model needs beyond its inputs: positions, and attention over keys it does not have to know of."""
+
+    @property
+    def pos_BW(self) -> Tensor: ...
+
+    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor: ...
+
+
+class Model(Protocol):
+    """A network. It keeps no state between calls; keys and values go through `attend`."""
+
+    spec: ModelSpec
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
+    def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a decoder asks for. The step, not the decoder, writes it."""
+
+    commit_RL: Tensor  # bool; positions that may not be written are masked out by the step
+    token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
+    busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAfter:
+    """The active blocks after this step's commits, as an iteration sees them."""
+
+    tokens_BKL: Tensor
+    given_BKL: Tensor  # part of the request, or padding
+    stop_BKL: Tensor  # bool: the token is one that ends an answer
+    finished_BK: Tensor  # bool: nothing is left to decode or to settle
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How an iteration moved its rows on. bool [B] each."""
+
+    entered_B: Tensor  # began a new block
+    done_B: Tensor  # has nothing more to decode
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a checkpoint's tensor goes: rows `[row, row + shape[0])` of a parameter of the network."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    row: int = 0
+
+
+class Component(ABC):
+    """What all components but models share."""
+
+    paper: ClassVar[str] = ""  # where the algorithm was published
+
+
+class ModelFamily(Component):
+    """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        """Whether a checkpoint's config.json belongs to this family."""
+
+    @abstractmethod
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        """Reads config.json; raises ValueError for what is missing or not supported."""
+
+    @abstractmethod
+    def network(self, spec: ModelSpec) -> Any:
+        """The network, a `Model`; on whatever device is torch's default."""
+
+    @abstractmethod
+    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes."""
+
+
+class Decoder(Component):
+    """Decides which positions of the active blocks to commit, and to what."""
+
+    edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
+    precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        """State of a row that enters a block; tensors without the leading R."""
+        return {}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        """Logits to take the statistics of; changes `state` in place, never the logits."""
+        return logits_RLV
+
+    @abstractmethod
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        """The positions to commit at this step; changes `state` in place."""
+
+
+class CachePolicy(Component):
+    """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
+
+    reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
+    settle: ClassVar[bool] = False  # one step more after the last commit, so that K/V are those of final tokens
+
+    def fresh_state(self, spec: ModelSpec) -> State:
+        return {}
+
+    @abstractmethod
+    def width(self, spec: ModelSpec, start: int, end: int, length: int) -> int:
+        """Positions a WINDOW step computes for a row with the active region `[start, end)`. Host side."""
+
+    @abstractmethod
+    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
+        """The positions that a step of `shape.phase` computes."""
+
+    @abstractmethod
+    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
+        """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
+
+    @abstractmethod
+    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        """FULL or WINDOW for each row that is not done, after a step of `phase`. int64 [B]"""
+
+
+class Iteration(Component):
+    """Decides how the canvas is swept and what the model is fed at positions that are still masked."""
+
+    blocks: int = 1  # K
+    block: int  # L
+    scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {}
+
+    @abstractmethod
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        """The active region `[start, end)` a new request begins with. Host side."""
+
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+        """What the model is fed. [B, W, D]"""
+        return model.embed(tokens_BW)
+
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
+        """Sees the logits of the whole window, after the commits; only if `scores == "window"`."""
+
+    def floor(self, lanes: Lanes) -> Tensor:
+        """Least confidence that a commit must have at this step. float32 [B]"""
+        return torch.zeros_like(lanes.phase_B, dtype=torch.float32)
+
+    def must_progress(self, lanes: Lanes) -> Tensor:
+        """Which active blocks must commit a token at every step. bool [B, K]"""
+        return torch.ones_like(lanes.step_BK, dtype=torch.bool)
+
+    @abstractmethod
+    def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
+        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors."""

@@ -1,0 +1,125 @@
+"""Four name -> component tables, and the fields that make a component's options.
+
+A component is a frozen dataclass: its fields are its configuration, and it owns no mutable state.
+A module registers its components when it is imported; a registry imports every module of its package on first
+use, so no central list is edited. Other distributions add components through entry points in the groups
+`dinfer.model`, `dinfer.iteration`, `dinfer.decoder` and `dinfer.cache`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T", bound=type)
+
+
+class UnknownName(ValueError):
+    """No component, option or command of that name; the message gives the nearest and lists all."""
+
+
+def option(default: Any, help: str, *, per_request: bool = False) -> Any:
+    """A dataclass field that is an option of a component.
+
+    `per_request=True` lets each request bring its own value: it must be an int or a float, and the component reads
+    it from the view it is given, never from `self`.
+    """
+    if per_request and type(default) not in (int, float):
+        raise TypeError(f"a per-request option must default to an int or a float, not {default!r}")
+    return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request})
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option as `dinfer list` shows it."""
+
+    name: str
+    default: Any
+    help: str
+    per_request: bool
+
+
+def options_of(component: Any) -> list[OptionInfo]:
+    """The options of a component or of its class, in the order of definition."""
+    return [
+        OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False))
+        for f in dataclasses.fields(component)
+    ]
+
+
+def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
+    """The error for a name that is not known: says which is nearest, and all there are."""
+    close = difflib.get_close_matches(str(got), known, 1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return UnknownName(f"unknown {kind} {got!r}.{hint} Known: {', '.join(known) or 'none'}.")
+
+
+class Registry(Generic[T]):
+    """`Registry("decoder", "dinfer.decoders")` holds every component of that package by name."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._table: dict[str, T] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        def add(cls: T) -> T:
+            known = self._table.setdefault(name, cls)
+            if known is not cls:
+                raise ValueError(f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}")
+            return cls
+
+        return add
+
+    def names(self) -> list[str]:
+        if not self._loaded:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for entry in importlib.metadata.entry_points(group=f"dinfer.{self.kind}"):
+                self.register(entry.name)(entry.load())
+            self._loaded = True
+        return sorted(self._table)
+
+    def get(self, name: str) -> T:
+        if name not in self.names():
+            raise unknown(self.kind, name, self.names())
+        return self._table[name]
+
+    def build(self, config: Mapping[str, Any] | str | Any) -> Any:
+        """A component from its name, from a mapping `{"name": ..., option: ...}`, or as it is."""
+        if isinstance(config, str):
+            config = {"name": config}
+        if not isinstance(config, Mapping):
+            if isinstance(config, tuple(self._table[n] for n in self.names())):
+                return config
+            raise TypeError(f"{self.kind} must be a name, a mapping or a {self.kind} component, not {config!r}")
+        given = dict(config)
+        if "name" not in given:
+            raise ValueError(f"{self.kind} needs a `name`, one of: {', '.join(self.names())}")
+        name = given.pop("name")
+        cls = self.get(name)
+        allowed = [info.name for info in options_of(cls)]
+        for key in given:
+            if key not in allowed:
+                raise unknown(f"option of {self.kind} {name!r}:", key, allowed)
+        return cls(**given)
+
+    def summary(self, name: str) -> str:
+        """First line of the component's docstring."""
+        return inspect.cleandoc(self.get(name).__doc__ or "").split("\n")[0]
+
+
+MODELS: Registry = Registry("model", "dinfer.models")
+ITERATIONS: Registry = Registry("iteration", "dinfer.iterations")
+DECODERS: Registry = Registry("decoder", "dinfer.decoders")
+CACHES: Registry = Registry("cache", "dinfer.caches")
+REGISTRIES: tuple[Registry, ...] = (MODELS, ITERATIONS, DECODERS, CACHES)

@@ -1,0 +1,85 @@
+"""All the mutable state of a running batch. Components are frozen and own none of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import Canvas
+from dinfer.compose import Recipe
+from dinfer.kv import KVPool
+from dinfer.protocols import State
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """The state of one component, for every slot; `fresh` is what a row starts from."""
+
+    fresh: State
+    rows: State  # [N, ...], or [N, K, ...] for a decoder
+
+    @classmethod
+    def alloc(cls, fresh: State, lead: tuple[int, ...], device) -> StatePool:
+        fresh = {name: tensor.to(device) for name, tensor in fresh.items()}
+        return cls(fresh, {name: t.expand(*lead, *t.shape).clone() for name, t in fresh.items()})
+
+    def reset(self, slot: int) -> None:
+        """Host side, when a request is admitted."""
+        for name, rows in self.rows.items():
+            rows[slot] = self.fresh[name]
+
+    def lanes(self, slot_B: Tensor) -> State:
+        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
+
+    def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
+        for name, rows in self.rows.items():
+            old, new = rows.index_select(0, slot_B), state[name].view(-1, *rows.shape[1:])
+            rows.index_copy_(0, slot_B, torch.where(_lift(live_B, new), new, old))
+
+    def refresh(self, state: State, rows: Tensor) -> None:
+        """Makes the rows of `state` (lanes) that `rows` selects fresh, in place."""
+        for name, tensor in state.items():
+            tensor.copy_(torch.where(_lift(rows, tensor), self.fresh[name], tensor))
+
+
+def _lift(flags: Tensor, like: Tensor) -> Tensor:
+    return flags.view(*flags.shape, *(1,) * (like.dim() - flags.dim()))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """Canvas, keys and values, per-request options and the state of each component, allocated once."""
+
+    canvas: Canvas
+    kv: KVPool
+    options_NO: Tensor  # float64, columns as `Recipe.request_options`
+    iteration: StatePool
+    decoder: StatePool
+    cache: StatePool
+
+    @classmethod
+    def alloc(
+        cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device
+    ) -> BatchState:
+        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions."""
+        spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
+        block_state = recipe.decoder.fresh_state(spec, iteration.block)
+        return cls(
+            canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
+            kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
+            options_NO=torch.zeros(n, len(recipe.request_options), dtype=torch.float64, device=device),
+            iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
+            decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
+            cache=StatePool.alloc(recipe.cache.fresh_state(spec), (n,), device),
+        )
+
+    def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
+        """Per-request options of one component: [B * repeat, 1] each, float32 or int64."""
+        values_BO = self.options_NO.index_select(0, slot_B).repeat_interleave(repeat, 0)
+        return {
+            o.name: values_BO[:, i : i + 1].to(torch.int64 if isinstance(o.default, int) else torch.float32)
+            for i, o in enumerate(recipe.request_options)
+            if o.kind == kind
+        }

@@ -1,0 +1,142 @@
+"""One denoising step. The only place where model, cache, iteration and decoder meet.
+
+Every combination of components is this one function. It is pure device work on tensors whose addresses never
+change: no host synchronisation, no data-dependent shape, nothing allocated that outlives it. So it can be captured
+whole, LM head and commits included, once per `StepShape`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import BlockView, Lanes, Phase, Status, span
+from dinfer.compose import Recipe
+from dinfer.kernels.attention import attention_interval
+from dinfer.kernels.token_stats import TokenStats, token_stats
+from dinfer.protocols import BlockAfter, Moved, Proposal, StepShape
+from dinfer.state import BatchState
+
+
+def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
+    """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
+
+    Slots that are not in `shape.phase` stay exactly as they are. Each slot but the scratch one may be named once.
+    """
+    model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
+    canvas, spec = state.canvas, model.spec
+    lanes = canvas.lanes(slot_B, shape.phase)
+    iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+    decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
+
+    # The forward: the cache says which positions and which keys, the iteration what is fed there.
+    window = cache.window(lanes, spec, shape)
+    pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
+    interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
+    tokens_BW, _ = canvas.gather(slot_B, pos_BW)
+    x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
+    h_BWD = model.forward(x_BWD, state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages))
+    if iteration.scores == "window":
+        logits_BWV = model.logits(h_BWD)
+        logits_RLV = take(logits_BWV, window.logits_RL)
+    else:
+        logits_BWV = None
+        logits_RLV = model.logits(take(h_BWD, window.logits_RL))
+
+    # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
+    options = state.options(recipe, slot_B, "decoder", shape.blocks)
+    view = block_view(recipe, state, shape, lanes, options)
+    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    stats = token_stats(logits_RLV, spec.mask_id, getattr(torch, decoder.precision))
+    proposal = decoder.select(stats, view, decoder_state)
+    broken_B = (view.masked_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
+    commit_RL = allowed_commits(proposal, stats, view, decoder.edits)
+    commit_RL = commit_RL & rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
+    token_RL = stats.token_RL if proposal.token_RL is None else proposal.token_RL
+    commit_RL = commit_RL & (token_RL != spec.mask_id)
+    canvas.commit(slot_B, view.pos_RL.view(slot_B.shape[0], -1), *fold(slot_B, token_RL, commit_RL))
+    if logits_BWV is not None:
+        iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
+
+    # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
+    left_RL = view.masked_RL if cache.settle else view.masked_RL & ~commit_RL
+    finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
+    after_RL = torch.where(commit_RL, token_RL, view.tokens_RL)
+    by_block = (slot_B.shape[0], shape.blocks)
+    after = BlockAfter(
+        tokens_BKL=after_RL.view(*by_block, -1),
+        given_BKL=view.given_RL.view(*by_block, -1),
+        stop_BKL=canvas.is_stop(after_RL).view(*by_block, -1),
+        finished_BK=finished_R.view(by_block),
+    )
+    lanes.forwards_B = lanes.forwards_B + 1
+    if cache.reuses and shape.phase == Phase.FULL:
+        lanes.refreshes_B = lanes.refreshes_B + 1
+    lanes.committed_B = lanes.committed_B + (commit_RL & view.masked_RL).view(slot_B.shape[0], -1).sum(-1)
+    lanes.step_BK, lanes.quota_BK = lanes.step_BK + 1, view.quota_R.view(by_block)
+    moved = iteration.advance(lanes, after)
+    state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
+    finish(lanes, moved, broken_B, cache.next_phase(lanes, moved, shape.phase, cache_state))
+
+    canvas.store(lanes)
+    state.iteration.store(slot_B, iteration_state, lanes.live_B)
+    state.decoder.store(slot_B, decoder_state, lanes.live_B)
+    state.cache.store(slot_B, cache_state, lanes.live_B)
+
+
+def block_view(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes, options: dict[str, Tensor]
+) -> BlockView:
+    """The active blocks of the lanes, as rows of blocks."""
+    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
+    tokens_BX, status_BX = state.canvas.gather(lanes.slot_B, pos_BX)
+    pos_RL, tokens_RL, status_RL = (t.view(-1, shape.block) for t in (pos_BX, tokens_BX, status_BX))
+    masked_RL = (status_RL == int(Status.OPEN)) & (pos_RL >= 0)
+    step_R = lanes.step_BK.flatten()
+    return BlockView(
+        pos_RL=pos_RL,
+        tokens_RL=tokens_RL,
+        masked_RL=masked_RL,
+        given_RL=(status_RL == int(Status.GIVEN)) | (pos_RL < 0),
+        step_R=step_R,
+        quota_R=torch.where(step_R == 0, masked_RL.sum(-1), lanes.quota_BK.flatten()),
+        floor_R=rows_of(recipe.iteration.floor(lanes), shape.blocks),
+        must_progress_R=recipe.iteration.must_progress(lanes).flatten(),
+        options=options,
+    )
+
+
+def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, edits: bool) -> Tensor:
+    """The proposal without what may not be written, and with one commit where a row must progress but chose none.
+
+    That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
+    no decoder can hang the loop, whatever the logits.
+    """
+    commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
+    score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
+    best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
+    stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
+    return commit_RL | (best_RL & stuck_R[:, None])
+
+
+def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:
+    """Sets the phase of every lane, and starts the counts of the blocks that were entered."""
+    lanes.step_BK = lanes.step_BK.masked_fill(moved.entered_B[:, None], 0)
+    next_B = torch.where(moved.done_B, int(Phase.IDLE), next_B)
+    lanes.phase_B = torch.where(broken_B, int(Phase.FAULT), next_B)
+
+
+def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
+    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
+    return flags_B.repeat_interleave(blocks, 0)
+
+
+def fold(slot_B: Tensor, *tensors_RL: Tensor) -> tuple[Tensor, ...]:
+    """Rows of blocks as rows of lanes. [R, L] -> [B, K * L]"""
+    return tuple(t.view(slot_B.shape[0], -1) for t in tensors_RL)
+
+
+def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
+    """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
+    index_BX = index_RL.clamp_min(0).view(x_BWX.shape[0], -1, 1).expand(-1, -1, x_BWX.shape[-1])
+    return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
