@@ -106,20 +106,24 @@ class Canvas:
     def capacity(self) -> int:
         return self.tokens_NS.shape[1] - 1
 
-    def admit(self, slot: int, prompt: list[int], new_tokens: int, start: int, end: int, mask_id: int) -> None:
-        """Places a request in a free slot. Host side, between steps."""
-        length = len(prompt) + new_tokens
-        tokens = torch.zeros(self.capacity + 1, dtype=torch.int64)
-        tokens[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-        tokens[len(prompt) : length] = mask_id
-        status = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
-        status[: len(prompt)] = int(Status.GIVEN)
-        status[len(prompt) : length] = int(Status.OPEN)
+    def admit(
+        self, slot: int, tokens: list[int], masked: list[bool], *, prompt: int, region: tuple[int, int], mask_id: int
+    ) -> None:
+        """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
+
+        `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`.
+        """
+        length = len(tokens)
+        masked_S = torch.tensor(masked)
+        row_S = torch.zeros(self.capacity + 1, dtype=torch.int64)
+        row_S[:length] = torch.where(masked_S, mask_id, torch.tensor(tokens))
+        status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
+        status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = dict.fromkeys(CURSORS, 0)
-        cursors |= {"phase_B": int(Phase.FULL), "prompt_B": len(prompt), "length_B": length}
-        cursors |= {"start_B": start, "end_B": end}
-        self.tokens_NS[slot] = tokens.to(self.tokens_NS.device)
-        self.status_NS[slot] = status.to(self.status_NS.device)
+        cursors |= {"phase_B": int(Phase.FULL), "prompt_B": prompt, "length_B": length}
+        cursors |= {"start_B": region[0], "end_B": region[1]}
+        self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
+        self.status_NS[slot] = status_S.to(self.status_NS.device)
         self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
         self.blocks_NKC[slot] = 0
 

@@ -105,8 +105,15 @@ class Engine:
             return False
         state, pages = self._state, self._pages.allocate(need)
         state.kv.assign(slot, pages)
-        region = self.recipe.iteration.first_region(len(request.prompt), length)
-        state.canvas.admit(slot, request.prompt, request.new_tokens, *region, self.recipe.model.spec.mask_id)
+        prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
+        state.canvas.admit(
+            slot,
+            request.prompt + [mask_id] * request.new_tokens,
+            [False] * prompt + [True] * request.new_tokens,
+            prompt=prompt,
+            region=self.recipe.iteration.first_region(prompt, length),
+            mask_id=mask_id,
+        )
         state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64).to(self.device)
         for pool in (state.iteration, state.decoder, state.cache):
             pool.reset(slot)

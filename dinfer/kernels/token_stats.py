@@ -14,7 +14,12 @@ class TokenStats:
 
     token_RL: Tensor  # int64, the most likely token but the mask token; ties go to the lowest id
     confidence_RL: Tensor  # its probability under the whole distribution, mask token included
-    declined_RL: Tensor  # bool, the mask token itself is the most likely: the model would rather wait
+    mask_confidence_RL: Tensor  # the probability of the mask token
+
+    @property
+    def declined_RL(self) -> Tensor:
+        """The mask token itself is the most likely: the model would rather wait."""
+        return self.mask_confidence_RL > self.confidence_RL
 
     @property
     def finite_RL(self) -> Tensor:
@@ -30,4 +35,4 @@ def token_stats(logits_RLV: Tensor, mask_id: int, dtype: torch.dtype) -> TokenSt
     logits_RLV[..., mask_id].fill_(float("-inf"))
     token_RL = logits_RLV.argmax(-1)
     confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
-    return TokenStats(token_RL, confidence_RL, prob_RLV[..., mask_id] > confidence_RL)
+    return TokenStats(token_RL, confidence_RL, prob_RLV[..., mask_id])
