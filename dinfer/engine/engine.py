@@ -76,7 +76,7 @@ class Engine:
                 for phase in (Phase.FULL, Phase.WINDOW):
                     slots = [slot for slot in self._rows if before[slot]["phase_B"] == phase]
                     if slots:
-                        self._launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
+                        self.launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
             for slot in list(self._rows):
@@ -95,7 +95,7 @@ class Engine:
             page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
-        self._launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
+        self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
 
     def _admit(self, index: int, request: Request) -> bool:
         length = len(request.prompt) + request.new_tokens
