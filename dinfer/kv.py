@@ -82,4 +82,4 @@ class PagedAttend:
     def _through(self, pool_PTGE: Tensor, new_BWGE: Tensor) -> Tensor:
         pool_PTGE.flatten(0, 1).index_copy_(0, self.write_X, new_BWGE.flatten(0, 1))
         lanes, (_, _, *heads) = new_BWGE.shape[0], pool_PTGE.shape
-        return pool_PTGE.index_select(0, self.pages_X).view(lanes, -1, *heads)
+        return pool_PTGE[self.pages_X].view(lanes, -1, *heads)  # on CUDA faster than index_select

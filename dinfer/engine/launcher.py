@@ -16,7 +16,8 @@ from dinfer.step import denoise_step
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    slot_B: Tensor
+    slot_B: Tensor  # the graph reads its slots here
+    lanes: list[int]  # what it holds
 
 
 class Launcher:
@@ -46,14 +47,16 @@ class Launcher:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
         shape = self.bucket(shape)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
-        slot_B = torch.tensor(lanes, dtype=torch.int64)
         if not self.graphs:
-            denoise_step(self.recipe, self.state, shape, slot_B.to(self.state.canvas.tokens_NS.device))
+            slot_B = torch.tensor(lanes, dtype=torch.int64).to(self.state.canvas.tokens_NS.device)
+            denoise_step(self.recipe, self.state, shape, slot_B)
             return
         if shape not in self._captured:
             self._captured[shape] = self._capture(shape)
         captured = self._captured[shape]
-        captured.slot_B.copy_(slot_B)
+        if captured.lanes != lanes:
+            captured.slot_B.copy_(torch.tensor(lanes, dtype=torch.int64))
+            captured.lanes = lanes
         captured.graph.replay()
 
     def _capture(self, shape: StepShape) -> _Captured:
@@ -68,4 +71,4 @@ class Launcher:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             denoise_step(self.recipe, self.state, shape, slot_B)
-        return _Captured(graph, slot_B)
+        return _Captured(graph, slot_B, [self.state.canvas.scratch] * shape.lanes)

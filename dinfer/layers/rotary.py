@@ -22,5 +22,4 @@ def rotary_table(pos_BW: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 def rotate(x_BWHE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates every head, in the precision of the table, and returns the dtype of `x_BWHE`."""
     cos, sin = table
-    wide = x_BWHE.to(cos.dtype)
-    return torch.addcmul(wide * cos, wide.roll(x_BWHE.shape[-1] // 2, -1), sin).to(x_BWHE.dtype)
+    return torch.addcmul(x_BWHE * cos, x_BWHE.roll(x_BWHE.shape[-1] // 2, -1), sin).to(x_BWHE.dtype)
