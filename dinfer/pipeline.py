@@ -183,7 +183,7 @@ def load(
     if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `runtime`: None runs up
     to 32 requests at a time, as CUDA graphs where the device is CUDA.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
@@ -200,6 +200,18 @@ def load(
     network = load_network(folder, family, dtype=dtype, device=where)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache)
     return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not known; use cpu, cuda or cuda:0") from error
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
+        )
+    return where
 
 
 def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:

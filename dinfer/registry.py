@@ -14,9 +14,10 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T", bound=type)
 
@@ -59,6 +60,42 @@ def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
     close = difflib.get_close_matches(str(got), known, 1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UnknownName(f"unknown {kind} {got!r}.{hint} Known: {', '.join(known) or 'none'}.")
+
+
+def typed(owner: str, cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of some fields of a dataclass, ValueError for one of another type; `owner` is for the message.
+
+    They come from a command line or a configuration file, where a word may stand in place of a number, and 1 for 1.0.
+    """
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{owner}.{name}={value!r} must be {_words(hints[name])}")
+    return {name: float(value) if hints[name] is float else value for name, value in values.items()}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(item, parts[0]) for item in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint or hint not in (int, bool, str, type(None))
+
+
+def _words(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, parts))
+    if origin is tuple:
+        return f"a list, each {_words(parts[0])}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, "null")
 
 
 class Registry(Generic[T]):
@@ -111,7 +148,7 @@ class Registry(Generic[T]):
         for key in given:
             if key not in allowed:
                 raise unknown(f"option of {self.kind} {name!r}:", key, allowed)
-        return cls(**given)
+        return cls(**typed(self.kind, cls, given))
 
     def summary(self, name: str) -> str:
         """First line of the component's docstring."""
