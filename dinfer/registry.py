@@ -62,15 +62,14 @@ def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
     return UnknownName(f"unknown {kind} {got!r}.{hint} Known: {', '.join(known) or 'none'}.")
 
 
-def typed(owner: str, cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of some fields of a dataclass, ValueError for one of another type; `owner` is for the message.
+def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """The values as their type hints want them; ValueError for one of another type, named with `prefix`.
 
     They come from a command line or a configuration file, where a word may stand in place of a number, and 1 for 1.0.
     """
-    hints = get_type_hints(cls)
     for name, value in values.items():
         if not _fits(value, hints[name]):
-            raise ValueError(f"{owner}.{name}={value!r} must be {_words(hints[name])}")
+            raise ValueError(f"{prefix}{name}={value!r} must be {_words(hints[name])}")
     return {name: float(value) if hints[name] is float else value for name, value in values.items()}
 
 
@@ -148,7 +147,7 @@ class Registry(Generic[T]):
         for key in given:
             if key not in allowed:
                 raise unknown(f"option of {self.kind} {name!r}:", key, allowed)
-        return cls(**typed(self.kind, cls, given))
+        return cls(**typed(get_type_hints(cls), given, prefix=f"{self.kind}."))
 
     def summary(self, name: str) -> str:
         """First line of the component's docstring."""
