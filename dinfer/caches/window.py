@@ -24,13 +24,17 @@ from dinfer.registry import CACHES, option
 
 @dataclass(frozen=True, kw_only=True)
 class WindowCache(CachePolicy):
-    """`[start - back, end + ahead)`; `ahead` None reaches to the end of the canvas. Never refreshes."""
+    """`[start - back, end + ahead)`; `ahead` None reaches to the end of the canvas. Never refreshes.
+
+    Where logits predict the next token (`spec.shift`), the window lies one position to the left, as in dInfer: the
+    last position of the block decodes nothing in it, and is computed with the next block.
+    """
 
     back: ClassVar[int] = 0
     ahead: ClassVar[int | None] = 0
 
     def width(self, spec: ModelSpec, start: int, end: int, length: int) -> int:
-        stop = length if self.ahead is None else min(end + self.ahead, length)
+        stop = length if self.ahead is None else max(min(end + self.ahead - spec.shift, length), 1)
         return stop - max(start - max(self.back, spec.shift), 0)
 
     def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
@@ -40,7 +44,7 @@ class WindowCache(CachePolicy):
             first_B = (lanes.start_B - max(self.back, spec.shift)).clamp_min(0)
             stop_B = lanes.length_B
             if self.ahead is not None:
-                stop_B = torch.minimum(lanes.end_B + self.ahead, lanes.length_B)
+                stop_B = torch.minimum(lanes.end_B + self.ahead - spec.shift, lanes.length_B).clamp_min(1)
         pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
         logits_BX = torch.where(pos_BX >= 0, (pos_BX - spec.shift).clamp_min(0) - first_B[:, None], -1)
         return Window(span(first_B, stop_B, shape.width), logits_BX.view(-1, shape.block))
