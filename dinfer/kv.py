@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.kernels.attention import interval_attention, interval_mask
+from dinfer.kernels.attention import paged_attention
+from dinfer.kernels.rotary import Table, rotate_and_store
 from dinfer.protocols import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
@@ -60,8 +61,8 @@ class KVPool:
         own_BW = table_BP.gather(1, torch.div(where_BW, self.page, rounding_mode="floor"))
         lost_BW = (pos_BW < 0) | (own_BW == NULL)
         write_BW = torch.where(lost_BW, SCRATCH * self.page, own_BW * self.page + where_BW % self.page)
-        seen_BWS = interval_mask(*interval_BW, pages * self.page)
-        return PagedAttend(self, pos_BW, write_BW.flatten(), table_BP[:, :pages].flatten(), seen_BWS)
+        start_BW, end_BW = (bound_BW.contiguous() for bound_BW in interval_BW)  # once, not in every layer
+        return PagedAttend(self, pos_BW, write_BW.flatten(), table_BP[:, :pages].contiguous(), (start_BW, end_BW))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,10 @@ class PagedAttend:
     pool: KVPool
     pos_BW: Tensor
     write_X: Tensor  # int64 [B * W], where in the pool each query's key goes
-    pages_X: Tensor  # int64 [B * P], the pages that are read
-    seen_BWS: Tensor
+    pages_BP: Tensor  # the pages that are read
+    interval_BW: tuple[Tensor, Tensor]
 
-    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor:
-        k_BSGE = self._through(self.pool.k_JPTGE[layer], k_BWGE)
-        v_BSGE = self._through(self.pool.v_JPTGE[layer], v_BWGE)
-        return interval_attention(q_BWHE, k_BSGE, v_BSGE, self.seen_BWS)
-
-    def _through(self, pool_PTGE: Tensor, new_BWGE: Tensor) -> Tensor:
-        pool_PTGE.flatten(0, 1).index_copy_(0, self.write_X, new_BWGE.flatten(0, 1))
-        lanes, (_, _, *heads) = new_BWGE.shape[0], pool_PTGE.shape
-        return pool_PTGE[self.pages_X].view(lanes, -1, *heads)  # on CUDA faster than index_select
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
+        k_PTGE, v_PTGE = self.pool.k_JPTGE[layer], self.pool.v_JPTGE[layer]
+        q_BWHE = rotate_and_store(qkv_BWXE, table, heads, k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1), self.write_X)
+        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, self.interval_BW)

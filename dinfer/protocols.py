@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dinfer.canvas import BlockView, Lanes, Phase
+from dinfer.kernels.rotary import Table
 from dinfer.kernels.token_stats import TokenStats
 
 __all__ = [
@@ -85,7 +86,12 @@ class Attend(Protocol):
     @property
     def pos_BW(self) -> Tensor: ...
 
-    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
+        """Rotates queries and keys by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
+
+        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads.
+        """
+        ...
 
 
 class Model(Protocol):

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.dispatch import use_triton
+
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
     """Which of `keys` positions each query sees. bool [B, W, keys]"""
@@ -32,6 +34,22 @@ def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS:
         enable_gqa=q_BWHE.shape[2] != k_BSGE.shape[2],
     )
     return out_BHWE.transpose(1, 2)
+
+
+def paged_attention(
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Interval attention over keys in pages of T positions: key s of a row is in page `pages_BP[row, s // T]`.
+
+    [B, W, H, E]. Keys outside a query's interval must be finite, or the page one that no row shares.
+    """
+    if use_triton(q_BWHE, q_BWHE.shape[-1]):
+        from dinfer.kernels.triton.attention import paged_attention as kernel
+
+        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
+    lanes = pages_BP.shape[0]
+    k_BSGE, v_BSGE = (pool[pages_BP].view(lanes, -1, *pool.shape[2:]) for pool in (k_PTGE, v_PTGE))
+    return interval_attention(q_BWHE, k_BSGE, v_BSGE, interval_mask(*interval_BW, k_BSGE.shape[1]))
 
 
 def attention_interval(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
-from dinfer.layers.rotary import rotary_table, rotate
+from dinfer.kernels.norm import add_rms_norm, swiglu
+from dinfer.kernels.rotary import Table, rotary_table, rotate
 from dinfer.protocols import Attend, ModelSpec
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
@@ -32,15 +33,16 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(spec.hidden, 2 * spec.mlp, bias=False)
         self.down = nn.Linear(spec.mlp, spec.hidden, bias=False)
 
-    def forward(self, layer: int, x_BWD: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, layer: int, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm."""
         spec = self.spec
-        qkv_BWXE = self.qkv(self.attn_norm(x_BWD)).unflatten(-1, (-1, spec.head_dim))
-        rotated_BWXE = rotate(qkv_BWXE[:, :, : spec.heads + spec.kv_heads], table)
-        q_BWHE, k_BWGE = rotated_BWXE.split((spec.heads, spec.kv_heads), 2)
-        v_BWGE = qkv_BWXE[:, :, spec.heads + spec.kv_heads :]
-        x_BWD = x_BWD + self.out(attend(layer, q_BWHE, k_BWGE, v_BWGE).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x_BWD)).chunk(2, -1)
-        return x_BWD + self.down(F.silu(gate) * up)
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, spec.norm_eps)
+        qkv_BWXE = self.qkv(h_BWD).unflatten(-1, (-1, spec.head_dim))
+        delta_BWD = self.out(attend(layer, qkv_BWXE, table, spec.heads).flatten(2))
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, spec.norm_eps)
+        return x_BWD, self.down(swiglu(self.gate_up(h_BWD)))
 
 
 class Transformer(nn.Module):
@@ -72,9 +74,10 @@ class Transformer(nn.Module):
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
         table = rotary_table(attend.pos_BW, self.spec.head_dim, self.spec.rope_theta, x_BWD.dtype)
+        delta_BWD = None
         for layer, block in enumerate(self.blocks):
-            x_BWD = block(layer, x_BWD, table, attend)
-        return x_BWD
+            x_BWD, delta_BWD = block(layer, x_BWD, delta_BWD, table, attend)
+        return x_BWD if delta_BWD is None else x_BWD + delta_BWD
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
@@ -113,5 +116,7 @@ class WholeAttend:
     pos_BW: Tensor
     seen_BWS: Tensor | None
 
-    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor:
-        return interval_attention(q_BWHE, k_BWGE, v_BWGE, self.seen_BWS)
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
+        kv_heads = (qkv_BWXE.shape[2] - heads) // 2
+        q_BWHE, k_BWGE = rotate(qkv_BWXE[:, :, : heads + kv_heads], table).split((heads, kv_heads), 2)
+        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + kv_heads :], self.seen_BWS)

@@ -1,0 +1,29 @@
+"""RMSNorm of a residual sum, and the gated activation: the pointwise parts of a block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.kernels.dispatch import use_triton
+
+
+def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s = x + delta and s / rms(s) * weight, the statistics in float32. [B, W, D] each; delta None: s = x"""
+    if use_triton(x_BWD):
+        from dinfer.kernels.triton.norm import add_rms_norm as kernel
+
+        return kernel(x_BWD, delta_BWD, weight_D, eps)
+    if delta_BWD is not None:
+        x_BWD = x_BWD + delta_BWD
+    return x_BWD, F.rms_norm(x_BWD, weight_D.shape, weight_D, eps)
+
+
+def swiglu(gate_up_BWX: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves of the last dimension. [B, W, 2M] -> [B, W, M]"""
+    if use_triton(gate_up_BWX):
+        from dinfer.kernels.triton.norm import swiglu as kernel
+
+        return kernel(gate_up_BWX)
+    gate, up = gate_up_BWX.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,1 @@
+"""Triton kernels behind the functions of `dinfer.kernels`; imported only where one is about to run."""

@@ -1,0 +1,102 @@
+"""Interval attention over paged keys, for few queries a row; keys may be split among programs.
+
+One program takes one lane, one key/value head, a tile of its queries (all query heads that share the key/value head,
+for some positions) and one of the splits of the keys, and keeps a running maximum and sum (Dao et al., FlashAttention,
+arXiv:2205.14135). Splits are put together by a second kernel (flash decoding).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = H // G
+    lane, group = tl.program_id(0) // G, tl.program_id(0) % G
+    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    query, head = row // SHARE, group * SHARE + row % SHARE
+    inside = query < width
+    start = tl.load(start_ptr + lane * width + query, mask=inside, other=2147483647)
+    end = tl.load(end_ptr + lane * width + query, mask=inside, other=0)
+    entry = tl.arange(0, E)
+    place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
+    q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
+
+    first = tl.min(start, 0) // KEYS
+    tiles = (tl.cdiv(tl.max(end, 0), KEYS) - first + SPLITS - 1) // SPLITS
+    first = first + tl.program_id(2) * tiles
+    top = tl.full((TILE,), -float("inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, E), tl.float32)
+    for tile in range(first, first + tiles):
+        key = tile * KEYS + tl.arange(0, KEYS)
+        there = key < pages * T
+        page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
+        at = ((page * T + key % T) * G + group)[:, None] * E + entry[None, :]
+        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+        score = tl.where(seen, score, -float("inf"))
+        peak = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(peak == -float("inf"), 0.0, peak)
+        prob = tl.exp2(score - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(prob, 1)
+        top = peak
+    if SPLITS == 1:
+        tl.store(out_ptr + place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        part = (lane * width + query).to(tl.int64) * H + head
+        part = part * SPLITS + tl.program_id(2)
+        tl.store(part_ptr + part[:, None] * E + entry[None, :], acc, mask=inside[:, None])
+        tl.store(stat_ptr + part * 2, top, mask=inside)
+        tl.store(stat_ptr + part * 2 + 1, total, mask=inside)
+
+
+@triton.jit
+def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split, entry = tl.arange(0, SPLITS), tl.arange(0, E)
+    top = tl.load(stat_ptr + (row * SPLITS + split) * 2)
+    total = tl.load(stat_ptr + (row * SPLITS + split) * 2 + 1)
+    weight = tl.exp2(top - tl.max(top, 0))
+    part = tl.load(part_ptr + (row * SPLITS + split)[:, None] * E + entry[None, :])
+    out = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out_ptr + row * E + entry, out.to(out_ptr.dtype.element_ty))
+
+
+def paged_attention(
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, splits: int = 0
+) -> Tensor:
+    """See `dinfer.kernels.attention.paged_attention`. `splits`: a power of two; 0 chooses."""
+    lanes, width, heads, size = q_BWHE.shape
+    _, page, groups, _ = k_PTGE.shape
+    tile = min(max(triton.next_power_of_2(width * heads // groups), 16), 64)
+    tiles, keys = triton.cdiv(width * heads // groups, tile), 64
+    if splits == 0:
+        # Enough programs for every multiprocessor, but at least two tiles of keys each.
+        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // (2 * keys))
+        splits = 1 << max(want.bit_length() - 1, 0)
+    out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
+    part, stat = out, out
+    if splits > 1:
+        part = q_BWHE.new_empty(lanes * width * heads * splits, size, dtype=torch.float32)
+        stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
+    _attend[(lanes * groups, tiles, splits)](
+        q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
+        out, part, stat, width, pages_BP.shape[1], size**-0.5 * 1.4426950408889634,
+        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1)
+    return out

@@ -1,0 +1,58 @@
+"""Residual RMSNorm and SwiGLU, one program a row or a piece of it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+    if ADD:
+        delta = tl.load(delta_ptr + row + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + column, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `dinfer.kernels.norm.add_rms_norm`."""
+    x_BWD = x_BWD.contiguous()
+    out_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
+    sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
+    delta_BWD = x_BWD if delta_BWD is None else delta_BWD.contiguous()
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(x_BWD.numel() // width,)](
+        x_BWD, delta_BWD, weight_D, sum_BWD, out_BWD, width, eps,
+        ADD=sum_BWD is not x_BWD, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+    )  # fmt: skip
+    return sum_BWD, out_BWD
+
+
+@triton.jit
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up_BWX: Tensor) -> Tensor:
+    """See `dinfer.kernels.norm.swiglu`."""
+    gate_up_BWX = gate_up_BWX.contiguous()
+    width = gate_up_BWX.shape[-1] // 2
+    out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](gate_up_BWX, out_BWM, width, BLOCK=block)
+    return out_BWM

@@ -1,0 +1,99 @@
+"""Triton kernels against their torch references: in Triton's interpreter on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+from dinfer.kernels import attention, norm, rotary  # noqa: E402
+from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
+from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
+from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+# The interpreter computes in numpy, which has no bfloat16.
+CLOSE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.bfloat16 if CUDA else torch.float16: {"atol": 2e-2, "rtol": 2e-2},
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of dinfer.kernels run torch, so that the kernels have something to be compared with."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("width", [64, 96, 1000])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rms_norm(reference: None, dtype: torch.dtype, width: int, add: bool) -> None:
+    x_BWD, weight_D = draw(2, 3, width, dtype=dtype), draw(width, dtype=dtype)
+    delta_BWD = draw(2, 3, width, dtype=dtype) if add else None
+    for got, want in zip(
+        triton_norm.add_rms_norm(x_BWD, delta_BWD, weight_D, 1e-5),
+        norm.add_rms_norm(x_BWD, delta_BWD, weight_D, 1e-5),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("width", [16, 1500])
+def test_swiglu(reference: None, dtype: torch.dtype, width: int) -> None:
+    x_BWX = draw(2, 3, 2 * width, dtype=dtype)
+    torch.testing.assert_close(triton_norm.swiglu(x_BWX), norm.swiglu(x_BWX), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 32), (5, 1, 64)])
+def test_rotate_and_store(reference: None, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+    lanes, width, places = 2, 5, 40
+    qkv_BWXE = draw(lanes, width, heads + 2 * kv_heads, size, dtype=dtype)
+    table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), size, 1e4, dtype)
+    write_X = torch.randperm(places, device=DEVICE)[: lanes * width]
+    pools = [draw(places, kv_heads, size, dtype=dtype) for _ in range(2)]
+    mine, theirs = [p.clone() for p in pools], [p.clone() for p in pools]
+    got = triton_rotary.rotate_and_store(qkv_BWXE, table, heads, *mine, write_X)
+    want = rotary.rotate_and_store(qkv_BWXE, table, heads, *theirs, write_X)
+    for a, b in zip([got, *mine], [want, *theirs], strict=True):
+        torch.testing.assert_close(a, b, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("splits", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("lanes", "width", "heads", "kv_heads", "size", "page", "pages"),
+    [(1, 1, 2, 2, 16, 16, 2), (3, 7, 4, 2, 32, 16, 9), (2, 33, 6, 1, 16, 8, 20), (1, 64, 2, 2, 64, 4, 33)],
+)
+def test_paged_attention(
+    reference: None, dtype: torch.dtype, splits: int, lanes: int, width: int, heads: int, kv_heads: int, size: int,
+    page: int, pages: int,
+) -> None:  # fmt: skip
+    pool = lanes * pages + 3
+    k_PTGE, v_PTGE = (draw(pool, page, kv_heads, size, dtype=dtype) for _ in range(2))
+    q_BWHE = draw(lanes, width, heads, size, dtype=dtype)
+    pages_BP = torch.randperm(pool, device=DEVICE)[: lanes * pages].view(lanes, pages)
+    start_BW = torch.randint(0, page * pages, (lanes, width), device=DEVICE)
+    end_BW = start_BW + 1 + (torch.rand(lanes, width, device=DEVICE) * (page * pages - start_BW)).long()
+    end_BW = end_BW.clamp_max(page * pages)
+    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, splits)
+    want = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
+    torch.testing.assert_close(got, want, **CLOSE[dtype])
