@@ -53,7 +53,8 @@ class Lanes:
     block_B: Tensor  # blocks finished
     forwards_B: Tensor  # NFE since admission
     refreshes_B: Tensor  # full passes whose keys and values were kept
-    committed_B: Tensor  # masked positions decoded
+    committed_B: Tensor  # masked positions decoded, less those masked again
+    seed_B: Tensor  # of the request's random stream
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
 
@@ -73,6 +74,8 @@ class BlockView:
     quota_R: Tensor  # masks the block began with
     floor_R: Tensor  # least confidence the iteration asks for
     must_progress_R: Tensor  # bool, the row must commit at least one token
+    forward_R: Tensor  # steps the request has taken before this one
+    seed_R: Tensor  # of the request, for `dinfer.kernels.random`
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
 
@@ -107,7 +110,15 @@ class Canvas:
         return self.tokens_NS.shape[1] - 1
 
     def admit(
-        self, slot: int, tokens: list[int], masked: list[bool], *, prompt: int, region: tuple[int, int], mask_id: int
+        self,
+        slot: int,
+        tokens: list[int],
+        masked: list[bool],
+        *,
+        prompt: int,
+        region: tuple[int, int],
+        mask_id: int,
+        seed: int = 0,
     ) -> None:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
@@ -121,7 +132,7 @@ class Canvas:
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = dict.fromkeys(CURSORS, 0)
         cursors |= {"phase_B": int(Phase.FULL), "prompt_B": prompt, "length_B": length}
-        cursors |= {"start_B": region[0], "end_B": region[1]}
+        cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)
         self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
@@ -153,11 +164,12 @@ class Canvas:
         index = slot_B[:, None], padded(pos_BW, self.capacity)
         return self.tokens_NS[index], self.status_NS[index]
 
-    def commit(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor) -> None:
-        """Writes the tokens where `commit_BW` and marks them decoded."""
-        index = slot_B[:, None], padded(torch.where(commit_BW, pos_BW, -1), self.capacity)
+    def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, remask_BW: Tensor) -> None:
+        """Writes the tokens where `commit_BW`, and marks them decoded, or `remask_BW`, and marks them open."""
+        index = slot_B[:, None], padded(torch.where(commit_BW | remask_BW, pos_BW, -1), self.capacity)
         self.tokens_NS.index_put_(index, tokens_BW)
-        self.status_NS.index_put_(index, torch.full_like(tokens_BW, int(Status.DONE), dtype=torch.uint8))
+        status_BW = torch.where(remask_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
+        self.status_NS.index_put_(index, status_BW)
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)

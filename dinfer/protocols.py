@@ -116,6 +116,7 @@ class Proposal:
     commit_RL: Tensor  # bool; positions that may not be written are masked out by the step
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
+    remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,11 @@ class Decoder(Component):
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
+
+    @property
+    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+        """Which further statistics `select` reads."""
+        return ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""

@@ -44,33 +44,39 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         logits_RLV = model.logits(take(h_BWD, window.logits_RL))
 
     # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
-    options = state.options(recipe, slot_B, "decoder", shape.blocks)
-    view = block_view(recipe, state, shape, lanes, options)
+    view = block_view(recipe, state, shape, lanes)
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    stats = token_stats(logits_RLV, spec.mask_id, getattr(torch, decoder.precision))
+    stats = token_stats(
+        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
+        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs,
+    )  # fmt: skip
     proposal = decoder.select(stats, view, decoder_state)
     broken_B = (view.masked_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
+    able_R1 = rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
     commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, decoder.edits)
-    commit_RL = commit_RL & rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
-    canvas.commit(slot_B, view.pos_RL.view(slot_B.shape[0], -1), *fold(slot_B, token_RL, commit_RL))
+    commit_RL = commit_RL & able_R1
+    remask_RL = allowed_remasks(proposal, commit_RL, view, decoder.edits) & able_R1
+    token_RL = torch.where(remask_RL, spec.mask_id, token_RL)
+    canvas.write(slot_B, *fold(slot_B, view.pos_RL, token_RL, commit_RL, remask_RL))
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
 
     # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
-    left_RL = view.masked_RL if cache.settle else view.masked_RL & ~commit_RL
+    left_RL = view.masked_RL if cache.settle else (view.masked_RL & ~commit_RL) | remask_RL
     finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
-    after_RL = torch.where(commit_RL, token_RL, view.tokens_RL)
+    after_RL = torch.where(commit_RL | remask_RL, token_RL, view.tokens_RL)
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(
         tokens_BKL=after_RL.view(*by_block, -1),
         given_BKL=view.given_RL.view(*by_block, -1),
-        stop_BKL=canvas.is_stop(after_RL).view(*by_block, -1),
+        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
     )
     lanes.forwards_B = lanes.forwards_B + 1
     if cache.reuses and shape.phase == Phase.FULL:
         lanes.refreshes_B = lanes.refreshes_B + 1
-    lanes.committed_B = lanes.committed_B + (commit_RL & view.masked_RL).view(slot_B.shape[0], -1).sum(-1)
+    gained_RL = (commit_RL & view.masked_RL).to(torch.int64) - remask_RL.to(torch.int64)
+    lanes.committed_B = lanes.committed_B + gained_RL.view(slot_B.shape[0], -1).sum(-1)
     lanes.step_BK, lanes.quota_BK = lanes.step_BK + 1, view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after)
     state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
@@ -82,9 +88,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     state.cache.store(slot_B, cache_state, lanes.live_B)
 
 
-def block_view(
-    recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes, options: dict[str, Tensor]
-) -> BlockView:
+def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
     pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
     tokens_BX, status_BX = state.canvas.gather(lanes.slot_B, pos_BX)
@@ -100,7 +104,9 @@ def block_view(
         quota_R=torch.where(step_R == 0, masked_RL.sum(-1), lanes.quota_BK.flatten()),
         floor_R=rows_of(recipe.iteration.floor(lanes), shape.blocks),
         must_progress_R=recipe.iteration.must_progress(lanes).flatten(),
-        options=options,
+        forward_R=rows_of(lanes.forwards_B, shape.blocks),
+        seed_R=rows_of(lanes.seed_B, shape.blocks),
+        options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
 
 
@@ -123,6 +129,18 @@ def allowed_commits(
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
     return commit_RL | (best_RL & stuck_R[:, None]), token_RL
+
+
+def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
+    """Decoded positions to mask again; none in a row where fewer masked positions are decoded than are masked again.
+
+    So the masks of a row grow fewer with every step, and a decoder that takes back cannot hang the loop.
+    """
+    if proposal.remask_RL is None or not edits:
+        return torch.zeros_like(commit_RL)
+    remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
+    gains_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
+    return remask_RL & gains_R[:, None]
 
 
 def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:

@@ -1,0 +1,40 @@
+"""Hierarchical decoding: the best token of every run of masks, so that commits split the runs (dInfer, arXiv:2510.08666)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.runs import run_leaders
+from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+
+@DECODERS.register("hierarchical")
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Decoder):
+    """Commits, of every run of neighbouring masks, the most confident if c > low_threshold; and all c > threshold.
+
+    The mask token takes part: a run whose best position it wins commits nothing. Best for few steps on long blocks:
+    a run is cut in two at each step.
+    """
+
+    paper = "dInfer, arXiv:2510.08666"
+
+    threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
+    low_threshold: float = option(0.4, "commit the best token of a run if it is more probable than this", per_request=True)
+    ties: Literal["all", "first"] = option("all", "of equals in a run, commit 'all' or the 'first' (dInfer's fast_v2)")
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "low_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"decoder.{name}={getattr(self, name)} must be a probability, between 0 and 1")
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
+        lead_RL = run_leaders(score_RL, view.masked_RL, first=self.ties == "first")
+        lead_RL &= score_RL > view.options["low_threshold"]
+        sure_RL = score_RL > view.bar(view.options["threshold"])
+        best_RL = descending_rank(score_RL) == 0
+        return Proposal((lead_RL | sure_RL | best_RL) & ~stats.declined_RL)
