@@ -1,0 +1,160 @@
+"""Decoder cases: one block, the reference's logits of every step, the block after every step.
+
+Every step is the real `denoise_step`, of a recipe whose model is scripted. A row that is done stays as it is, also
+where the reference keeps stepping it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import Phase, Status
+from dinfer.compose import Recipe
+from dinfer.parity.compare import same
+from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
+from dinfer.parity.scripted import ScriptedModel, ScriptedSweep
+from dinfer.protocols import StepShape
+from dinfer.registry import CACHES, DECODERS
+from dinfer.state import BatchState
+from dinfer.step import denoise_step
+
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a decoder of the goldens is said in dinfer."""
+
+    config: dict[str, Any]  # name and options of the decoder
+    decay: float | None = None  # the least confidence is 1 - step * decay as long as that is above the threshold
+    given: int | None = None  # the first so many positions are given; None: all but the masked ones
+    done: Literal["unmasked before", "idle after"] = "unmasked before"  # what the reference's flags `done` mean
+
+
+def _dinfer_threshold(params: Fields) -> Rule:
+    precision = "float64" if params.take("use_float64", False) else "float32"
+    config = {"name": "threshold", "threshold": params.take("threshold"), "precision": precision, "compat": "dinfer"}
+    return Rule(config, decay=params.take("iter_threshold_decay", None))
+
+
+def _fastdllm_threshold(params: Fields) -> Rule:
+    return Rule({"name": "threshold", "threshold": params.take("threshold"), "precision": "float64"})
+
+
+def _minimal_topk(params: Fields) -> Rule:
+    return Rule({"name": "threshold", "threshold": params.take("threshold"), "least": params.take("minimal_topk")})
+
+
+def _fixed_steps(params: Fields) -> Rule:
+    return Rule({"name": "fixed", "steps": params.take("steps"), "precision": "float64"})
+
+
+def _sglang_low_confidence(params: Fields) -> Rule:
+    return Rule({"name": "threshold", "threshold": params.take("threshold"), "compat": "sglang"})
+
+
+# Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
+TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
+    "dinfer_threshold": _dinfer_threshold,
+    "dinfer_minimal_topk": _minimal_topk,
+    "fastdllm_threshold": _fastdllm_threshold,
+    "fixed_steps_low_confidence": _fixed_steps,
+    "sglang_low_confidence": _sglang_low_confidence,
+}
+# What the decoders of the goldens that have no translation yet will be called.
+PLANNED = {
+    "dinfer_credit": "credit",
+    "dinfer_hierarchy": "hierarchical",
+    "dinfer_hierarchy_fast_v2": "hierarchical",
+    "dinfer_hierarchy_remask": "hierarchical",
+    "fastdllm_factor": "factor",
+    "sglang_joint_threshold": "joint_threshold",
+}
+
+
+def translate(decoder: str, params: Fields) -> Rule:
+    """The rule for a decoder of the goldens. Raises Skip if dinfer does not have it, or not with these parameters."""
+    if decoder not in TRANSLATIONS:
+        need(DECODERS, PLANNED.get(decoder, decoder))
+        raise Skip(f"golden decoder {decoder!r} has no translation yet")
+    rule = TRANSLATIONS[decoder](params)
+    params.finish()
+    need(DECODERS, rule.config["name"])
+    return rule
+
+
+def cases(golden: Golden) -> Iterator[Case]:
+    """The cases of every decoders/*.json; the one that only describes the sequences has none."""
+    for path in sorted((golden.root / "decoders").glob("*.json")):
+        prefix = path.relative_to(golden.root).with_suffix("").as_posix()
+        try:
+            doc = Fields(f"{prefix}.json", read_json(path))
+            if "sequences" in doc:
+                continue
+            for case in doc.items("cases"):
+                name = case.take("case")
+                yield Case(f"{prefix}/{name}", partial(run, path, doc, case))
+        except GoldenError as error:
+            yield broken(f"{prefix}.json", error)
+
+
+def run(path: Path, doc: Fields, case: Fields) -> str:
+    """Steps the block as often as the reference did, and compares it after each step."""
+    decoder, params = doc.take("decoder"), case.fields("params")
+    params.where = f"decoder {decoder!r}"  # one reason for all cases that lack the same
+    rule = translate(decoder, params)
+    sequences, name = path.with_name("sequences.safetensors"), case.take("sequence")
+    if not sequences.is_file():
+        raise Skip("decoders/sequences.safetensors is not in this folder")
+    logits_SBLV, x0_BL = read_tensors(sequences, [f"{name}.logits", f"{name}.x0"])
+    (want_SBL,) = read_tensors(path.with_suffix(".safetensors"), [f"{case.take('case')}.tokens"])
+    if want_SBL.shape[1:] != x0_BL.shape or len(want_SBL) > len(logits_SBLV):
+        raise GoldenError(f"tokens of shape {tuple(want_SBL.shape)} do not fit logits {tuple(logits_SBLV.shape)}")
+    done_SB = case.take("done", None)
+    if done_SB is not None and len(done_SB) != len(want_SBL):
+        raise GoldenError(f"done has {len(done_SB)} steps, tokens has {len(want_SBL)}")
+    model = ScriptedModel(logits_SBLV, mask_id=doc.take("mask_id"), eos_id=doc.take("eos_id"))
+    recipe, state = begin(model, rule, x0_BL)
+    batch, length = x0_BL.shape
+    shape = StepShape(Phase.FULL, batch, length, 1, length, -(-length // PAGE))
+    for s, want_BL in enumerate(want_SBL):
+        open_BL = state.canvas.status_NS[:batch, :length] == int(Status.OPEN)
+        model.step = s
+        denoise_step(recipe, state, shape, torch.arange(batch))
+        same(f"step {s}: tokens", want_BL.tolist(), state.canvas.tokens_NS[:batch, :length].tolist())
+        if done_SB is not None:
+            idle_B = state.canvas.lanes(torch.arange(batch), Phase.IDLE).live_B
+            done_B = idle_B if rule.done == "idle after" else ~open_BL.any(-1)
+            same(f"step {s}: done", done_SB[s], done_B.tolist())
+    return f"{len(want_SBL)} steps"
+
+
+def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, BatchState]:
+    """A recipe, and a batch in which every row is the block at the start."""
+    batch, length = x0_BL.shape
+    sweep = ScriptedSweep(block=length, decay=rule.decay)
+    recipe = Recipe(model, sweep, DECODERS.build(rule.config), CACHES.build("none"))
+    pages = -(-length // PAGE)
+    state = BatchState.alloc(
+        recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device
+    )  # fmt: skip
+    masked_BL = x0_BL == model.spec.mask_id
+    place_L = torch.arange(length)
+    for slot in range(batch):
+        given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given
+        state.canvas.admit(
+            slot, x0_BL[slot].tolist(), (masked_BL[slot] & ~given_L).tolist(),
+            prompt=0, region=(0, length), mask_id=model.spec.mask_id,
+        )  # fmt: skip
+        state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
+        state.options_NO[slot] = torch.tensor(recipe.resolve({}), dtype=torch.float64)
+        for pool in (state.iteration, state.decoder, state.cache):
+            pool.reset(slot)
+    return recipe, state

@@ -1,0 +1,189 @@
+"""Generation cases: whole runs of the engine, token ids equal and forwards not more than the reference's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from dinfer.compose import compose
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Request
+from dinfer.parity.compare import at_most, same
+from dinfer.parity.decoders import translate
+from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a run of the goldens is said in dinfer."""
+
+    iteration: dict[str, Any]
+    decoder: dict[str, Any]
+    cache: dict[str, Any]
+    new_tokens: int
+    spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
+    pads_B: Sequence[int] | None = None  # padding in front of each prompt
+    keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
+    drop_eos: bool = False  # the reference returns a single row without its EOS tokens
+
+
+def _blockwise(prompts: list[list[int]], params: Fields) -> Plan:
+    """dInfer's BlockWise. Unrolling is left out: dinfer's results do not depend on it."""
+    params.take("maximum_unroll", None)
+    params.take("expected_tpf", None)
+    early_stop, interval = params.take("early_stop", True), params.take("cache_update_freq", None) or 0
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
+    if len(prompts) > 1 and (interval or not early_stop):
+        raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "early_stop": early_stop}
+    iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
+    cache = {"name": params.take("cache", None) or "none"}
+    return Plan(
+        iteration,
+        _decoder(params.fields("decoder")),
+        cache | ({"interval": interval} if interval else {}),
+        params.take("gen_length"),
+        spec={"shift": 1} if params.take("use_shift", False) else {},
+        keep_masks=not early_stop,
+        drop_eos=True,
+    )
+
+
+def _decoder(values: Fields) -> dict[str, Any]:
+    """A decoder of dInfer: its decoder cases have the same rule under a longer name."""
+    name = values.take("name")
+    values.where = f"decoder {name!r}"
+    if "iter_threshold_decay" in values:
+        raise Skip("a decaying threshold in a generation case is not there yet")
+    return translate(f"dinfer_{name}", values).config
+
+
+def _official(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA's own sampler. Positions start behind the padding, which is the same: rotary positions are relative."""
+    if params.take("cfg_scale", 0.0):
+        raise Skip("classifier-free guidance is not there yet (cfg_scale > 0)")
+    if params.take("temperature", 0.0):
+        raise Skip("sampling is not there yet (temperature > 0)")
+    if (remasking := params.take("remasking", "low_confidence")) != "low_confidence":
+        raise Skip(f"remasking {remasking!r} is not there yet")
+    mask_BP = params.take("attention_mask", None)
+    if mask_BP is not None and any(sorted(mask) != mask for mask in mask_BP):
+        raise Skip("padding behind or between tokens is not there yet")
+    return Plan(
+        *_fixed_blocks(params, "float32"),
+        {"name": "none"},
+        params.take("gen_length"),
+        pads_B=None if mask_BP is None else [mask.count(0) for mask in mask_BP],
+    )
+
+
+def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
+    def plan(prompts: list[list[int]], params: Fields) -> Plan:
+        if params.take("early_stop", False):
+            raise Skip("Fast-dLLM: filling up behind EOS after every step is not there yet")
+        factor, threshold = params.take("factor", None), params.take("threshold", None)
+        iteration, decoder = _fixed_blocks(params, "float64")
+        if factor is not None:
+            decoder = translate("fastdllm_factor", Fields("decoder 'factor'", {"factor": factor})).config
+        elif threshold is not None:
+            decoder = translate("fastdllm_threshold", Fields("decoder 'threshold'", {"threshold": threshold})).config
+        return Plan(iteration, decoder, {"name": cache}, params.take("gen_length"))
+
+    return plan
+
+
+def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Blocks from the end of the prompt on, and as many of the `steps` for each."""
+    steps, length, block = params.take("steps"), params.take("gen_length"), params.take("block_length")
+    if length % block or steps % (length // block):
+        raise GoldenError(f"steps={steps} and gen_length={length} do not divide into blocks of {block}")
+    iteration = {"name": "blockwise", "block": block, "early_stop": False}
+    return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
+
+
+# Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
+ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
+    "BlockWise": _blockwise,
+    "official_low_confidence": _official,
+    "fastdllm_nocache": _fastdllm("none"),
+    "fastdllm_prefix": _fastdllm("prefix"),
+    "fastdllm_dual": _fastdllm("dual"),
+}
+# What the algorithms that have no plan yet will need.
+PLANNED: dict[str, list[tuple[Registry, str]]] = {
+    "IterSmooth": [(ITERATIONS, "smooth")],
+    "VicinityCache": [(CACHES, "vicinity")],
+    "IterSmoothWithVicinityCache": [(ITERATIONS, "smooth"), (CACHES, "vicinity")],
+    "BlockDiffusion": [(ITERATIONS, "block_diffusion")],
+    "BlockDiffusionAttnmask": [(ITERATIONS, "block_diffusion")],
+    "llada2_block_diffusion": [(ITERATIONS, "block_diffusion")],
+    "llada21_block_diffusion_with_editing": [(ITERATIONS, "block_diffusion"), (DECODERS, "joint_threshold")],
+    "sdar_block_diffusion": [(ITERATIONS, "block_diffusion")],
+    "dream_diffusion_generate": [(ITERATIONS, "full")],
+}
+
+
+def cases(golden: Golden) -> Iterator[Case]:
+    """One case for each JSON file below generation/."""
+    for path in sorted((golden.root / "generation").rglob("*.json")):
+        name = path.relative_to(golden.root).with_suffix("").as_posix()
+        try:
+            doc = Fields(f"{name}.json", read_json(path))
+            yield Case(name, partial(run, golden, doc))
+        except GoldenError as error:
+            yield broken(name, error)
+
+
+def run(golden: Golden, doc: Fields) -> str:
+    """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
+    folder, family = doc.take("model"), doc.take("family")
+    golden.family(folder, family)
+    if "log_likelihood" in doc:
+        raise Skip("log-likelihood is not there yet")
+    prompts, mask_id, eos_id = (doc.take(name) for name in ("prompt_ids", "mask_id", "eos_id"))
+    plan = _plan(prompts, doc.fields("params"))
+    if any(mask_id in prompt for prompt in prompts):
+        raise Skip("prompts that hold mask tokens are not there yet")
+
+    network = copy.copy(golden.network(folder, family))  # shares the weights
+    network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
+    recipe = compose(network, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
+    pads_B = plan.pads_B or [0] * len(prompts)
+    requests = [
+        Request(prompt[pad:], plan.new_tokens, recipe.resolve({})) for prompt, pad in zip(prompts, pads_B, strict=True)
+    ]
+    engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
+    rows: list[list[int]] = [[] for _ in requests]
+    forwards = [0] * len(requests)
+    for update in engine.run(requests, snapshots=plan.keep_masks):
+        if update.completion is not None:
+            canvas = update.tokens if plan.keep_masks else update.completion.canvas
+            rows[update.index] = prompts[update.index][: pads_B[update.index]] + (canvas or [])
+            forwards[update.index] = update.completion.counts.forwards
+
+    if doc.take("final_array", None) is not None:
+        same("final_array", doc.take("final_array"), rows)
+    if plan.drop_eos and len(rows) == 1:
+        rows = [[token for token in rows[0] if token != eos_id]]
+    same("output_ids", doc.take("output_ids"), rows)
+    at_most("num_forwards", doc.take("num_forwards"), max(forwards))
+    return f"{max(forwards)} forwards, reference {doc.take('num_forwards')}"
+
+
+def _plan(prompts: list[list[int]], params: Fields) -> Plan:
+    algorithm = params.take("algorithm")
+    if algorithm not in ALGORITHMS:
+        for registry, name in PLANNED.get(algorithm, []):
+            need(registry, name)
+        raise Skip(f"algorithm {algorithm!r} has no translation yet")
+    params.where = f"algorithm {algorithm!r}"
+    plan = ALGORITHMS[algorithm](prompts, params)
+    params.finish()
+    for registry, config in ((ITERATIONS, plan.iteration), (DECODERS, plan.decoder), (CACHES, plan.cache)):
+        need(registry, config["name"])
+    return plan

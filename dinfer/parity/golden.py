@@ -1,0 +1,142 @@
+"""What a folder of goldens holds, read strictly: a field that is missing is an error, one that is unknown is not run.
+
+All rules come from the JSON. Case and file names only make up the ids under which cases are reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dinfer.checkpoint import load_network, read_config
+from dinfer.registry import MODELS, Registry
+
+REQUIRED: Any = object()
+
+
+class GoldenError(ValueError):
+    """The golden data are not what they should be."""
+
+
+class Skip(Exception):
+    """The case needs something that dinfer does not have yet; the message says what."""
+
+
+class Mismatch(Exception):
+    """dinfer's result differs from the reference's; the message is the first difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison. `run` returns a remark, or raises Skip, Mismatch or what went wrong."""
+
+    id: str
+    run: Callable[[], str]
+
+
+def broken(case_id: str, error: GoldenError) -> Case:
+    """A case that could not even be read, so that it fails under its own id and the others still run."""
+
+    def run() -> str:
+        raise error
+
+    return Case(case_id, run)
+
+
+class Fields:
+    """A JSON object that knows which of its entries have been read, so that none is ignored in silence."""
+
+    def __init__(self, where: str, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise GoldenError(f"{where}: must be an object, not {values!r:.80}")
+        self.where, self._values, self._read = where, values, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        self._read.add(name)
+        value = self._values.get(name, default)
+        if value is REQUIRED:
+            raise GoldenError(f"{self.where}: the field {name!r} is missing")
+        return value
+
+    def fields(self, name: str) -> Fields:
+        return Fields(f"{self.where}.{name}", self.take(name))
+
+    def items(self, name: str) -> list[Fields]:
+        """The entry as a list of objects."""
+        values = self.take(name)
+        if not isinstance(values, list):
+            raise GoldenError(f"{self.where}: {name} must be a list, not {values!r:.80}")
+        return [Fields(f"{self.where}: {name}[{i}]", value) for i, value in enumerate(values)]
+
+    def finish(self) -> None:
+        """Raises Skip if there are entries that nobody has read: they may change the rule."""
+        left = sorted(self._values.keys() - self._read)
+        if left:
+            raise Skip(f"{self.where}: no rule for {', '.join(map(repr, left))}")
+
+
+@dataclass(slots=True)
+class Golden:
+    """A folder of goldens, and the models loaded from it so far."""
+
+    root: Path
+    networks: dict[Path, Any] = field(default_factory=dict)
+
+    def network(self, folder: str, family: str) -> Any:
+        """The model of a folder below the root, in float32 on the CPU."""
+        path = self.root / folder
+        if path not in self.networks:
+            self.networks[path] = load_network(
+                path, self.family(folder, family), dtype=torch.float32, device=torch.device("cpu")
+            )
+        return self.networks[path]
+
+    def family(self, folder: str, family: str) -> Any:
+        """The registered family of a model folder, recognised by its config.json. Raises Skip if there is none."""
+        path = self.root / folder
+        if not (path / "config.json").is_file():
+            raise Skip(f"{folder} is not in this folder")
+        config = read_config(path)
+        name = next((name for name in MODELS.names() if MODELS.get(name).matches(config)), None)
+        if name is not None:
+            return MODELS.build({"name": name, "checkpoint": str(path)})
+        if family in MODELS.names():
+            raise GoldenError(f"{folder}/config.json is not of the family {family!r}")
+        raise Skip(f"model family {family!r} is not registered")
+
+
+def need(registry: Registry, *names: str) -> None:
+    """Raises Skip for the first name that is not registered."""
+    for name in names:
+        if name not in registry.names():
+            raise Skip(f"{registry.kind} {name!r} is not registered")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GoldenError(f"{path} cannot be read: {error}") from error
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> list[Tensor]:
+    """Some tensors of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = set(file.keys())
+            missing = [name for name in names if name not in held]
+            if missing:
+                raise GoldenError(f"{path} lacks the tensor {missing[0]!r}")
+            return [file.get_tensor(name) for name in names]
+    except (OSError, SafetensorError) as error:
+        raise GoldenError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,51 @@
+"""A model that says what was recorded, so that decoders run in the real step on the reference's very logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import Lanes
+from dinfer.iterations.blockwise import Blockwise
+from dinfer.protocols import Attend, ModelSpec
+
+
+class ScriptedModel:
+    """Its hidden states are the recorded logits of `step`, one row a lane, whatever it is fed."""
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, logits_SBLV: Tensor, *, mask_id: int, eos_id: int) -> None:
+        self.logits_SBLV, self.step = logits_SBLV, 0
+        length, vocab = logits_SBLV.shape[-2:]
+        self.spec = ModelSpec(
+            family="scripted", vocab=vocab, hidden=vocab, layers=0, heads=1, kv_heads=1, head_dim=1, mlp=1,
+            norm_eps=1.0, rope_theta=1.0, max_length=length, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,),
+        )  # fmt: skip
+
+    def embed(self, tokens_BW: Tensor) -> Tensor:
+        return tokens_BW[..., None].to(self.dtype)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        return self.logits_SBLV[self.step]
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        return h_BLD
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedSweep(Blockwise):
+    """One block that may stall: references that wait while the mask token is the most likely can be followed."""
+
+    decay: float | None = None  # the least confidence is 1 - step * decay; None: there is none
+
+    def floor(self, lanes: Lanes) -> Tensor:
+        if self.decay is None:
+            return super().floor(lanes)
+        return (1.0 - lanes.forwards_B.double() * self.decay).float()
+
+    def must_progress(self, lanes: Lanes) -> Tensor:
+        return torch.zeros_like(lanes.step_BK, dtype=torch.bool)
