@@ -78,6 +78,10 @@ class BlockView:
     seed_R: Tensor  # of the request, for `dinfer.kernels.random`
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
+    def bar(self, threshold_R1: Tensor) -> Tensor:
+        """The threshold, raised to what the iteration asks for. [R, 1]"""
+        return torch.maximum(threshold_R1, self.floor_R[:, None])
+
 
 @dataclass(slots=True)
 class Canvas:

@@ -132,15 +132,15 @@ def allowed_commits(
 
 
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
-    """Decoded positions to mask again; none in a row where fewer masked positions are decoded than are masked again.
+    """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
 
-    So the masks of a row grow fewer with every step, and a decoder that takes back cannot hang the loop.
+    So a decoder that takes back cannot hang the loop.
     """
     if proposal.remask_RL is None or not edits:
         return torch.zeros_like(commit_RL)
     remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
     gains_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
-    return remask_RL & gains_R[:, None]
+    return remask_RL & (gains_R | ~view.must_progress_R)[:, None]
 
 
 def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fixed schedule: the same number of tokens at every step, most confident first (LLaDA, arXiv:2502.09992)."""
+"""Fixed schedule: the same number of tokens at every step, best score first (LLaDA, arXiv:2502.09992)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.registry import DECODERS, option
@@ -17,24 +19,39 @@ from dinfer.registry import DECODERS, option
 class Fixed(Decoder):
     """Decodes a block of n masks in `steps` steps: step s commits n // steps tokens, one more if s < n % steps.
 
-    The most confident masked positions go first; equal ones from left to right. The softmax is taken in float64, as
-    LLaDA's sampler does.
+    The best masked positions go first, equal ones from left to right; the mask token takes part, and where it wins
+    the position stays masked. The softmax is taken in float64, as LLaDA's sampler does. With steps = block length,
+    one token a step: the slowest and most careful decoder, and the yardstick for all others.
     """
 
     paper = "LLaDA, arXiv:2502.09992"
 
     steps: int = option(32, "steps per block; the block length means one token a step", per_request=True)
+    score: Literal["low_confidence", "random", "entropy", "margin"] = option(
+        "low_confidence", "what makes a position best: probability, chance, low entropy, or lead over the second token"
+    )
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"decoder.steps={self.steps} must be at least 1")
-        if self.precision not in ("float32", "float64"):
-            raise ValueError(f"decoder.precision={self.precision!r} must be 'float32' or 'float64'")
+
+    @property
+    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+        return (self.score,) if self.score in ("entropy", "margin") else ()  # type: ignore[return-value]
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, quota_R1, step_R1 = view.options["steps"], view.quota_R[:, None], view.step_R[:, None]
         count_R1 = torch.div(quota_R1, steps_R1, rounding_mode="floor") + (step_R1 < quota_R1 % steps_R1)
-        score_RL = stats.confidence_RL.masked_fill(~view.masked_RL, -1.0)
-        rank_RL = descending_rank(score_RL)
-        return Proposal(rank_RL < count_R1)
+        score_RL = self.scores(stats, view).masked_fill(~view.masked_RL, float("-inf"))
+        return Proposal((descending_rank(score_RL) < count_R1) & ~stats.declined_RL)
+
+    def scores(self, stats: TokenStats, view: BlockView) -> Tensor:
+        """The larger the better. [R, L]"""
+        if self.score == "random":
+            return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
+        if self.score == "entropy" and stats.entropy_RL is not None:
+            return -stats.entropy_RL
+        if self.score == "margin" and stats.margin_RL is not None:
+            return stats.margin_RL
+        return stats.top_RL

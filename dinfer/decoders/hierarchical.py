@@ -1,4 +1,4 @@
-"""Hierarchical decoding: the best token of every run of masks, so that commits split the runs (dInfer, arXiv:2510.08666)."""
+"""Hierarchical decoding: the best token of every run of masks, so that runs are split (dInfer, arXiv:2510.08666)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Hierarchical(Decoder):
     paper = "dInfer, arXiv:2510.08666"
 
     threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
-    low_threshold: float = option(0.4, "commit the best token of a run if it is more probable than this", per_request=True)
+    low_threshold: float = option(
+        0.4, "commit the best token of a run if it is more probable than this", per_request=True
+    )
     ties: Literal["all", "first"] = option("all", "of equals in a run, commit 'all' or the 'first' (dInfer's fast_v2)")
 
     def __post_init__(self) -> None:

@@ -24,7 +24,9 @@ class Remasking(Decoder):
     edits: ClassVar[bool] = True
 
     threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
-    low_threshold: float = option(0.4, "commit the best token of a run if it is more probable than this", per_request=True)
+    low_threshold: float = option(
+        0.4, "commit the best token of a run if it is more probable than this", per_request=True
+    )
     remask_threshold: float = option(0.4, "reconsider decoded tokens below this", per_request=True)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.rules import confident
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.registry import DECODERS, option
 
@@ -17,8 +15,8 @@ from dinfer.registry import DECODERS, option
 class Threshold(Decoder):
     """Commits c_i >= threshold, and in any case the `least` most confident.
 
-    c_i is the probability of the most likely token at masked position i. Positions where the mask token itself is
-    the most likely wait.
+    c_i is the probability of the most likely token at masked position i. The mask token takes part: where it wins,
+    the position stays masked. Choose it first: it is the simplest rule, and hard to beat.
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618"
@@ -28,8 +26,8 @@ class Threshold(Decoder):
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
     compat: Literal["dinfer", "sglang"] | None = option(
         None,
-        "'dinfer': where none reaches the threshold, commit all within 1e-5 of the best; 'sglang': strictly above, and "
-        "a best position where the mask token wins is chosen and left masked",
+        "'dinfer': positions that the mask token wins are left out first, and where none reaches the threshold all "
+        "within 1e-5 of the best are committed; 'sglang': strictly above the threshold",
     )
 
     def __post_init__(self) -> None:
@@ -37,19 +35,7 @@ class Threshold(Decoder):
             raise ValueError(f"decoder.threshold={self.threshold} must be a probability, between 0 and 1")
         if self.least < 1:
             raise ValueError(f"decoder.least={self.least} must be at least 1")
-        if self.precision not in ("float32", "float64"):
-            raise ValueError(f"decoder.precision={self.precision!r} must be 'float32' or 'float64'")
-        if self.compat not in (None, "dinfer", "sglang"):
-            raise ValueError(f"decoder.compat={self.compat!r} must be null, 'dinfer' or 'sglang'")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        bar_R1 = torch.maximum(view.options["threshold"], view.floor_R[:, None]).to(stats.confidence_RL.dtype)
-        if self.compat == "sglang":
-            score_RL = torch.maximum(stats.confidence_RL, stats.mask_confidence_RL).masked_fill(~view.masked_RL, -1.0)
-            chosen_RL = (score_RL > bar_R1) | (descending_rank(score_RL) < view.options["least"])
-            return Proposal(chosen_RL & ~stats.declined_RL)
-        candidate_RL = view.masked_RL & ~stats.declined_RL
-        score_RL = stats.confidence_RL.masked_fill(~candidate_RL, -1.0)
-        if self.compat == "dinfer":
-            bar_R1 = torch.minimum(bar_R1, score_RL.amax(-1, keepdim=True) - 1e-5)
-        return Proposal(candidate_RL & ((score_RL >= bar_R1) | (descending_rank(score_RL) < view.options["least"])))
+        bar_R1 = view.bar(view.options["threshold"])
+        return Proposal(confident(stats, view.masked_RL, bar_R1, least=view.options["least"], compat=self.compat))

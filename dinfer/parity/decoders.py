@@ -60,6 +60,39 @@ def _sglang_low_confidence(params: Fields) -> Rule:
     return Rule({"name": "threshold", "threshold": params.take("threshold"), "compat": "sglang"})
 
 
+def _credit(params: Fields) -> Rule:
+    names = {"threshold": "threshold", "credit_alpha": "alpha", "boost_gamma": "gamma", "decay_beta": "decay"}
+    config = {ours: params.take(theirs) for theirs, ours in names.items()}
+    return Rule({"name": "credit", "compat": "dinfer", **config}, decay=params.take("iter_threshold_decay", None))
+
+
+def _hierarchy(params: Fields, ties: str) -> Rule:
+    # null: no such rule. No probability is above 1, and all are above 0.
+    config = {name: params.take(name) for name in ("threshold", "low_threshold")}
+    absent = {"threshold": 1.0, "low_threshold": 0.0}
+    config = {name: absent[name] if value is None else value for name, value in config.items()}
+    return Rule({"name": "hierarchical", "ties": ties, **config})
+
+
+def _remasking(params: Fields) -> Rule:
+    config = {name: params.take(name) for name in ("threshold", "low_threshold", "remask_threshold")}
+    return Rule({"name": "remasking", **config}, given=0)
+
+
+def _factor(params: Fields) -> Rule:
+    return Rule({"name": "factor", "factor": params.take("factor"), "compat": "fastdllm"})
+
+
+def _joint_threshold(params: Fields) -> Rule:
+    names = {
+        "threshold": "threshold", "edit_threshold": "edit_threshold", "max_post_edit_steps": "post_edits",
+        "penalty_lambda": "penalty",
+    }  # fmt: skip
+    config = {ours: params.take(theirs) for theirs, ours in names.items()}
+    given = {"derived": None, "first2": 2}[params.take("prompt")]
+    return Rule({"name": "joint_threshold", **config}, given=given, done="idle after")
+
+
 # Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
 TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "dinfer_threshold": _dinfer_threshold,
@@ -67,6 +100,12 @@ TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "fastdllm_threshold": _fastdllm_threshold,
     "fixed_steps_low_confidence": _fixed_steps,
     "sglang_low_confidence": _sglang_low_confidence,
+    "dinfer_credit": _credit,
+    "dinfer_hierarchy": partial(_hierarchy, ties="all"),
+    "dinfer_hierarchy_fast_v2": partial(_hierarchy, ties="first"),
+    "dinfer_hierarchy_remask": _remasking,
+    "fastdllm_factor": _factor,
+    "sglang_joint_threshold": _joint_threshold,
 }
 # What the decoders of the goldens that have no translation yet will be called.
 PLANNED = {

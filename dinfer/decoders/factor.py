@@ -1,0 +1,41 @@
+"""Dynamic threshold: the n-th most confident token must be surer the larger n is (Fast-dLLM, arXiv:2505.22618)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dinfer.kernels.rank import descending_rank
+from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+
+@DECODERS.register("factor")
+@dataclass(frozen=True, kw_only=True)
+class Factor(Decoder):
+    """Commits the n best tokens, n the largest such that each of ranks r = 2..n has c_r >= 1 - factor / (r + 1).
+
+    The best one is always committed. No threshold to tune for each task; the factor trades speed for care.
+    """
+
+    paper = "Fast-dLLM, arXiv:2505.22618"
+
+    factor: float = option(1.0, "the larger, the more tokens a step", per_request=True)
+    precision: Literal["float32", "float64"] = option("float64", "of the softmax")
+    compat: Literal["fastdllm"] | None = option(None, "'fastdllm': if only the last rank fails, it is committed too")
+
+    def __post_init__(self) -> None:
+        if self.factor < 0:
+            raise ValueError(f"decoder.factor={self.factor} must be 0 or more")
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
+        rank_RL = descending_rank(score_RL)
+        sure_RL = (rank_RL == 0) | (score_RL >= 1 - view.options["factor"] / (rank_RL + 2))
+        masks_R1 = view.masked_RL.sum(-1, keepdim=True)
+        worst_R1 = torch.where(sure_RL | ~view.masked_RL, masks_R1, rank_RL).amin(-1, keepdim=True)
+        if self.compat == "fastdllm":
+            worst_R1 = torch.where(worst_R1 == masks_R1 - 1, masks_R1, worst_R1)
+        return Proposal((rank_RL < worst_R1) & view.masked_RL & ~stats.declined_RL)

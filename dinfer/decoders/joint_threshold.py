@@ -1,0 +1,62 @@
+"""Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676; SGLang's JointThreshold)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.rules import confident
+from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+
+@DECODERS.register("joint_threshold")
+@dataclass(frozen=True, kw_only=True)
+class JointThreshold(Decoder):
+    """Fills masks where c > threshold, else the best one; rewrites tokens where another has c > edit_threshold.
+
+    Where that other is the mask token, the position is masked again, if the block gains by the step as a whole. A
+    block with no mask left goes on being edited until a step changes nothing, for `post_edits` steps at most.
+    `penalty` is subtracted, at each position, from the logit of the token to its left, against stutter. Presets of
+    LLaDA2.1: Speed threshold 0.5, edit_threshold 0.0; Quality threshold 0.7, edit_threshold 0.5. For models trained
+    to edit; others mostly lose by it.
+    """
+
+    paper = "LLaDA2.1, arXiv:2602.08676"
+    edits: ClassVar[bool] = True
+
+    threshold: float = option(0.7, "commit masked positions above this", per_request=True)
+    edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)
+    post_edits: int = option(16, "steps of editing once no mask is left", per_request=True)
+    penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "edit_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"decoder.{name}={getattr(self, name)} must be a probability, between 0 and 1")
+        if self.post_edits < 0:
+            raise ValueError(f"decoder.post_edits={self.post_edits} must be 0 or more")
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"post_edits": torch.zeros((), dtype=torch.int64)}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        left_RL1 = view.tokens_RL[:, :-1, None]
+        penalty_RL1 = view.options["penalty"].to(logits_RLV.dtype)[..., None].expand(-1, left_RL1.shape[1], -1)
+        lowered_RLV = logits_RLV[:, 1:].scatter_add(2, left_RL1, -penalty_RL1)
+        return torch.cat((logits_RLV[:, :1], lowered_RLV), 1)
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        full_R = ~view.masked_RL.any(-1)
+        state["post_edits"] += full_R
+        spent_R = full_R & (state["post_edits"] > view.options["post_edits"][:, 0])
+        fill_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat="sglang")
+        doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
+        doubt_RL &= ~spent_R[:, None]
+        edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
+        remask_RL = doubt_RL & stats.declined_RL
+        # A change may call for another, so one step more, unless the budget is spent.
+        return Proposal(fill_RL | edit_RL, busy_R=(fill_RL | edit_RL | remask_RL).any(-1), remask_RL=remask_RL)
