@@ -49,7 +49,7 @@ class KVPool:
         self.table_NP[slot] = row.to(self.table_NP.device)
 
     def wipe(self, pages: list[int]) -> None:
-        """Zeroes pages that may hold NaN, before somebody else gets them. Host side."""
+        """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
         index = torch.tensor([*pages, SCRATCH], device=self.k_JPTGE.device)
         for pool in (self.k_JPTGE, self.v_JPTGE):
             pool.index_fill_(1, index, 0)
