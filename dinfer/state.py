@@ -65,21 +65,23 @@ class BatchState:
     ) -> BatchState:
         """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions."""
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
+        # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
+        defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
         block_state = recipe.decoder.fresh_state(spec, iteration.block)
         return cls(
             canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
-            options_NO=torch.zeros(n, len(recipe.request_options), dtype=torch.float64, device=device),
+            options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
             decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec), (n,), device),
         )
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
-        """Per-request options of one component: [B * repeat, 1] each, float32 or int64."""
+        """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
         values_BO = self.options_NO.index_select(0, slot_B).repeat_interleave(repeat, 0)
         return {
-            o.name: values_BO[:, i : i + 1].to(torch.int64 if isinstance(o.default, int) else torch.float32)
+            o.name: values_BO[:, i : i + 1].to(torch.int64 if isinstance(o.default, int) else torch.float64)
             for i, o in enumerate(recipe.request_options)
             if o.kind == kind
         }
