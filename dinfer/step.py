@@ -14,7 +14,7 @@ from dinfer.canvas import BlockView, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.token_stats import TokenStats, token_stats
-from dinfer.protocols import BlockAfter, Moved, Proposal, StepShape
+from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, StepShape
 from dinfer.state import BatchState
 
 
@@ -50,10 +50,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     stats = token_stats(logits_RLV, spec.mask_id, getattr(torch, decoder.precision))
     proposal = decoder.select(stats, view, decoder_state)
     broken_B = (view.masked_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
-    commit_RL = allowed_commits(proposal, stats, view, decoder.edits)
+    commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, decoder.edits)
     commit_RL = commit_RL & rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
-    token_RL = stats.token_RL if proposal.token_RL is None else proposal.token_RL
-    commit_RL = commit_RL & (token_RL != spec.mask_id)
     canvas.commit(slot_B, view.pos_RL.view(slot_B.shape[0], -1), *fold(slot_B, token_RL, commit_RL))
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
@@ -106,17 +104,25 @@ def block_view(
     )
 
 
-def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, edits: bool) -> Tensor:
-    """The proposal without what may not be written, and with one commit where a row must progress but chose none.
+def allowed_commits(
+    proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
+) -> tuple[Tensor, Tensor]:
+    """Which positions to write and what: the proposal without what may not be written, and with one commit where a
+    row must progress but chose none.
 
     That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
-    no decoder can hang the loop, whatever the logits.
+    no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
     """
     commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
+    token_RL = stats.token_RL
+    if proposal.token_RL is not None:
+        wanted_RL = proposal.token_RL
+        valid_RL = (wanted_RL != spec.mask_id) & (wanted_RL >= 0) & (wanted_RL < spec.vocab)
+        commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
-    return commit_RL | (best_RL & stuck_R[:, None])
+    return commit_RL | (best_RL & stuck_R[:, None]), token_RL
 
 
 def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:

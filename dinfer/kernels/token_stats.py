@@ -23,7 +23,7 @@ class TokenStats:
 
     @property
     def finite_RL(self) -> Tensor:
-        """False where the logits held a NaN or +inf, or nothing but -inf."""
+        """False where the logits held a NaN or +inf, or nothing but -inf for every token but the mask."""
         return self.confidence_RL.isfinite()
 
 
@@ -34,5 +34,6 @@ def token_stats(logits_RLV: Tensor, mask_id: int, dtype: torch.dtype) -> TokenSt
     prob_RLV = logits_RLV.softmax(-1)
     logits_RLV[..., mask_id].fill_(float("-inf"))
     token_RL = logits_RLV.argmax(-1)
-    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
+    nothing_RL = logits_RLV.gather(-1, token_RL[..., None])[..., 0] == float("-inf")
+    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0].masked_fill(nothing_RL, float("nan"))
     return TokenStats(token_RL, confidence_RL, prob_RLV[..., mask_id])
