@@ -58,6 +58,7 @@ class Engine:
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._rows: dict[int, _Row] = {}
+        self._running = False
         self._slots = self._length = 0
 
     @torch.inference_mode()
@@ -65,10 +66,14 @@ class Engine:
         """Yields every row after each of its steps, the last time with its completion.
 
         Raises NonFiniteLogits or StalledRow for the row concerned. Whatever ends the loop, all slots are free after.
+        One run at a time: RuntimeError while another one is neither exhausted nor closed.
         """
-        self._reserve(requests)
+        if self._running:
+            raise RuntimeError("this engine is busy: exhaust or close the iterator of its running requests first")
+        self._running = True
         pending = deque(enumerate(requests))
         try:
+            self._reserve(requests)
             while pending or self._rows:
                 while pending and self._admit(*pending[0]):
                     pending.popleft()
@@ -79,6 +84,7 @@ class Engine:
                         self.launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
+            self._running = False
             for slot in list(self._rows):
                 self._release(slot)
 
@@ -88,14 +94,15 @@ class Engine:
         slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
         if slots <= self._slots and length <= self._length:
             return
-        self._slots, self._length = max(slots, self._slots), max(length, self._length)
-        pages = self._slots * -(-self._length // self.runtime.page)
+        slots, length = max(slots, self._slots), max(length, self._length)
+        pages = slots * -(-length // self.runtime.page)
         self._state = BatchState.alloc(
-            self.recipe, self._slots, self._length,
+            self.recipe, slots, length,
             page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
         self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
+        self._slots, self._length = slots, length  # last: should memory run out, what there was is still good
 
     def _admit(self, index: int, request: Request) -> bool:
         length = len(request.prompt) + request.new_tokens
@@ -104,6 +111,7 @@ class Engine:
         if slot is None or need > self._pages.free:
             return False
         state, pages = self._state, self._pages.allocate(need)
+        state.kv.wipe(pages)
         state.kv.assign(slot, pages)
         prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
         state.canvas.admit(
@@ -141,7 +149,6 @@ class Engine:
             row, old, now = self._rows[slot], before[slot], after[slot]
             phase = Phase(now["phase_B"])
             if phase == Phase.FAULT:
-                self._state.kv.wipe(row.pages)
                 raise NonFiniteLogits(
                     f"request {row.index}: the model's logits are not finite (NaN or infinite) at denoise step "
                     f"{now['forwards_B']}, in the block at positions {old['start_B']} to {old['end_B'] - 1}. Check "

@@ -1,0 +1,58 @@
+# make demo   a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
+# make test   the same environment with the tools, then the tests (ARGS="-k decoder" for some)
+# make lint   ruff and mypy
+# make clean  removes the environment and all caches
+#
+# Variables, on the command line or in the environment:
+PYTHON ?= python3
+VENV ?= .venv
+# Which torch: another version, or a build for another device from another index, such as
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+# More arguments for every pip install, such as --index-url.
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# torch is what TORCH says, so its pin must not contradict it.
+PINS := $(VENV)/constraints.txt
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/dinfer demo $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "dinfer needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	touch $@
+
+$(PINS): constraints.txt $(VENV)/.torch
+	grep -v '^torch==' constraints.txt > $@
+
+$(VENV)/.installed: pyproject.toml $(PINS)
+	@echo "installing dinfer"
+	$(PIP) --constraint $(PINS) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(PINS) $(VENV)/.installed
+	@echo "installing the development tools"
+	$(PIP) --constraint $(PINS) --editable '.[dev]'
+	touch $@

@@ -1,0 +1,91 @@
+"""What a viewer wants to know of a canvas after a step: for every position, its text and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from dinfer.engine.request import Completion, Update
+from dinfer.pipeline import Pipeline
+
+
+class Origin(Enum):
+    """Where a position's token came from."""
+
+    PROMPT = "prompt"
+    MASK = "masked"
+    FRESH = "decoded in this step"
+    OLD = "decoded before"
+    STOP = "stop token"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One position of the generation, or the text of the prompt."""
+
+    origin: Origin
+    text: str
+    active: bool = False  # in the block that the step worked on
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The canvas after one step."""
+
+    cells: list[Cell]
+    step: int
+    full: bool  # the step was a pass over the whole canvas
+    block: tuple[int, int]  # [start, end) of the active block, counted from the first generated token
+    fresh: int  # tokens that the step decoded
+    decoded: int  # tokens decoded so far
+    length: int  # of the generation
+    completion: Completion | None
+
+
+def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> Iterator[Frame]:
+    """One frame for each step."""
+    prompt, stop_ids = len(prompt_ids), pipe.model.spec.stop_ids
+    pieces = _Pieces(pipe)
+    before: list[bool] | None = None
+    for update in updates:
+        tokens, masked = update.tokens or [], update.masked or []
+        before = before or [True] * len(masked)
+        cells = [Cell(Origin.PROMPT, pipe.decode(prompt_ids))]
+        for position in range(prompt, len(tokens)):
+            token = tokens[position]
+            fresh = before[position] and not masked[position]
+            origin = Origin.FRESH if fresh else Origin.OLD
+            if masked[position]:
+                origin = Origin.MASK
+            elif token in stop_ids:
+                origin = Origin.STOP
+            text = "" if masked[position] else pieces.of(token)
+            cells.append(Cell(origin, text, update.region[0] <= position < update.region[1]))
+        left = sum(masked[prompt:])
+        yield Frame(
+            cells=cells,
+            step=update.forwards,
+            full=update.full,
+            block=(max(update.region[0] - prompt, 0), update.region[1] - prompt),
+            fresh=sum(before[prompt:]) - left,
+            decoded=len(tokens) - prompt - left,
+            length=len(tokens) - prompt,
+            completion=update.completion,
+        )
+        before = masked
+
+
+class _Pieces:
+    """The text that each token adds: a tokenizer may drop the space before a token that stands alone."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._anchor = pipe.encode("a", chat=False)
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        if token not in self._known:
+            whole = self._pipe.decode([*self._anchor, token])
+            self._known[token] = whole[len(self._pipe.decode(self._anchor)) :]
+        return self._known[token]

@@ -1,0 +1,80 @@
+"""solves held-out word problems with the model in the box and compares decoders
+
+usage: dinfer demo [overrides ...]
+
+Shows how one problem is solved, then solves a batch of them with several decoders. For each: accuracy (exact match
+of the answer), forwards per problem (NFE), tokens per forward (TPF), and seconds for the whole batch.
+
+  count=32                how many problems
+  seed=0                  of the problem generator; its held-out split shares no problem with the training split
+  families=[ages,travel]  kinds of problems; null: all
+  compare=[{name: fixed, steps: 8}]
+                          decoders to compare; the chosen `decoder` is added if it is not among them
+  delay=0.05              seconds that a step of the worked example stays on the screen at least
+
+All else is as in `dinfer generate`:
+  dinfer demo count=200 cache=none
+  dinfer demo decoder=threshold decoder.threshold=0.7
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+
+from dinfer.cli.application import launch
+from dinfer.cli.comparison import compare, table
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.stream import summary, write_answer
+from dinfer.cli.watch import in_colour, watch
+from dinfer.pipeline import Pipeline
+from dinfer.problems import Problem, generate, is_correct
+from dinfer.registry import DECODERS
+
+
+def run(args: list[str]) -> None:
+    """Runs the demo for each point of a sweep."""
+    launch("demo", args, demo)
+
+
+def demo(config: dict[str, Any], _text: str | None) -> None:
+    """Solves one problem in view, then all of them with every decoder."""
+    count, seed = setting(config, "count", int), setting(config, "seed", int)
+    delay, new_tokens = setting(config, "delay", float), setting(config, "max_new_tokens", int)
+    families = setting(config, "families", tuple[str, ...] | None)
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1")
+    problems = generate("heldout", count, seed, families)
+    decoders = decoders_of(config)
+    pipe = pipeline(config)
+    console = Console(highlight=False)
+    console.print(Rule("a held-out problem", style="bright_black", align="left"))
+    work_out(pipe, problems[0], new_tokens, delay)
+    console.print(Rule(f"{count} held-out problems", style="bright_black", align="left"))
+    scores = compare(pipe, decoders, problems, new_tokens, console)
+    console.print(table(scores, pipe.recipe))
+
+
+def decoders_of(config: dict[str, Any]) -> list[Any]:
+    """The decoders to compare: those of the setting, and the chosen one."""
+    entries = config["compare"]
+    if not isinstance(entries, list):
+        raise ValueError(f"compare={entries!r} must be a list of decoders, such as [{{name: fixed, steps: 8}}]")
+    decoders = [DECODERS.build(entry) for entry in entries]
+    chosen = DECODERS.build(config["decoder"])
+    return decoders if chosen in decoders else [*decoders, chosen]
+
+
+def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) -> None:
+    """Solves one problem before the reader's eyes."""
+    updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
+    ids = pipe.encode(problem.question)
+    if in_colour():
+        completion = watch(pipe, ids, updates, delay)
+    else:
+        print(f"{problem.question}\n")
+        completion = write_answer(pipe, len(ids), updates)
+    right = is_correct(problem, pipe.decode(completion.output))
+    print(f"\n{'correct' if right else 'wrong'}: the answer is {problem.answer}. {summary(completion.counts)}")

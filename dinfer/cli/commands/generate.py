@@ -1,0 +1,64 @@
+"""answers a question
+
+usage: dinfer generate "question" [--watch] [overrides ...]
+       dinfer generate -- "--a question that begins with a dash"
+       echo "question" | dinfer generate -
+
+Streams the answer, then one line: tokens, forwards, tokens per forward (TPF), seconds.
+
+  --watch                 show the canvas while it is denoised: masks, commits, the active block
+  prompt="question"       the same as a setting, in Hydra's grammar
+  max_new_tokens=128      length of the generation; an answer that stops earlier is shorter
+  chat=null               use the checkpoint's chat template; null: if it has one
+  delay=0.1               seconds that a step stays on the screen at least, with --watch
+  device=null dtype=null  null: CUDA if there is any; float32 on a CPU, else the checkpoint's own
+
+Components and their options are overrides; `dinfer list` shows all of them:
+  dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
+  dinfer generate "question" model=llada_8b_instruct device=cuda
+  dinfer generate "question" model.checkpoint=/path/to/folder
+  dinfer generate "question" -m decoder.threshold=0.5,0.7,0.9
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dinfer.cli.application import launch
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.stream import summary, write_answer
+from dinfer.cli.watch import watch
+
+
+def run(args: list[str]) -> None:
+    """Generates one answer for each point of a sweep."""
+    text = None
+    if "-" in args and "--" not in args[: args.index("-")]:
+        text = sys.stdin.read()
+        args = [arg for arg in args if arg != "-"]
+
+    def task(config: dict[str, Any], question: str | None) -> None:
+        generate(config, question if text is None else text)
+
+    launch("generate", args, task, switches={"--watch": "watch=true"}, takes_text=True)
+
+
+def generate(config: dict[str, Any], question: str | None) -> None:
+    """Answers `question`, or else the prompt of the configuration."""
+    prompt = config["prompt"] if question is None else question
+    if prompt is None:
+        raise ValueError('a question is needed: dinfer generate "question"')
+    if question is not None and config["prompt"] is not None:
+        raise ValueError("the question is given twice, as text and as prompt=")
+    if not str(prompt).strip():
+        raise ValueError("the prompt is empty")
+    if isinstance(prompt, (dict, list)):
+        raise ValueError(f"prompt={prompt!r} must be a text: give the question as an argument of its own")
+    live, delay = setting(config, "watch", bool), setting(config, "delay", float)
+    chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
+    pipe = pipeline(config)
+    ids = pipe.encode(str(prompt), chat=chat)
+    updates = pipe.updates(str(prompt), max_new_tokens=new_tokens, chat=chat)
+    completion = watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)
+    print(summary(completion.counts))

@@ -1,0 +1,75 @@
+"""shows every registered component with its options
+
+usage: dinfer list [model] [iteration] [decoder] [cache]
+
+For each component: what it does, its options with their defaults, and the paper. An option marked * may be set by
+every request for itself (`options={"threshold": 0.8}` in the library); all are set by `decoder.threshold=0.8` here.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dinfer.cli.conf import GROUPS, Schema
+from dinfer.registry import Registry, options_of, unknown
+
+ROLES = {
+    "model": "the network, loaded from a Hugging Face folder or hub name",
+    "iteration": "how the canvas is swept, and what the model is fed at masks",
+    "decoder": "which positions are committed at a step, and to what",
+    "cache": "which keys and values are recomputed, seen and refreshed",
+}
+
+
+def run(args: list[str]) -> None:
+    """Prints the registries asked for, or all four."""
+    for kind in args:
+        if kind not in GROUPS:
+            raise unknown("registry", kind, list(GROUPS))
+    console = Console(highlight=False)
+    for kind in args or GROUPS:
+        console.print(listing(GROUPS[kind]))
+    console.print(Text("* may differ from request to request", "bright_black"))
+
+
+def listing(registry: Registry) -> RenderableType:
+    """A registry with all its components."""
+    title = Text.assemble((registry.kind, "bold magenta"), f": {ROLES[registry.kind]}")
+    parts = [Padding(component(registry, name), (0, 0, 1, 2), expand=False) for name in registry.names()]
+    presets = Schema("generate").choices(registry.kind)
+    extra = [name for name in presets if name not in registry.names()]
+    if extra:
+        parts.append(Padding(Text(f"presets: {', '.join(extra)}"), (0, 0, 1, 2), expand=False))
+    return Group(title, *parts)
+
+
+def component(registry: Registry, name: str) -> RenderableType:
+    """One component: summary, paper, options."""
+    cls = registry.get(name)
+    head = Table.grid(padding=(0, 2))
+    head.add_column(min_width=12, no_wrap=True)
+    head.add_column(overflow="fold")
+    head.add_row(Text(name, "bold cyan"), Text(registry.summary(name)))
+    if cls.paper:
+        head.add_row("", Text(cls.paper, "bright_black"))
+    options = Table.grid(padding=(0, 2))
+    options.add_column(min_width=12, no_wrap=True)
+    options.add_column(min_width=8, max_width=26, overflow="fold")
+    options.add_column(overflow="fold")
+    for info in options_of(cls):
+        options.add_row(
+            Text(f"{info.name}{' *' if info.per_request else ''}", "green"), shown(info.default), Text(info.help)
+        )
+    return Group(head, Padding(options, (0, 0, 0, 2), expand=False))
+
+
+def shown(value: object) -> str:
+    """A default as it is written in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,97 @@
+"""Solves the same problems with several decoders and puts what that yields and costs side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dinfer.compose import Recipe
+from dinfer.pipeline import Pipeline
+from dinfer.problems import Problem, is_correct
+from dinfer.registry import DECODERS, options_of
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one decoder made of the problems."""
+
+    decoder: str
+    correct: int
+    problems: int
+    forwards: int
+    tokens: int  # before the first stop token of each answer
+    seconds: float
+
+
+def compare(
+    pipe: Pipeline, decoders: Sequence[Any], problems: Sequence[Problem], new_tokens: int, console: Console
+) -> list[Score]:
+    """One score for each decoder, with a progress bar on a terminal."""
+    columns = (
+        TextColumn("{task.description:<28}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
+
+
+def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
+    part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
+    ids = [part.encode(problem.question) for problem in problems]
+    task = progress.add_task(label(decoder), total=len(problems))
+    correct = forwards = tokens = 0
+    began = time.perf_counter()
+    done = [0.0] * len(problems)  # the share of each problem that is behind it
+    for update in part.engine.run(part.requests(ids, new_tokens, None)):
+        done[update.index] = max(update.region[0] - len(ids[update.index]), 0) / new_tokens
+        if update.completion is not None:
+            done[update.index] = 1
+            correct += is_correct(problems[update.index], part.decode(update.completion.output))
+            forwards += update.completion.counts.forwards
+            tokens += update.completion.counts.tokens
+        progress.update(task, completed=int(sum(done)))
+    return Score(label(decoder), correct, len(problems), forwards, tokens, time.perf_counter() - began)
+
+
+def label(decoder: Any) -> str:
+    """A decoder by name, with the first of its options and all that are not at their defaults.
+
+    An option of the decoder's own name needs no saying twice: "threshold 0.9".
+    """
+    name = next(name for name in DECODERS.names() if DECODERS.get(name) is type(decoder))
+    options = [
+        f"{'' if info.name == name else info.name + '='}{getattr(decoder, info.name)}"
+        for index, info in enumerate(options_of(decoder))
+        if index == 0 or getattr(decoder, info.name) != info.default
+    ]
+    return f"{name} {' '.join(options)}".strip()
+
+
+def table(scores: Sequence[Score], recipe: Recipe) -> Table:
+    """The scores, one line each."""
+    found = Table(title=None, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    found.add_column("decoder", no_wrap=True)
+    for name in ("accuracy", "correct", "NFE", "TPF", "tokens/s", "seconds"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for score in scores:
+        found.add_row(
+            score.decoder,
+            f"{100 * score.correct / score.problems:.1f}%",
+            f"{score.correct}/{score.problems}",
+            f"{score.forwards / score.problems:.1f}",
+            f"{score.tokens / score.forwards:.2f}",
+            f"{score.tokens / score.seconds:.0f}",
+            f"{score.seconds:.1f}",
+        )
+    cache, iteration = type(recipe.cache).__name__, recipe.iteration
+    found.caption = (
+        f"NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
+        f"{type(iteration).__name__} of {iteration.block}, {cache}."
+    )
+    found.caption_justify = "left"
+    return found

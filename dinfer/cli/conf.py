@@ -1,0 +1,99 @@
+"""The configuration folder: where it is, which choices each group has, which settings there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from dinfer.registry import REGISTRIES, Registry, options_of
+
+GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
+PRIMARY = "config"  # what every command's configuration includes
+
+
+def folder() -> Path:
+    """`dinfer/conf` of an installed wheel, else `conf` of the checkout."""
+    installed = Path(str(resources.files("dinfer") / "conf"))
+    return installed if installed.is_dir() else installed.parents[1] / "conf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The settings of one command; `extra` is a further configuration folder of the user's."""
+
+    command: str
+    extra: Path | None = None
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings that are no components, with their defaults, nested as in YAML."""
+        merged: dict[str, Any] = {}
+        for name in (PRIMARY, self.command):
+            merged |= read(folder() / f"{name}.yaml")
+        return {key: value for key, value in merged.items() if key not in ("defaults", "hydra")}
+
+    @cached_property
+    def defaults(self) -> dict[str, str]:
+        """The choice of each component that holds unless overridden."""
+        chosen: dict[str, str] = {}
+        for entry in read(folder() / f"{PRIMARY}.yaml")["defaults"]:
+            chosen |= entry if isinstance(entry, dict) else {}
+        return {kind: chosen[kind] for kind in GROUPS}
+
+    @property
+    def roots(self) -> list[str]:
+        folders = [path for path in (folder(), self.extra) if path is not None]
+        groups = {path.name for base in folders for path in base.iterdir() if path.is_dir()}
+        return sorted({*GROUPS, *groups, *self.settings, "hydra"})
+
+    @property
+    def words(self) -> list[str]:
+        """The names of everything that can be set: settings, components, and the options of all components."""
+        options = {
+            info.name for registry in GROUPS.values() for n in registry.names() for info in options_of(registry.get(n))
+        }
+        return sorted({*self.roots, *options})
+
+    def choices(self, kind: str) -> dict[str, str]:
+        """Every choice of a component, and the registered name that it is a choice of."""
+        found = {name: name for name in GROUPS[kind].names()}
+        for base in (folder(), self.extra):
+            if base is not None and (base / kind).is_dir():
+                found |= {path.stem: self._component(path) for path in sorted((base / kind).glob("*.yaml"))}
+        return dict(sorted(found.items()))
+
+    def options(self, kind: str, choice: str) -> list[str]:
+        cls = GROUPS[kind].get(self.choices(kind)[choice])
+        return [info.name for info in options_of(cls)]
+
+    def _component(self, path: Path) -> str:
+        """The registered name in a YAML, or in the one that it builds on."""
+        content = read(path)
+        bases = [entry for entry in content.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+        if "name" not in content and bases:
+            base = path.parent / f"{bases[0]}.yaml"
+            return self._component(base if base.is_file() else folder() / path.parent.name / base.name)
+        return str(content.get("name", path.stem))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A YAML file as it stands, interpolations unresolved."""
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a mapping of names to values")
+    return {str(key): value for key, value in content.items()}
+
+
+def publish_components() -> None:
+    """Gives Hydra the components that have no YAML here: those that other distributions registered."""
+    for kind, registry in GROUPS.items():
+        for name in registry.names():
+            if not (folder() / kind / f"{name}.yaml").is_file():
+                values = {info.name: info.default for info in options_of(registry.get(name))}
+                ConfigStore.instance().store(name=name, group=kind, node={"name": name, **values})

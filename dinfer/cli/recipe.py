@@ -1,0 +1,45 @@
+"""From a composed configuration to a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import torch
+
+from dinfer.cli.conf import GROUPS
+from dinfer.engine.engine import Runtime
+from dinfer.pipeline import Pipeline, load
+from dinfer.registry import typed, unknown
+
+
+def pipeline(config: dict[str, Any]) -> Pipeline:
+    """Loads the model with the recipe of the configuration."""
+    missing = [kind for kind in GROUPS if not config.get(kind)]
+    if missing:
+        raise ValueError(f"the configuration has no {missing[0]}; choose one with {missing[0]}=NAME")
+    parts = {kind: config[kind] for kind in GROUPS}
+    device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
+    # Before the weights are read, so that a slip in a decoder's option is known at once.
+    for kind, registry in GROUPS.items():
+        registry.build(parts[kind])
+    return load(
+        parts.pop("model"),
+        **parts,
+        device=device,
+        dtype=setting(config, "dtype", str | None),
+        runtime=_runtime(config["runtime"], device),
+    )
+
+
+def setting(config: dict[str, Any], name: str, hint: Any) -> Any:
+    """A setting, ValueError if it is not of the type that is wanted."""
+    return typed({name: hint}, {name: config[name]})[name]
+
+
+def _runtime(settings: dict[str, Any], device: str) -> Runtime:
+    names = list(Runtime.__dataclass_fields__)
+    for name in settings:
+        if name not in names:
+            raise unknown("setting of runtime:", name, names)
+    graphs = {"graphs": device.startswith("cuda")} if settings.get("graphs") is None else {}
+    return Runtime(**typed(get_type_hints(Runtime), {**settings, **graphs}, prefix="runtime."))

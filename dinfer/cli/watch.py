@@ -1,0 +1,141 @@
+"""Shows a canvas while it is denoised: in colours on a terminal, else as one line a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from dinfer.cli.canvas_view import Frame, Origin, frames
+from dinfer.engine.request import Completion, Update
+from dinfer.pipeline import Pipeline
+
+STYLES = {
+    Origin.PROMPT: "blue",
+    Origin.MASK: "bright_black",
+    Origin.FRESH: "bold black on green",
+    Origin.OLD: "default",
+    Origin.STOP: "bright_black",
+}
+# A mask is about as wide as a token's text will be, with a space at which lines may break: so text moves little.
+MASK, STOP, NEWLINE = "░░ ", "·", "⏎"
+BLOCK = "bold yellow"
+PROMPT_SHOWN = 400  # last characters of a long prompt
+
+
+def in_colour() -> bool:
+    """Whether stdout is a terminal that may be painted on."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def watch(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update], delay: float) -> Completion:
+    """Shows every step, the colourful way for `delay` seconds at least, and the answer at the end."""
+    if delay < 0:
+        raise ValueError(f"delay={delay} must not be negative")
+    timed = _Timed(updates)
+    source = frames(pipe, prompt_ids, timed)
+    last = _paint(source, delay) if in_colour() else _tell(source)
+    if last is None or last.completion is None:
+        raise RuntimeError("the engine ended without a completion")
+    print(pipe.decode(last.completion.output))
+    return replace(last.completion, counts=replace(last.completion.counts, seconds=timed.seconds))
+
+
+class _Timed:
+    """Updates, and the seconds spent on them: the time in which a viewer looks at a step is not the engine's."""
+
+    def __init__(self, updates: Iterable[Update]) -> None:
+        self._updates = iter(updates)
+        self.seconds = 0.0
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Update:
+        began = time.perf_counter()
+        try:
+            return next(self._updates)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def _paint(source: Iterator[Frame], delay: float) -> Frame | None:
+    console, frame = Console(), None
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for frame in source:
+            live.update(picture(frame), refresh=True)
+            time.sleep(delay)
+    return frame
+
+
+def _tell(source: Iterator[Frame]) -> Frame | None:
+    frame, width = None, Console().width
+    for frame in source:
+        print(line(frame, width), flush=True)
+    return frame
+
+
+def heading(frame: Frame) -> str:
+    """Where the denoising is, in words."""
+    kind = "whole canvas" if frame.full else "window"
+    return f"step {frame.step:>3} · {kind:<12} · +{frame.fresh} · {frame.decoded}/{frame.length} decoded"
+
+
+def line(frame: Frame, width: int) -> str:
+    """A step in one line: what the active block holds, `_` for a mask."""
+    signs = {Origin.MASK: "_", Origin.STOP: STOP}
+    text = "".join(signs.get(cell.origin, cell.text) for cell in frame.cells if cell.active)
+    shown = " ".join(f"{heading(frame)} | {text}".replace("\n", " / ").split())
+    return shown if len(shown) <= width else shown[: width - 1] + "…"
+
+
+def picture(frame: Frame) -> RenderableType:
+    """The canvas of a step, in colours."""
+    prompt, *cells = frame.cells
+    asked = prompt.text if len(prompt.text) <= PROMPT_SHOWN else "…" + prompt.text[-PROMPT_SHOWN:]
+    canvas = Text()
+    inside = False
+    for cell in cells:
+        if cell.active != inside:
+            canvas.append("[" if cell.active else "]", BLOCK)
+            inside = cell.active
+        if cell.origin is Origin.MASK:
+            canvas.append(MASK, STYLES[cell.origin])
+        elif cell.origin is Origin.STOP:
+            canvas.append(STOP, STYLES[cell.origin])
+        else:
+            _append_text(canvas, cell.text, STYLES[cell.origin])
+    if inside:
+        canvas.append("]", BLOCK)
+    return Group(
+        Rule(Text(heading(frame)), style="bright_black", align="left"),
+        Padding(Text(asked.strip(), STYLES[Origin.PROMPT]), (0, 1)),
+        Padding(canvas, (0, 1)),
+        Rule(_legend(), style="bright_black", align="left"),
+    )
+
+
+def _append_text(canvas: Text, text: str, style: str) -> None:
+    """A token's text; a line break is shown, or the mark of a fresh one would be invisible."""
+    for index, part in enumerate(text.split("\n")):
+        if index:
+            canvas.append(NEWLINE, style if style != STYLES[Origin.OLD] else STYLES[Origin.STOP]).append("\n")
+        canvas.append(part, style)
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        (MASK, STYLES[Origin.MASK]), "masked  ",
+        ("fresh", STYLES[Origin.FRESH]), "  decoded  ",
+        ("prompt", STYLES[Origin.PROMPT]), "  ",
+        (STOP, STYLES[Origin.STOP]), " stop  ",
+        ("[ ]", BLOCK), " active block",
+    )  # fmt: skip

@@ -1,0 +1,22 @@
+"""Seeded word problems for the model in the box: ten families, two splits that cannot overlap.
+
+    from dinfer.problems import generate, is_correct
+    problems = generate("heldout", count=500, seed=0)
+"""
+
+from dinfer.problems.families import FAMILIES
+from dinfer.problems.generate import SPLITS, generate, split_of, stream
+from dinfer.problems.problem import ANSWER_LABEL, Draft, Problem, extract_answer, is_correct
+
+__all__ = [
+    "ANSWER_LABEL",
+    "FAMILIES",
+    "SPLITS",
+    "Draft",
+    "Problem",
+    "extract_answer",
+    "generate",
+    "is_correct",
+    "split_of",
+    "stream",
+]

@@ -1,0 +1,45 @@
+"""The freedom of the solution texts: which wordings, which orders, and how many of them.
+
+A masked-diffusion model that fills several positions at once draws them from their marginals. Where a text is
+free (two wordings, two orders of the same facts), the marginals are mixtures, and a low confidence threshold
+commits pieces of both: that is what parallel decoding costs. The constants set how much of it there is.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# How many of the alternatives that a family offers for a step are in use (1: one canonical text).
+WORDINGS = 3
+# How often two facts of equal standing are told in the other order, and operands are swapped.
+OTHER_ORDER = 0.5
+SWAPPED_OPERANDS = 0.3
+
+NAMES = (
+    "Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo", "Ida", "Jon",
+    "Kai", "Lea", "Max", "Nora", "Omar", "Pia", "Quin", "Rosa", "Sam", "Tess",
+)  # fmt: skip
+GOODS = (
+    "pens", "cups", "lamps", "books", "hats", "chairs", "bags", "plates", "boxes", "candles", "clocks", "scarves",
+)  # fmt: skip
+TREASURES = ("ball", "kite", "drum", "map", "key", "coin", "ring", "bell", "shell", "flute")
+
+
+def choose(rng: Random, *alternatives: str) -> str:
+    """One of the first `WORDINGS` alternatives, all equally likely."""
+    return alternatives[int(rng.random() * min(WORDINGS, len(alternatives)))]
+
+
+def in_some_order(rng: Random, first: T, second: T) -> tuple[T, T]:
+    """Two facts of equal standing, in either order."""
+    return (second, first) if rng.random() < OTHER_ORDER else (first, second)
+
+
+def commuting(rng: Random, sign: str, left: int, right: int) -> str:
+    """`left sign right` for a commuting operation, its operands in either order."""
+    if rng.random() < SWAPPED_OPERANDS:
+        left, right = right, left
+    return f"{left} {sign} {right}"

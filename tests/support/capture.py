@@ -1,0 +1,56 @@
+"""What CUDA-graph capture refuses, refused on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dinfer.canvas import Phase
+from dinfer.compose import Recipe
+from dinfer.protocols import StepShape
+from dinfer.state import BatchState
+from dinfer.step import denoise_step
+
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
+LENGTH, PAGE, LANES = 51, 4, 3
+
+
+class CaptureRefused(AssertionError):
+    """The step did what a graph cannot hold."""
+
+
+class DeviceOnly(TorchDispatchMode):
+    """Refuses every operation that touches host memory.
+
+    The meta device itself refuses what needs values: `.item()`, `if tensor`, boolean indexing, `nonzero`. What it lets
+    through is a tensor made on the host: copied to the device, or, as a scalar, simply mixed in.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        if kwargs.get("device") is not None:
+            devices.add(torch.device(kwargs["device"]).type)
+        out = func(*args, **kwargs)
+        devices |= {t.device.type for t in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(t)}
+        if devices - {"meta"}:
+            raise CaptureRefused(f"{func.name()} touches {', '.join(sorted(devices))}")
+        return out
+
+
+def meta_steps(recipe: Recipe) -> None:
+    """Both phases of the recipe's step, on the meta device. `recipe.model` must be there."""
+    iteration, cache = recipe.iteration, recipe.cache
+    pages = -(-LENGTH // PAGE)
+    state = BatchState.alloc(
+        recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
+    )
+    slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
+    end = 5 + iteration.blocks * iteration.block
+    for phase, width in ((Phase.FULL, LENGTH), (Phase.WINDOW, cache.width(recipe.model.spec, 5, end, LENGTH))):
+        shape = StepShape(phase, LANES, width, iteration.blocks, iteration.block, pages)
+        with DeviceOnly():
+            denoise_step(recipe, state, shape, slot_B)

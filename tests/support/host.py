@@ -1,0 +1,104 @@
+"""A second, independent host loop, which a test can bend: any order of steps, any lanes, any pages."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from dinfer.canvas import CURSORS, Phase, Status
+from dinfer.compose import Recipe
+from dinfer.engine.request import Request
+from dinfer.kv import RESERVED
+from dinfer.protocols import StepShape
+from dinfer.state import BatchState
+from dinfer.step import denoise_step
+
+PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
+LIMIT = 2000  # launches; far more than any of the tests needs
+
+
+class Host:
+    """State for a batch, with `spare` unused slots and pages handed out in random order."""
+
+    def __init__(self, recipe: Recipe, requests: list[Request], *, page: int = 4, spare: int = 1, seed: int = 0) -> None:
+        self.recipe, self.requests, self.page, self.random = recipe, requests, page, Random(seed)
+        self.lengths = [len(r.prompt) + r.new_tokens for r in requests]
+        self.capacity = max(self.lengths) + 2 * page
+        each, slots = -(-self.capacity // page), len(requests) + spare
+        model = recipe.model
+        self.state = BatchState.alloc(
+            recipe, slots, self.capacity, page=page, pages=slots * each, dtype=model.dtype, device=model.device
+        )
+        free = list(range(RESERVED, RESERVED + slots * each))
+        self.random.shuffle(free)
+        self.slots = self.random.sample(range(slots), len(requests))
+        for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
+            self.state.kv.assign(slot, [free.pop() for _ in range(-(-length // page))])
+            self._admit(slot, request, length)
+
+    def _admit(self, slot: int, request: Request, length: int) -> None:
+        prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
+        self.state.canvas.admit(
+            slot,
+            request.prompt + [mask_id] * request.new_tokens,
+            [position >= prompt for position in range(length)],
+            prompt=prompt,
+            region=self.recipe.iteration.first_region(prompt, length),
+            mask_id=mask_id,
+        )
+        if request.options:
+            self.state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64)
+        for pool in (self.state.iteration, self.state.decoder, self.state.cache):
+            pool.reset(slot)
+
+    def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
+        """A step that is wide enough for every row, whatever phase that is in."""
+        iteration = self.recipe.iteration
+        every = -(-self.capacity // self.page)
+        shape = StepShape(
+            phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every
+        )
+        denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
+
+    def phases(self) -> list[int]:
+        return [int(self.state.canvas.cursors_NC[slot, PHASE]) for slot in self.slots]
+
+    def running(self) -> bool:
+        return any(phase in (Phase.FULL, Phase.WINDOW) for phase in self.phases())
+
+    def run_at_random(self) -> None:
+        """Steps of random phases on random groups of slots, padded with scratch lanes, until every row is done."""
+        for _ in range(LIMIT):
+            if not self.running():
+                return
+            group = self.random.sample(self.slots, self.random.randint(1, len(self.slots)))
+            group += [self.state.canvas.scratch] * self.random.randint(0, 3)
+            self.random.shuffle(group)
+            self.step(self.random.choice((Phase.FULL, Phase.WINDOW)), group)
+        raise AssertionError(f"rows are still in phases {self.phases()} after {LIMIT} launches")
+
+    def canvases(self) -> list[list[int]]:
+        """Tokens of every request; the eos id where an early stop left a position undecoded."""
+        canvas, eos = self.state.canvas, self.recipe.model.spec.eos_id
+        rows = []
+        for slot, length in zip(self.slots, self.lengths, strict=True):
+            open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
+            rows.append(torch.where(open_S, eos, canvas.tokens_NS[slot, :length]).tolist())
+        return rows
+
+    def forwards(self) -> list[int]:
+        return [int(self.state.canvas.cursors_NC[slot, FORWARDS]) for slot in self.slots]
+
+    def addresses(self) -> dict[str, int]:
+        state, canvas = self.state, self.state.canvas
+        tensors = {
+            "tokens": canvas.tokens_NS, "status": canvas.status_NS, "cursors": canvas.cursors_NC,
+            "blocks": canvas.blocks_NKC, "stop": canvas.stop_X, "k": state.kv.k_JPTGE, "v": state.kv.v_JPTGE,
+            "table": state.kv.table_NP, "options": state.options_NO,
+        }  # fmt: skip
+        for kind in ("iteration", "decoder", "cache"):
+            pool = getattr(state, kind)
+            tensors |= {f"{kind}.{name}": tensor for name, tensor in pool.rows.items()}
+            tensors |= {f"{kind}.fresh.{name}": tensor for name, tensor in pool.fresh.items()}
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -1,0 +1,119 @@
+"""Every combination of registered components with every kind of model. New components are picked up by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from dinfer.compose import IncompatibleRecipe, Recipe, compose
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Completion, Request
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from support.models import VARIANTS, tiny_model
+
+BLOCK = 8
+
+# Options that make a component do something on a tiny model, set where a component has them.
+SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
+# Further settings under which a component behaves like another one; each is run as a component of its own.
+ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("iteration", "blockwise"): [{"align": True, "early_stop": False}],
+    ("cache", "dual"): [{"interval": 3}],
+    ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One point of the product; `str` of it is its test id."""
+
+    variant: str
+    iteration: tuple[tuple[str, Any], ...]
+    decoder: tuple[tuple[str, Any], ...]
+    cache: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return "-".join([self.variant, *(_label(part) for part in (self.iteration, self.decoder, self.cache))])
+
+    def recipe(self, model: Any = None, **model_fields: Any) -> Recipe:
+        model = tiny_model(self.variant, **model_fields) if model is None else model
+        return compose(model, iteration=dict(self.iteration), decoder=dict(self.decoder), cache=dict(self.cache))
+
+
+def _label(config: tuple[tuple[str, Any], ...]) -> str:
+    name, *rest = (str(value) if key in ("name",) else f"{key}={value}" for key, value in config)
+    return name + "".join(f",{text}" for text in rest if not text.startswith(tuple(f"{key}=" for key in SMALL)))
+
+
+def settings_of(registry: Registry) -> list[tuple[tuple[str, Any], ...]]:
+    found = []
+    for name in registry.names():
+        own = {info.name for info in options_of(registry.get(name))}
+        small = {key: value for key, value in SMALL.items() if key in own}
+        for extra in [{}, *ALSO.get((registry.kind, name), [])]:
+            found.append((("name", name), *(small | extra).items()))
+    return found
+
+
+COMBINATIONS = [
+    Combination(*point)
+    for point in product(VARIANTS, settings_of(ITERATIONS), settings_of(DECODERS), settings_of(CACHES))
+]
+
+
+def legal() -> list[Combination]:
+    """The combinations that compose; the others must be refused with a reason, which another test checks."""
+    return [combination for combination in COMBINATIONS if refusal(combination) is None]
+
+
+def refusal(combination: Combination) -> str | None:
+    try:
+        combination.recipe()
+    except IncompatibleRecipe as error:
+        return str(error)
+    return None
+
+
+LEGAL = legal()
+
+# Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
+PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
+NEW = [19, 13, 8, 21, 3]
+
+
+def requests_for(recipe: Recipe) -> list[Request]:
+    return [
+        Request(prompt, new, recipe.resolve(varied_options(recipe, i)))
+        for i, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True))
+    ]
+
+
+def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
+    """Options that differ from request to request, as far as the components accept the values."""
+    chosen: dict[str, Any] = {}
+    for o in recipe.request_options:
+        value = (0.9, 0.3, 0.6, 0.45, 0.75)[index % 5] if isinstance(o.default, float) else 1 + index % 4
+        name = f"{o.kind}.{o.name}"
+        try:
+            recipe.resolve({name: value})
+        except ValueError:
+            continue
+        chosen[name] = value
+    return chosen
+
+
+def engine_for(recipe: Recipe, **runtime: Any) -> Engine:
+    return Engine(recipe, Runtime(**runtime), device=recipe.model.device, dtype=recipe.model.dtype)
+
+
+def completions(engine: Engine, requests: list[Request]) -> list[Completion]:
+    found = {u.index: u.completion for u in engine.run(requests) if u.completion is not None}
+    return [found[i] for i in range(len(requests))]
+
+
+def outcome(completion: Completion) -> tuple[Any, ...]:
+    """All of a completion but the time it took."""
+    c = completion.counts
+    return completion.canvas, completion.output, completion.stopped, c.forwards, c.refreshes, c.committed, c.tokens
+

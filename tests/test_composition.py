@@ -1,0 +1,84 @@
+"""Every legal recipe on every kind of model: rows do not notice each other, nor how their steps are launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dinfer.engine.request import Request
+from support.host import Host
+from support.matrix import COMBINATIONS, LEGAL, Combination, completions, engine_for, outcome, refusal, requests_for
+from support.models import MASK
+
+every_recipe = pytest.mark.parametrize("combination", LEGAL, ids=str)
+
+
+def alone(combination: Combination) -> list[tuple]:
+    """What each request gives in an engine of its own."""
+    recipe = combination.recipe()
+    return [outcome(completions(engine_for(recipe), [request])[0]) for request in requests_for(recipe)]
+
+
+@every_recipe
+def test_a_ragged_batch_equals_each_row_alone(combination: Combination) -> None:
+    """Other lengths and options beside it, a queue for too few slots, small pages, a used engine: all the same."""
+    recipe = combination.recipe()
+    want = alone(combination)
+    engine = engine_for(recipe, rows=3, page=4)
+    requests = requests_for(recipe)
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    assert [outcome(c) for c in completions(engine, requests[::-1])] == want[::-1]  # slots and pages that were used
+    for request, (canvas, *_) in zip(requests, want, strict=True):
+        assert canvas[: len(request.prompt)] == request.prompt
+        assert MASK not in canvas
+
+
+@every_recipe
+@torch.inference_mode()
+def test_any_schedule_of_steps_gives_the_same_tokens(combination: Combination) -> None:
+    """Random phases, groups of slots with rows in other phases, scratch lanes, wider windows, shuffled pages."""
+    recipe = combination.recipe()
+    want = alone(combination)
+    for seed in range(2):
+        host = Host(recipe, requests_for(recipe), seed=seed)
+        before = host.addresses()
+        host.run_at_random()
+        assert host.canvases() == [canvas for canvas, *_ in want]
+        assert host.forwards() == [row[3] for row in want]  # a step in another phase is not a forward
+        assert host.addresses() == before
+
+
+@pytest.mark.parametrize("combination", LEGAL[::5], ids=str)
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+def test_page_size_changes_nothing(combination: Combination, page: int) -> None:
+    recipe = combination.recipe()
+    assert [outcome(c) for c in completions(engine_for(recipe, page=page), requests_for(recipe))] == alone(combination)
+
+
+def test_the_matrix_is_not_trivial() -> None:
+    """The tests above mean something only if recipes differ, commits come in parallel and answers are not constant."""
+    found = {str(c): alone(c) for c in LEGAL if c.variant == "bidirectional"}
+    assert len({str(rows) for rows in found.values()}) > len(found) // 2
+    threshold = next(rows for name, rows in found.items() if "threshold" in name and "none" in name)
+    forwards, committed = sum(row[3] for row in threshold), sum(row[5] for row in threshold)
+    assert 1.15 * forwards < committed < 6 * forwards
+    assert sum(len(set(output)) > 2 for _, output, *_ in threshold) >= 3
+    stopped = [row[2] for rows in found.values() for row in rows]
+    assert len(stopped) // 10 < sum(stopped) < len(stopped)
+
+
+def test_illegal_recipes_say_why() -> None:
+    """Prints the counts; a refusal without a remedy is no help."""
+    refused = [refusal(c) for c in COMBINATIONS if c not in LEGAL]
+    print(f"{len(LEGAL)} legal combinations, {len(refused)} refused")
+    assert len(LEGAL) >= 4 * 2 * 2 * 3
+    assert all(reason is not None and len(reason) > 40 for reason in refused)
+
+
+def test_options_of_one_request_do_not_reach_another() -> None:
+    combination = next(c for c in LEGAL if str(c) == "bidirectional-blockwise-threshold-none")
+    recipe = combination.recipe()
+    prompt = list(range(1, 9))
+    low, high = (Request(prompt, 24, recipe.resolve({"threshold": value})) for value in (0.0, 1.0))
+    one, other = completions(engine_for(recipe), [low, high])
+    assert one.counts.forwards <= 3 < other.counts.forwards

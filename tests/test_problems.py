@@ -1,0 +1,119 @@
+"""The problem generator: splits that cannot overlap, seeds, and answers that the texts themselves bear out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dinfer.problems import FAMILIES, Problem, extract_answer, generate, is_correct, split_of, stream
+
+_EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+_OPERATE = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+
+
+def test_splits_have_no_text_in_common() -> None:
+    heldout = {problem.question for problem in generate("heldout", 3000, seed=0)}
+    train = {problem.question for problem in generate("train", 30_000, seed=0)}
+    assert len(heldout) == 3000 and not heldout & train
+
+
+def test_the_facts_alone_decide_the_split() -> None:
+    rng = Random(0)
+    drafts = [(name, make(rng)) for name, make in FAMILIES.items() for _ in range(200)]
+    share = sum(split_of(name, draft.key) == "heldout" for name, draft in drafts) / len(drafts)
+    assert 0.05 < share < 0.15
+    for problem, _ in zip(stream("heldout", seed=1), range(100), strict=False):
+        assert problem.family in FAMILIES
+
+
+def test_seeds() -> None:
+    first = generate("train", 50, seed=7)
+    assert first == generate("train", 50, seed=7)
+    assert first[:20] == generate("train", 20, seed=7)
+    assert first != generate("train", 50, seed=8)
+
+
+def test_another_process_generates_the_same() -> None:
+    code = "from dinfer.problems import generate; print(repr(generate('heldout', 20, seed=3)))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == repr(generate("heldout", 20, seed=3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_solutions_end_in_the_reference_answer(family: str) -> None:
+    for problem in generate("train", 200, seed=1, families=[family]):
+        assert extract_answer(problem.solution) == problem.answer
+        assert is_correct(problem, problem.solution)
+        assert problem.solution.count("Answer:") == 1 and problem.solution.splitlines()[-1].startswith("Answer:")
+        for left, sign, right, result in _EQUATION.findall(problem.solution):
+            assert _OPERATE[sign](int(left), int(right)) == int(result), problem.solution
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_problem_has_many_solutions_with_one_answer(family: str) -> None:
+    rng = Random(5)
+    draft = FAMILIES[family](rng)
+    solutions = {draft.solution(rng) for _ in range(50)}
+    assert len(solutions) > 5
+    assert {extract_answer(solution) for solution in solutions} == {draft.answer}
+
+
+def test_ordering_answers_follow_from_the_comparisons_alone() -> None:
+    ranks = {"first": 0, "second": 1, "third": 2, "fourth": 3}
+    for problem in generate("heldout", 200, seed=2, families=["ordering"]):
+        below: dict[str, str] = {}
+        for one, relation, other in re.findall(r"(\w+) is (taller|smaller) than (\w+)", problem.question):
+            taller, smaller = (one, other) if relation == "taller" else (other, one)
+            below[taller] = smaller
+        (name,) = set(below) - set(below.values())
+        row = [name]
+        while row[-1] in below:
+            row.append(below[row[-1]])
+        asked = re.search(r"(\w+) from the (tall|small) end", problem.question)
+        assert asked is not None
+        assert (row if asked[2] == "tall" else row[::-1])[ranks[asked[1]]] == problem.answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Sum: 1 + 2 = 3.\nAnswer: 3", "3"),
+        ("Answer:  the kite. \nmore", "the kite"),
+        ("Answer: 4\nAnswer: 5", "4"),
+        ("no answer", None),
+        ("Answer:", None),
+        ("Answer:\n7", None),
+        ("", None),
+    ],
+)
+def test_extract_answer(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_is_correct_compares_whole_answers() -> None:
+    problem = Problem("x", "?", "Answer: 42", "42")
+    assert is_correct(problem, "Answer: 42.")
+    assert not is_correct(problem, "Answer: 420")
+    assert not is_correct(problem, "42")
+    assert is_correct(Problem("x", "?", "", "kite"), "Answer: Kite")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1))
+def test_answers_round_trip(answer: str) -> None:
+    kept = answer.rstrip(".")
+    assert extract_answer(f"Some step.\nAnswer: {answer}") == (kept or None)
+
+
+def test_wrong_arguments_say_what_is_right() -> None:
+    with pytest.raises(ValueError, match="train, heldout"):
+        generate("test", 1, seed=0)
+    with pytest.raises(ValueError, match="purchases"):
+        generate("train", 1, seed=0, families=["sums"])
+    with pytest.raises(ValueError, match="count=-1"):
+        generate("train", -1, seed=0)

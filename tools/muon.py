@@ -1,0 +1,66 @@
+"""Muon (Jordan, 2024) for many small matrices: momentum whose update is orthogonalised, equal shapes in one go.
+
+On a network this small a loop over matrices would cost more in kernel launches than the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# The published quintic: five rounds bring singular values near 1, which is all that is asked of them.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ROUNDS = 5
+
+
+def orthogonalised(matrices_NRC: Tensor) -> Tensor:
+    """The nearest (semi-)orthogonal matrices, roughly, by Newton-Schulz iteration in bfloat16. R <= C."""
+    a, b, c = _QUINTIC
+    x_NRC = matrices_NRC.bfloat16()
+    x_NRC = x_NRC / (x_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(_ROUNDS):
+        gram_NRR = x_NRC @ x_NRC.mT
+        x_NRC = a * x_NRC + (b * gram_NRR + c * gram_NRR @ gram_NRR) @ x_NRC
+    return x_NRC.float()
+
+
+class Muon:
+    """Steps square blocks of `matrices`: a fused projection is taken apart into blocks of its input width.
+
+    The update is scaled to the size AdamW's would have (Liu et al., arXiv:2502.16982), so that one learning rate and
+    weight decay serve both optimizers.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], width: int, weight_decay: float, momentum: float = 0.95) -> None:
+        self.matrices, self.weight_decay, self.momentum = list(matrices), weight_decay, momentum
+        self.groups: dict[tuple[int, int], list[Tensor]] = {}
+        self.velocity: dict[tuple[int, int], Tensor] = {}
+        self.width = width
+        for matrix in self.matrices:
+            for part in self._parts(matrix.detach()):
+                self.groups.setdefault((part.shape[0], part.shape[1]), []).append(part)
+        for shape, parts in self.groups.items():
+            self.velocity[shape] = torch.zeros(len(parts), *shape, device=parts[0].device)
+
+    def _parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Views of [width, any] blocks, the shorter side first."""
+        return matrix.split(self.width) if matrix.shape[0] > self.width else (matrix,)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update from the gradients at hand."""
+        gradients: dict[tuple[int, int], list[Tensor]] = {shape: [] for shape in self.groups}
+        for matrix in self.matrices:
+            if matrix.grad is None:
+                raise ValueError("Muon: a matrix has no gradient; call backward first")
+            for part in self._parts(matrix.grad):
+                gradients[(part.shape[0], part.shape[1])].append(part)
+        for shape, parts in self.groups.items():
+            gradient_NRC, velocity_NRC = torch.stack(gradients[shape]), self.velocity[shape]
+            velocity_NRC.lerp_(gradient_NRC, 1 - self.momentum)
+            update_NRC = orthogonalised(gradient_NRC.lerp(velocity_NRC, self.momentum))
+            scale = 0.2 * max(shape) ** 0.5
+            torch._foreach_mul_(parts, 1 - learning_rate * self.weight_decay)
+            torch._foreach_add_(parts, list(update_NRC.unbind()), alpha=-learning_rate * scale)

@@ -1,0 +1,127 @@
+"""An endless, seeded stream of training rows for `tools/train_tiny.py`, made by worker processes.
+
+A row is `prompt, solution, EOS, EOS, ...` up to one of a few fixed row lengths. So a batch needs neither padding
+nor an attention mask although its prompts differ in length, and the model meets responses of every length.
+
+Shape suffixes: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from dinfer.problems import stream
+
+# Row length -> how readily a row that fits takes it.
+ROW_LENGTHS = {112: 4, 144: 4, 176: 2}
+SHORTEST_RESPONSE = 48
+PROBLEMS_PER_SHARD = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of equal length; `prompt_B` says where each row's response begins."""
+
+    tokens_BT: NDArray[np.int16]
+    prompt_B: NDArray[np.int16]
+
+
+def prompt_text(question: str) -> str:
+    """What the chat template makes of one user message, with the generation prompt."""
+    return f"<|user|>{question}<|assistant|>"
+
+
+class WordEncoder:
+    """Encodes the generator's texts word by word from a table, several times faster than the tokenizer."""
+
+    # what the tokenizer's pre-tokenizers make of the generator's texts
+    _WORD = re.compile(r"\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s")
+
+    def __init__(self, tokenizer_file: str) -> None:
+        self.tokenizer: Tokenizer = Tokenizer.from_file(tokenizer_file)
+        self.known: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for word in self._WORD.findall(text):
+            found = self.known.get(word)
+            if found is None:
+                found = self.known[word] = self.tokenizer.encode(word).ids
+            ids += found
+        return ids
+
+    def check(self, text: str) -> None:
+        """Raises where the table and the tokenizer disagree."""
+        if self(text) != self.tokenizer.encode(text).ids:
+            raise ValueError(f"the words of {text!r} do not encode as the whole; mend WordEncoder")
+
+
+_encoder: WordEncoder | None = None  # one a worker process
+
+
+def _start_worker(tokenizer_file: str) -> None:
+    global _encoder
+    _encoder = WordEncoder(tokenizer_file)
+
+
+def _shard(seed: int) -> dict[int, Batch]:
+    """The rows of one shard by row length, all that fit nowhere left out."""
+    if _encoder is None:
+        raise RuntimeError("the worker has no tokenizer; start it with _start_worker")
+    special = _encoder.tokenizer.token_to_id
+    user, assistant, eos = special("<|user|>"), special("<|assistant|>"), special("<|endoftext|>")
+    rng = Random(seed)
+    rows: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in ROW_LENGTHS}
+    for index, problem in zip(range(PROBLEMS_PER_SHARD), stream("train", seed), strict=False):
+        if index < 20:
+            _encoder.check(problem.question)
+            _encoder.check(problem.solution)
+        prompt, solution = [user, *_encoder(problem.question), assistant], _encoder(problem.solution)
+        needed = len(prompt) + max(len(solution) + 1, SHORTEST_RESPONSE)
+        fitting = [length for length in ROW_LENGTHS if length >= needed]
+        if fitting:
+            rows[rng.choices(fitting, [ROW_LENGTHS[length] for length in fitting])[0]].append((prompt, solution))
+    shard = {}
+    for length, pairs in rows.items():
+        tokens_BT = np.full((len(pairs), length), eos, np.int16)
+        for row_T, (prompt, solution) in zip(tokens_BT, pairs, strict=True):
+            row_T[: len(prompt) + len(solution)] = prompt + solution
+        shard[length] = Batch(tokens_BT, np.array([len(prompt) for prompt, _ in pairs], np.int16))
+    return shard
+
+
+def batches(tokenizer_file: Path, seed: int, size: int, workers: int) -> Iterator[Batch]:
+    """Batches of `size` rows; the same sequence for the same seed and size, however many workers make it."""
+    waiting: dict[int, list[Batch]] = {length: [] for length in ROW_LENGTHS}
+    # fork-server workers would import torch again; these need only the generator and the tokenizer
+    context = multiprocessing.get_context("spawn")
+    window = 2 * workers
+    with context.Pool(workers, _start_worker, (str(tokenizer_file),)) as pool:
+        pending = [pool.apply_async(_shard, (seed * 1_000_003 + index,)) for index in range(window)]
+        index = window
+        while True:
+            shard = pending.pop(0).get()
+            pending.append(pool.apply_async(_shard, (seed * 1_000_003 + index,)))
+            index += 1
+            ready: list[Batch] = []
+            for length, fresh in shard.items():
+                parts = [*waiting[length], fresh]
+                tokens_BT = np.concatenate([part.tokens_BT for part in parts])
+                prompt_B = np.concatenate([part.prompt_B for part in parts])
+                full = len(prompt_B) // size * size
+                ready += [
+                    Batch(tokens_BT[at : at + size], prompt_B[at : at + size]) for at in range(0, full, size)
+                ]
+                waiting[length] = [Batch(tokens_BT[full:], prompt_B[full:])]
+            # in mixed order: a run of batches of one row length would train one length at a time
+            Random(seed * 1_000_003 + index).shuffle(ready)
+            yield from ready
