@@ -35,7 +35,7 @@ class EntropyBound(Decoder):
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = torch.where(view.masked_RL, stats.entropy_RL, float("inf"))
-        sorted_RL, order_RL = entropy_RL.sort(-1, stable=True)
+        sorted_RL, order_RL = entropy_RL.sort(dim=-1, stable=True)
         # What comes before a position: the sum less the largest, since entropies ascend.
         before_RL = torch.nn.functional.pad(sorted_RL.cumsum(-1)[:, :-1], (1, 0))
         fits_RL = before_RL <= view.options["bound"]
