@@ -7,7 +7,17 @@ import torch
 
 from dinfer.engine.request import Request
 from support.host import Host
-from support.matrix import NEW, COMBINATIONS, LEGAL, Combination, completions, engine_for, outcome, refusal, requests_for
+from support.matrix import (
+    NEW,
+    COMBINATIONS,
+    LEGAL,
+    Combination,
+    completions,
+    engine_for,
+    outcome,
+    refusal,
+    requests_for,
+)
 from support.models import MASK
 
 every_recipe = pytest.mark.parametrize("combination", LEGAL, ids=str)

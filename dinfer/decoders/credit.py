@@ -44,10 +44,11 @@ class Credit(Decoder):
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         credit_RLV, option = state["credit"], {name: value[..., None].float() for name, value in view.options.items()}
-        confidence_RL, token_RL = logits_RLV.float().softmax(-1).max(-1)
-        gain_RL1 = confidence_RL[..., None].pow(option["gamma"]) * view.masked_RL[..., None]
+        logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
+        confidence_RL, token_RL = logits_RLV.softmax(-1).max(-1)
+        gain_RL1 = confidence_RL[..., None].float().pow(option["gamma"]) * view.masked_RL[..., None]
         credit_RLV.mul_(option["decay"]).scatter_add_(2, token_RL[..., None], gain_RL1)
-        return logits_RLV.float() + option["alpha"] * credit_RLV.log1p()
+        return logits_RLV + option["alpha"] * credit_RLV.log1p()
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat=self.compat))

@@ -1,7 +1,7 @@
 """Seeded word problems for the model in the box: ten families, two splits that cannot overlap.
 
-    from dinfer.problems import generate, is_correct
-    problems = generate("heldout", count=500, seed=0)
+from dinfer.problems import generate, is_correct
+problems = generate("heldout", count=500, seed=0)
 """
 
 from dinfer.problems.families import FAMILIES

@@ -47,12 +47,15 @@ def lists(rng: Random) -> Draft:
     for operation in told:
         rows.append(_OPERATIONS[operation][0](rows[-1]))
     place = rng.randrange(min(len(rows[-1]), len(_PLACES)))
-    question = rng.choice(
-        [
-            f"Take the list {_row(numbers)}. First {told[0]}, then {told[1]}, then {told[2]}.",
-            f"Given is the list {_row(numbers)}; {told[0]}, {told[1]} and {told[2]}.",
-        ]
-    ) + f" Which number is {_PLACES[place]}?"
+    question = (
+        rng.choice(
+            [
+                f"Take the list {_row(numbers)}. First {told[0]}, then {told[1]}, then {told[2]}.",
+                f"Given is the list {_row(numbers)}; {told[0]}, {told[1]} and {told[2]}.",
+            ]
+        )
+        + f" Which number is {_PLACES[place]}?"
+    )
 
     def solve(rng: Random) -> list[str]:
         lines = []

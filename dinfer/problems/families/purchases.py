@@ -21,9 +21,7 @@ def purchase(rng: Random) -> Draft:
             f"{name} wants {n} {one} and {m} {other}."
             f" One of the {one} costs {price} coins, one of the {other} {fee} coins.",
         ]
-    ) + (
-        f" {name} pays with {note} coins. How many coins come back?" if note else f" How many coins does {name} pay?"
-    )
+    ) + (f" {name} pays with {note} coins. How many coins come back?" if note else f" How many coins does {name} pay?")
 
     def solve(rng: Random) -> list[str]:
         lines = [
