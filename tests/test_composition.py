@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.host import Host
+from support.matrix import (
+    COMBINATIONS,
+    LEGAL,
+    NEW,
+    Combination,
+    completions,
+    engine_for,
+    outcome,
+    refusal,
+    requests_for,
+)
+from support.models import MASK
 
 from dinfer.engine.request import Request
-from support.host import Host
-from support.matrix import NEW, COMBINATIONS, LEGAL, Combination, completions, engine_for, outcome, refusal, requests_for
-from support.models import MASK
 
 every_recipe = pytest.mark.parametrize("combination", LEGAL, ids=str)
 

@@ -116,4 +116,3 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
     """All of a completion but the time it took."""
     c = completion.counts
     return completion.canvas, completion.output, completion.stopped, c.forwards, c.refreshes, c.committed, c.tokens
-
