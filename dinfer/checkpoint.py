@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dinfer.protocols import ModelFamily, ModelSpec, Placement
@@ -38,9 +38,11 @@ def boxed() -> list[str]:
 
 def locate(name: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached)."""
+    path = Path(name).expanduser()
+    if revision is not None and (name in boxed() or path.is_dir()):
+        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
     if name in boxed():
         return Path(str(resources.files("dinfer") / "checkpoints" / name))
-    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} has no config.json: a Hugging Face model folder is needed")
@@ -54,10 +56,17 @@ def locate(name: str, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    return _read_object(folder / "config.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}") from error
+        found = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not even text
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {found!r:.80}")
+    return found
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -136,7 +145,10 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Which open file holds each tensor."""
     tensors: dict[str, Any] = {}
     for path in _shards(folder):
-        handle = stack.enter_context(safe_open(path, framework="pt"))
+        try:
+            handle = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
         tensors |= dict.fromkeys(handle.keys(), handle)
     return tensors
 
@@ -144,7 +156,10 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _shards(folder: Path) -> Iterator[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        where = _read_object(index).get("weight_map")
+        if not isinstance(where, dict):
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted(set(where.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")

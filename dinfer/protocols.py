@@ -59,6 +59,24 @@ class ModelSpec:
     shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
     causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
 
+    def __post_init__(self) -> None:
+        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be an integer, at least 1")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{self.family}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and "
+                f"head_dim={self.head_dim} even"
+            )
+        for name, token in (("mask_id", self.mask_id), *(("stop_ids", token) for token in self.stop_ids)):
+            if type(token) is not int or not 0 <= token < self.vocab:
+                raise ValueError(f"{self.family}: {name} must be a token of the vocabulary of {self.vocab}: {token!r}")
+        if self.eos_id not in self.stop_ids or self.mask_id in self.stop_ids:
+            raise ValueError(
+                f"{self.family}: eos_id={self.eos_id} must be one of stop_ids={self.stop_ids}, and "
+                f"mask_id={self.mask_id} none of them"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.capture import CaptureRefused, meta_steps
+from support.matrix import LEGAL, Combination
+from support.models import tiny_model
 
 from dinfer.compose import Recipe
 from dinfer.decoders.threshold import Threshold
 from dinfer.protocols import BlockView, Proposal, State, TokenStats
-from support.capture import CaptureRefused, meta_steps
-from support.matrix import LEGAL, Combination
-from support.models import tiny_model
 
 
 @pytest.mark.parametrize("combination", LEGAL, ids=str)

@@ -241,7 +241,7 @@ def test_watching_without_a_terminal_or_colours_prints_a_line_a_step(dinfer: Com
     assert plain.status == status == 0
     for text in (plain.out, seen.replace("\r\n", "\n")):
         found = SUMMARY.search(text)
-        steps = re.findall(r"^step (\d+) · .* decoded \|", text, re.MULTILINE)
+        steps = re.findall(r"^step +(\d+) \w+ +\+\d+ +\d+/12 \|", text, re.MULTILINE)
         assert found and [int(step) for step in steps] == list(range(1, int(found[2]) + 1))
         assert ESCAPE not in text and max(map(len, text.splitlines())) <= 80
 

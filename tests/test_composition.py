@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from dinfer.engine.request import Request
 from support.host import Host
 from support.matrix import (
-    NEW,
     COMBINATIONS,
     LEGAL,
+    NEW,
     Combination,
     completions,
     engine_for,
@@ -19,6 +17,8 @@ from support.matrix import (
     requests_for,
 )
 from support.models import MASK
+
+from dinfer.engine.request import Request
 
 every_recipe = pytest.mark.parametrize("combination", LEGAL, ids=str)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.matrix import completions, engine_for, outcome
+from support.models import EOS, tiny_model
 
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import NonFiniteLogits, Request
 from dinfer.kv import RESERVED
-from support.matrix import completions, engine_for, outcome
-from support.models import EOS, tiny_model
 
 POISON = 37  # the token whose embedding is NaN
 CLEAN = [Request([1, 2, 3], 16, [0.5, 1]), Request(list(range(4, 14)), 9, [0.9, 1])]
@@ -169,7 +169,7 @@ def test_pages_are_shared_until_the_last_owner_lets_go() -> None:
     pages.share(mine[:1])
     pages.release(mine)
     assert pages.free == 3
-    with pytest.raises(MemoryError, match="4 pages .* 3 are free"):
+    with pytest.raises(MemoryError, match=r"4 pages .* 3 are free"):
         pages.allocate(4)
     pages.release(mine[:1])
     assert sorted(pages.allocate(4)) == list(range(RESERVED, RESERVED + 4))

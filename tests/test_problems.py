@@ -64,20 +64,13 @@ def test_one_problem_has_many_solutions_with_one_answer(family: str) -> None:
     assert {extract_answer(solution) for solution in solutions} == {draft.answer}
 
 
-def test_ordering_answers_follow_from_the_comparisons_alone() -> None:
-    ranks = {"first": 0, "second": 1, "third": 2, "fourth": 3}
-    for problem in generate("heldout", 200, seed=2, families=["ordering"]):
-        below: dict[str, str] = {}
-        for one, relation, other in re.findall(r"(\w+) is (taller|smaller) than (\w+)", problem.question):
-            taller, smaller = (one, other) if relation == "taller" else (other, one)
-            below[taller] = smaller
-        (name,) = set(below) - set(below.values())
-        row = [name]
-        while row[-1] in below:
-            row.append(below[row[-1]])
-        asked = re.search(r"(\w+) from the (tall|small) end", problem.question)
-        assert asked is not None
-        assert (row if asked[2] == "tall" else row[::-1])[ranks[asked[1]]] == problem.answer
+def test_turns_follow_from_the_question_alone() -> None:
+    compass = ["north", "east", "south", "west"]
+    for problem in generate("heldout", 100, seed=2, families=["turns"]):
+        facing = compass.index(re.search(r"(?:faces|looks) (\w+)", problem.question)[1])
+        for turn in re.findall(r"turns (\w+)", problem.question):
+            facing += {"right": 1, "left": -1, "around": 2}[turn]
+        assert compass[facing % 4] == problem.answer
 
 
 @pytest.mark.parametrize(

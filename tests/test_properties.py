@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.matrix import engine_for, settings_of
+from support.models import EOS, MASK, VOCAB
+from support.scripted import Scripted
 
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.request import NonFiniteLogits, Request, Update
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, options_of
-from support.matrix import engine_for, settings_of
-from support.models import EOS, MASK, VOCAB
-from support.scripted import Scripted
 
 KINDS = ("sharp", "flat", "ties", "constant", "mask_wins", "mask_alone", "holes", "one_token", "stops", "huge", "tiny")
 
@@ -202,7 +202,7 @@ def test_logits_that_are_not_finite_are_named(bad: str, cache: str, call: int, s
 
 def _until_fault(recipe: Recipe, requests: list[Request], step: int) -> list[Update]:
     updates = []
-    with pytest.raises(NonFiniteLogits, match=rf"request 0: .*denoise step {step},"):  # noqa: PT012
+    with pytest.raises(NonFiniteLogits, match=rf"request 0: .*denoise step {step},"):
         for update in engine_for(recipe).run(requests):
             updates.append(update)
     return updates

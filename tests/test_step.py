@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.matrix import completions, engine_for
+from support.models import EOS, MASK, VOCAB
+from support.scripted import Scripted
 
 from dinfer.compose import Recipe, compose
 from dinfer.engine.request import Request, StalledRow
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from support.matrix import completions, engine_for
-from support.models import EOS, MASK, VOCAB
-from support.scripted import Scripted
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8
 
@@ -96,7 +96,7 @@ def test_a_decoder_that_is_busy_for_ever_is_stopped() -> None:
 
     engine = engine_for(scripted_recipe(Proposing(propose=propose)))
     for _ in range(2):  # the engine is good for another run
-        with pytest.raises(StalledRow, match="request 0: .* Proposing keeps the row busy"):
+        with pytest.raises(StalledRow, match=r"request 0: .* Proposing keeps the row busy"):
             completions(engine, [Request(PROMPT, NEW), Request(PROMPT, 1)])
 
 

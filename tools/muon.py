@@ -49,8 +49,8 @@ class Muon:
         return matrix.split(self.width) if matrix.shape[0] > self.width else (matrix,)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """One update from the gradients at hand."""
+    def step(self, learning_rate: Tensor) -> None:
+        """One update from the gradients at hand; the learning rate is a tensor, so that a graph can replay it."""
         gradients: dict[tuple[int, int], list[Tensor]] = {shape: [] for shape in self.groups}
         for matrix in self.matrices:
             if matrix.grad is None:
@@ -63,4 +63,4 @@ class Muon:
             update_NRC = orthogonalised(gradient_NRC.lerp(velocity_NRC, self.momentum))
             scale = 0.2 * max(shape) ** 0.5
             torch._foreach_mul_(parts, 1 - learning_rate * self.weight_decay)
-            torch._foreach_add_(parts, list(update_NRC.unbind()), alpha=-learning_rate * scale)
+            torch._foreach_sub_(parts, list((update_NRC * (learning_rate * scale)).unbind()))

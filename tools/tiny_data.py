@@ -8,6 +8,7 @@ Shape suffixes: B rows, T positions.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import re
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from dinfer.problems import stream
 # Row length -> how readily a row that fits takes it.
 ROW_LENGTHS = {112: 4, 144: 4, 176: 2}
 SHORTEST_RESPONSE = 48
+# The families that take longest to learn come round twice as often.
+FAMILY_TURNS = ("purchases", "sharing", "travel", "ages", "chains", "walks") * 2 + ("turns", "lists")
 PROBLEMS_PER_SHARD = 16_384
 
 
@@ -81,7 +84,8 @@ def _shard(seed: int) -> dict[int, Batch]:
     user, assistant, eos = special("<|user|>"), special("<|assistant|>"), special("<|endoftext|>")
     rng = Random(seed)
     rows: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in ROW_LENGTHS}
-    for index, problem in zip(range(PROBLEMS_PER_SHARD), stream("train", seed), strict=False):
+    source = stream("train", seed, FAMILY_TURNS)
+    for index, problem in zip(range(PROBLEMS_PER_SHARD), source, strict=False):
         if index < 20:
             _encoder.check(problem.question)
             _encoder.check(problem.solution)
@@ -99,29 +103,33 @@ def _shard(seed: int) -> dict[int, Batch]:
     return shard
 
 
-def batches(tokenizer_file: Path, seed: int, size: int, workers: int) -> Iterator[Batch]:
-    """Batches of `size` rows; the same sequence for the same seed and size, however many workers make it."""
-    waiting: dict[int, list[Batch]] = {length: [] for length in ROW_LENGTHS}
-    # fork-server workers would import torch again; these need only the generator and the tokenizer
-    context = multiprocessing.get_context("spawn")
-    window = 2 * workers
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Whole batches by row length, and the order to train on them: (row length, first row)."""
+
+    parts: dict[int, Batch]
+    order: list[tuple[int, int]]
+
+
+def shards(tokenizer_file: Path, seed: int, size: int, workers: int) -> Iterator[Shard]:
+    """Batches of `size` rows, many at a time; the same for the same seed and size, however many workers make them."""
+    waiting: dict[int, Batch] = {}
+    context = multiprocessing.get_context("spawn")  # a forked child would inherit the GPU's context
     with context.Pool(workers, _start_worker, (str(tokenizer_file),)) as pool:
-        pending = [pool.apply_async(_shard, (seed * 1_000_003 + index,)) for index in range(window)]
-        index = window
-        while True:
-            shard = pending.pop(0).get()
-            pending.append(pool.apply_async(_shard, (seed * 1_000_003 + index,)))
-            index += 1
-            ready: list[Batch] = []
-            for length, fresh in shard.items():
-                parts = [*waiting[length], fresh]
-                tokens_BT = np.concatenate([part.tokens_BT for part in parts])
-                prompt_B = np.concatenate([part.prompt_B for part in parts])
-                full = len(prompt_B) // size * size
-                ready += [
-                    Batch(tokens_BT[at : at + size], prompt_B[at : at + size]) for at in range(0, full, size)
-                ]
-                waiting[length] = [Batch(tokens_BT[full:], prompt_B[full:])]
+        seeds = (seed * 1_000_003 + index for index in itertools.count())
+        pending = [pool.apply_async(_shard, (next(seeds),)) for _ in range(2 * workers)]
+        for count in itertools.count():
+            fresh = pending.pop(0).get()
+            pending.append(pool.apply_async(_shard, (next(seeds),)))
+            parts, order = {}, []
+            for length, batch in fresh.items():
+                if length in waiting:
+                    rows = np.concatenate((waiting[length].tokens_BT, batch.tokens_BT))
+                    batch = Batch(rows, np.concatenate((waiting[length].prompt_B, batch.prompt_B)))
+                full = len(batch.prompt_B) // size * size
+                parts[length] = Batch(batch.tokens_BT[:full], batch.prompt_B[:full])
+                waiting[length] = Batch(batch.tokens_BT[full:], batch.prompt_B[full:])
+                order += [(length, at) for at in range(0, full, size)]
             # in mixed order: a run of batches of one row length would train one length at a time
-            Random(seed * 1_000_003 + index).shuffle(ready)
-            yield from ready
+            Random(seed * 1_000_003 + count).shuffle(order)
+            yield Shard(parts, order)

@@ -12,6 +12,8 @@ Shape suffixes: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import math
 import os
@@ -19,25 +21,21 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from muon import Muon
-from safetensors.torch import save_file
-from tiny_data import Batch, batches
+from tiny_data import Shard, shards
+from tiny_step import Step
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dinfer.kernels.attention import interval_attention
+from dinfer.checkpoint import load_network, save_network
 from dinfer.layers.transformer import Transformer
+from dinfer.models.llada import Llada
 from dinfer.protocols import ModelSpec
-
-BACKEND = os.environ.get("BACKEND", "inductor")
-SMALLEST_RATIO = 1e-3  # LLaDA's: keeps 1/t finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,12 @@ class Options:
     heads: int = 4
     mlp: int = 768
     max_length: int = 512
-    workers: int = 14
-    time_limit: float = math.inf  # seconds of training after which the learning rate is brought down and it ends
+    workers: int = 8
+    time_limit: float = math.inf  # seconds of training after which it ends, wherever the learning rate is
+    fit_seconds: float = 0.0  # not 0: when warm-up ends, set `steps` to what fits this time; the record has them
     log_every: int = 50
     compile: bool = True
-    muon: bool = True
+    graphs: bool = True
     device: str = "cuda"
 
 
@@ -93,40 +92,6 @@ def initialise(model: Transformer) -> None:
             torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * model.spec.layers) if writes else 0.02)
 
 
-class Whole:
-    """Attention of whole rows over themselves, as `Transformer.score` does it, in a form torch.compile can trace."""
-
-    def __init__(self, pos_BW: Tensor) -> None:
-        self.pos_BW = pos_BW
-
-    def __call__(self, layer: int, q_BWHE: Tensor, k_BWGE: Tensor, v_BWGE: Tensor) -> Tensor:
-        return interval_attention(q_BWHE, k_BWGE, v_BWGE, None)
-
-
-def cost(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Cross-entropy at every position, bf16 matrix products on a GPU. float32 [B, T]"""
-    pos_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-    with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=tokens_BT.is_cuda):
-        logits_BTV = model.logits(model(model.embed(shown_BT), Whole(pos_BT)))
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="none").view_as(tokens_BT)
-
-
-def masked_diffusion_loss(
-    model: Transformer, tokens_BT: Tensor, prompt_B: Tensor, generator: torch.Generator, cost: Callable[..., Tensor]
-) -> Tensor:
-    """LLaDA's fine-tuning loss of one batch."""
-    rows, length = tokens_BT.shape
-    device = tokens_BT.device
-    # one draw spread evenly over the rows: each t is uniform, and the batch covers (0, 1) with little variance
-    offset = torch.rand((), device=device, generator=generator)
-    ratio_B = (offset + torch.arange(rows, device=device) / rows).remainder(1).clamp_min(SMALLEST_RATIO)
-    response_BT = torch.arange(length, device=device) >= prompt_B[:, None]
-    chance_BT = torch.rand(tokens_BT.shape, device=device, generator=generator)
-    masked_BT = response_BT & (chance_BT < ratio_B[:, None])
-    cost_BT = cost(model, torch.where(masked_BT, model.spec.mask_id, tokens_BT), tokens_BT)
-    return ((cost_BT * masked_BT).sum(1) / ratio_B / response_BT.sum(1)).mean()
-
-
 def learning_rate_at(step: int, options: Options) -> float:
     """Linear warm-up, then a cosine to zero."""
     if step < options.warmup:
@@ -135,81 +100,72 @@ def learning_rate_at(step: int, options: Options) -> float:
     return options.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def on_device(source: Iterator[Batch], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches as tensors, copied while the kernels already queued still run."""
-    for batch in source:
-        parts = [torch.from_numpy(np.ascontiguousarray(part)) for part in (batch.tokens_BT, batch.prompt_B)]
-        if device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        tokens_BT, prompt_B = (part.to(device, non_blocking=True).long() for part in parts)
-        yield tokens_BT, prompt_B
-
-
 def tail_pace(marks: list[float], log_every: int) -> float | None:
     """Seconds a step over the second half, compilation out of the way; `marks` are seconds at every log line."""
     half = len(marks) // 2
     return (marks[-1] - marks[half]) / (log_every * (len(marks) - 1 - half)) if len(marks) > 2 else None
 
 
+def batches(source: Iterator[Shard], size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches on the device, a shard at a time: a copy a batch would hold up every step."""
+    for shard in source:
+        parts = {
+            length: (torch.from_numpy(part.tokens_BT).to(device), torch.from_numpy(part.prompt_B).to(device))
+            for length, part in shard.parts.items()
+        }
+        for length, at in shard.order:
+            tokens_BT, prompt_B = parts[length]
+            yield tokens_BT[at : at + size], prompt_B[at : at + size]
+
+
 def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[str, object]:
     """Trains in place; returns the record: loss curve, steps done, seconds."""
-    device = torch.device(options.device)
-    generator = torch.Generator(device).manual_seed(options.seed)
-    inner = [p for p in model.blocks.parameters() if p.dim() == 2] if options.muon else []
-    matrices = [p for p in model.parameters() if p.dim() == 2 and all(p is not other for other in inner)]
-    norms = [p for p in model.parameters() if p.dim() != 2]
-    muon = Muon(inner, options.hidden, options.weight_decay) if inner else None
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": norms, "weight_decay": 0.0}],
-        lr=options.learning_rate,
-        betas=(0.9, 0.98),
-        fused=device.type == "cuda",
+    step = Step(
+        model,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+        seed=options.seed,
+        compiled=options.compile,
+        graphs=options.graphs,
     )
-    cost_of = torch.compile(cost, dynamic=False, backend=BACKEND) if options.compile else cost
-    source = batches(tokenizer_file, options.seed, options.batch, options.workers)
-    feed = on_device(source, device)
-    waiting = 0.0
+    source = shards(tokenizer_file, options.seed, options.batch, options.workers)
+    feed = batches(source, options.batch, model.device)
     curve: list[tuple[int, float]] = []
     marks: list[float] = []
-    window = torch.zeros((), device=device)
     started = time.perf_counter()
-    step = tokens = 0
-    for step in range(1, options.steps + 1):
-        waited = time.perf_counter()
+    waiting = 0.0
+    done = tokens = 0
+    for done in itertools.count(1):
+        asked = time.perf_counter()
         tokens_BT, prompt_B = next(feed)
-        waiting += time.perf_counter() - waited
-        rate = learning_rate_at(step - 1, options)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = masked_diffusion_loss(model, tokens_BT, prompt_B, generator, cost_of)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optimizer.step()
-        if muon is not None:
-            muon.step(rate)
-        window += loss.detach()
+        waiting += time.perf_counter() - asked
+        step(tokens_BT, prompt_B, learning_rate_at(done - 1, options))
         tokens += tokens_BT.numel()
-        if step % options.log_every == 0:
-            mean = window.item() / options.log_every
-            window.zero_()
-            curve.append((step, round(mean, 5)))
-            seconds = time.perf_counter() - started
-            marks.append(seconds)
-            if step % (20 * options.log_every) == 0:
-                print(f"step {step} loss {mean:.4f} {seconds:.0f} s", flush=True)
+        if done % options.log_every == 0:
+            mean = step.mean_loss(options.log_every)
+            curve.append((done, round(mean, 5)))
+            marks.append(time.perf_counter() - started)
+            if done % (20 * options.log_every) == 0:
+                print(f"step {done} loss {mean:.4f} {marks[-1]:.0f} s", flush=True)
             if not math.isfinite(mean):
-                raise RuntimeError(f"the loss is {mean} at step {step}; lower --learning-rate")
-            if seconds > options.time_limit:
-                print(f"time limit reached at step {step} of {options.steps}", flush=True)
+                raise RuntimeError(f"the loss is {mean} at step {done}; lower --learning-rate")
+            if marks[-1] > options.time_limit:
+                print(f"time limit reached at step {done} of {options.steps}", flush=True)
                 break
+            pace = tail_pace(marks, options.log_every)
+            if options.fit_seconds and pace and done - options.log_every < options.warmup <= done:
+                # the learning rate does not depend on `steps` up to here, so a run given these steps is the same
+                options = replace(options, steps=done + max(1, int((options.fit_seconds - marks[-1]) / pace)))
+                print(f"{options.steps} steps of {pace * 1000:.1f} ms fit", flush=True)
+        if done >= options.steps:
+            break
     source.close()
     return {
-        "steps": step,
+        "steps": done,
         "tokens": tokens,
-        "seconds_waiting_for_data": round(waiting, 1),
-        "tail_seconds_per_step": tail_pace(marks, options.log_every),
         "seconds": round(time.perf_counter() - started, 1),
+        "seconds_waiting_for_data": round(waiting, 1),
+        "seconds_per_step_once_compiled": tail_pace(marks, options.log_every),
         "curve": curve,
     }
 
@@ -248,56 +204,40 @@ def llada_config(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def llada_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The weights under the names of the published LLaDA checkpoints, fused projections taken apart."""
-    heads, kv_heads, size = model.spec.heads, model.spec.kv_heads, model.spec.head_dim
-    tensors = {
-        "model.transformer.wte.weight": model.embedding.weight,
-        "model.transformer.ln_f.weight": model.norm.weight,
-    }
-    if model.head is not None:
-        tensors["model.transformer.ff_out.weight"] = model.head.weight
-    for index, block in enumerate(model.blocks):
-        at = f"model.transformer.blocks.{index}."
-        q, k, v = block.qkv.weight.split((heads * size, kv_heads * size, kv_heads * size))
-        gate, up = block.gate_up.weight.chunk(2)
-        parts = {
-            "attn_norm": block.attn_norm.weight, "q_proj": q, "k_proj": k, "v_proj": v, "attn_out": block.out.weight,
-            "ff_norm": block.mlp_norm.weight, "ff_proj": gate, "up_proj": up, "ff_out": block.down.weight,
-        }  # fmt: skip
-        tensors |= {f"{at}{name}.weight": tensor for name, tensor in parts.items()}
-    return tensors
-
-
 def save(model: Transformer, folder: Path) -> None:
     """An ordinary Hugging Face folder, weights in float16."""
-    tensors = {name: tensor.detach().half().cpu().contiguous() for name, tensor in llada_tensors(model).items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(llada_config(model.spec), indent=1) + "\n")
+    save_network(copy.deepcopy(model).half(), Llada(), folder, llada_config(model.spec))
 
 
-def parse() -> tuple[Path, Path, Options]:
+def parse() -> tuple[Path, Path, Path | None, Options]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="has tokenizer.json; config.json and model.safetensors go there")
     parser.add_argument("--record", type=Path, default=Path("training.json"), help="where the record goes")
+    parser.add_argument("--start-from", type=Path, help="a folder whose weights to go on from (default: none)")
     for name, value in asdict(Options()).items():
         kind = argparse.BooleanOptionalAction if isinstance(value, bool) else None
         extra = {"action": kind} if kind else {"type": type(value)}
         parser.add_argument("--" + name.replace("_", "-"), default=value, **extra)
     given = vars(parser.parse_args())
-    return given.pop("folder"), given.pop("record"), Options(**given)
+    return given.pop("folder"), given.pop("record"), given.pop("start_from"), Options(**given)
 
 
 def main() -> None:
-    folder, record_file, options = parse()
+    folder, record_file, start_from, options = parse()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     tokenizer_file = folder / "tokenizer.json"
-    model = Transformer(spec_of(options, Tokenizer.from_file(str(tokenizer_file)))).to(options.device)
-    initialise(model)
+    if start_from is not None:
+        model = load_network(start_from, Llada(), dtype=torch.float32, device=torch.device(options.device))
+        model.requires_grad_(True).train()
+    else:
+        model = Transformer(spec_of(options, Tokenizer.from_file(str(tokenizer_file)))).to(options.device)
+        initialise(model)
     started = time.perf_counter()
-    done = train(model, options, tokenizer_file)
+    # a graph cannot be captured on the default stream
+    with torch.cuda.stream(torch.cuda.Stream()) if model.device.type == "cuda" else nullcontext():
+        done = train(model, options, tokenizer_file)
     save(model, folder)
     record = {
         "command": shlex.join(["python", *sys.argv]),

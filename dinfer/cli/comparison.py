@@ -34,8 +34,12 @@ def compare(
 ) -> list[Score]:
     """One score for each decoder, with a progress bar on a terminal."""
     columns = (
-        TextColumn("{task.description:<28}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[forwards]} steps"),  # moves also while no problem is finished
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
 
@@ -43,7 +47,7 @@ def compare(
 def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
     part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
     ids = [part.encode(problem.question) for problem in problems]
-    task = progress.add_task(label(decoder), total=len(problems))
+    task = progress.add_task(label(decoder), total=len(problems), forwards=0)
     correct = forwards = tokens = 0
     began = time.perf_counter()
     done = [0.0] * len(problems)  # the share of each problem that is behind it
@@ -54,7 +58,7 @@ def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens
             correct += is_correct(problems[update.index], part.decode(update.completion.output))
             forwards += update.completion.counts.forwards
             tokens += update.completion.counts.tokens
-        progress.update(task, completed=int(sum(done)))
+        progress.update(task, completed=int(sum(done)), forwards=update.forwards)
     return Score(label(decoder), correct, len(problems), forwards, tokens, time.perf_counter() - began)
 
 

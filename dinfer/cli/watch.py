@@ -85,7 +85,7 @@ def _tell(source: Iterator[Frame]) -> Frame | None:
 
 def heading(frame: Frame) -> str:
     """Where the denoising is, in words."""
-    kind = "whole canvas" if frame.full else "window"
+    kind = "whole canvas" if frame.full else "window"  # what was computed
     return f"step {frame.step:>3} · {kind:<12} · +{frame.fresh} · {frame.decoded}/{frame.length} decoded"
 
 
@@ -93,7 +93,8 @@ def line(frame: Frame, width: int) -> str:
     """A step in one line: what the active block holds, `_` for a mask."""
     signs = {Origin.MASK: "_", Origin.STOP: STOP}
     text = "".join(signs.get(cell.origin, cell.text) for cell in frame.cells if cell.active)
-    shown = " ".join(f"{heading(frame)} | {text}".replace("\n", " / ").split())
+    head = f"step {frame.step:>3} {'whole' if frame.full else 'window':<6} +{frame.fresh:<2} "
+    shown = f"{head}{frame.decoded:>3}/{frame.length} | {' '.join(text.replace(chr(10), ' / ').split())}"
     return shown if len(shown) <= width else shown[: width - 1] + "…"
 
 

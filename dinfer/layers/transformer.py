@@ -98,8 +98,10 @@ class Transformer(nn.Module):
         if block_length is not None and block_length < 1:
             raise ValueError(f"block_length={block_length} must be at least 1")
         ids_BT = torch.as_tensor(ids_BT, device=self.device)
-        if ids_BT.dim() != 2 or ids_BT.dtype.is_floating_point or ids_BT.shape[1] == 0:
+        if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or ids_BT.numel() == 0:
             raise ValueError(f"ids must be integers of shape [B, T], T >= 1, not {ids_BT.dtype} {tuple(ids_BT.shape)}")
+        if ids_BT.min() < 0 or ids_BT.max() >= self.spec.vocab:  # on CUDA the lookup would take the process down
+            raise ValueError(f"ids must be tokens of the vocabulary, 0 to {self.spec.vocab - 1}")
         pos_BT = torch.arange(ids_BT.shape[1], device=self.device).expand_as(ids_BT)
         seen_BTT = None
         if attention != "bidirectional":

@@ -59,7 +59,7 @@ class Llada(ModelFamily):
             if config.get(name) not in allowed:
                 raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
         hidden, heads = config["d_model"], config["n_heads"]
-        if hidden % heads:
+        if not heads or hidden % heads:
             raise ValueError(f"config.json: d_model={hidden} must be a multiple of n_heads={heads}")
         kv_heads = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
         if heads % kv_heads:

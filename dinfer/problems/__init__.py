@@ -1,4 +1,4 @@
-"""Seeded word problems for the model in the box: ten families, two splits that cannot overlap.
+"""Seeded word problems for the model in the box: eight families, two splits that cannot overlap.
 
 from dinfer.problems import generate, is_correct
 problems = generate("heldout", count=500, seed=0)

@@ -25,7 +25,6 @@ NAMES = (
 GOODS = (
     "pens", "cups", "lamps", "books", "hats", "chairs", "bags", "plates", "boxes", "candles", "clocks", "scarves",
 )  # fmt: skip
-TREASURES = ("ball", "kite", "drum", "map", "key", "coin", "ring", "bell", "shell", "flute")
 
 
 def choose(rng: Random, *alternatives: str) -> str:

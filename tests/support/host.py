@@ -19,15 +19,13 @@ LIMIT = 2000  # launches; far more than any of the tests needs
 
 
 class Host:
-    """State for a batch, with `spare` unused slots and pages handed out in random order."""
+    """State for a batch, with one unused slot, and pages handed out in random order."""
 
-    def __init__(
-        self, recipe: Recipe, requests: list[Request], *, page: int = 4, spare: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, recipe: Recipe, requests: list[Request], *, page: int = 4, seed: int = 0) -> None:
         self.recipe, self.requests, self.page, self.random = recipe, requests, page, Random(seed)
         self.lengths = [len(r.prompt) + r.new_tokens for r in requests]
         self.capacity = max(self.lengths) + 2 * page
-        each, slots = -(-self.capacity // page), len(requests) + spare
+        each, slots = -(-self.capacity // page), len(requests) + 1
         model = recipe.model
         self.state = BatchState.alloc(
             recipe, slots, self.capacity, page=page, pages=slots * each, dtype=model.dtype, device=model.device

@@ -77,4 +77,5 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
         print(f"{problem.question}\n")
         completion = write_answer(pipe, len(ids), updates)
     right = is_correct(problem, pipe.decode(completion.output))
-    print(f"\n{'correct' if right else 'wrong'}: the answer is {problem.answer}. {summary(completion.counts)}")
+    print(f"\n{'right' if right else 'wrong'}: the answer is {problem.answer}")
+    print(summary(completion.counts))

@@ -8,10 +8,8 @@ from random import Random
 from dinfer.problems.families.ages import ages
 from dinfer.problems.families.chains import chain
 from dinfer.problems.families.lists import lists
-from dinfer.problems.families.ordering import ordering
 from dinfer.problems.families.purchases import purchase
 from dinfer.problems.families.sharing import sharing
-from dinfer.problems.families.swaps import swaps
 from dinfer.problems.families.travel import travel
 from dinfer.problems.families.turns import turns, walk
 from dinfer.problems.problem import Draft
@@ -22,9 +20,7 @@ FAMILIES: dict[str, Callable[[Random], Draft]] = {
     "travel": travel,
     "ages": ages,
     "chains": chain,
-    "ordering": ordering,
     "turns": turns,
     "walks": walk,
     "lists": lists,
-    "swaps": swaps,
 }

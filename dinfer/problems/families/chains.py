@@ -16,9 +16,9 @@ def chain(rng: Random) -> Draft:
     steps: list[tuple[str, int, int]] = []
     while len(steps) < 3:
         sign = rng.choice("+-*")
-        number = rng.randint(2, 9) if sign == "*" else rng.randint(11, 199)
+        number = rng.randint(2, 6) if sign == "*" else rng.randint(11, 149)
         result = value + number if sign == "+" else value - number if sign == "-" else value * number
-        if 10 <= result <= 999 and not (steps and sign == steps[-1][0] == "*"):
+        if 10 <= result <= 599 and not (steps and sign == steps[-1][0] == "*"):
             steps.append((sign, number, result))
             value = result
     told = [f"{_VERBS[sign]} {number}" for sign, number, _ in steps]

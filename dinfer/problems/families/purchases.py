@@ -12,7 +12,7 @@ def purchase(rng: Random) -> Draft:
     """`n` of one thing at a price each and `m` of another: the total, or the change."""
     name = rng.choice(NAMES)
     (one, other) = rng.sample(GOODS, 2)
-    n, price, m, fee = rng.randint(12, 49), rng.randint(3, 9), rng.randint(12, 49), rng.randint(3, 9)
+    n, price, m, fee = rng.randint(12, 39), rng.randint(3, 9), rng.randint(12, 39), rng.randint(3, 9)
     total = n * price + m * fee
     note = rng.choice([0, 1000])
     question = rng.choice(

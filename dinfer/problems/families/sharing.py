@@ -12,7 +12,7 @@ def sharing(rng: Random) -> Draft:
     """A heap, something given away, another heap, and equal shares of what there is."""
     name, giver = rng.sample(NAMES, 2)
     goods = rng.choice(GOODS)
-    friends, share = rng.randint(3, 9), rng.randint(12, 59)
+    friends, share = rng.randint(3, 9), rng.randint(12, 49)
     total = friends * share
     start = rng.randint(24, total - 11)
     lost = rng.randint(11, start - 11)

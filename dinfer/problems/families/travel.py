@@ -14,7 +14,7 @@ def travel(rng: Random) -> Draft:
     """Distance as speed times hours on two legs: their sum, or how much longer the first is."""
     name = rng.choice(NAMES)
     one, other = rng.sample(_VEHICLES, 2)
-    hours, speed, more, pace = rng.randint(2, 9), rng.randint(21, 98), rng.randint(2, 9), rng.randint(21, 98)
+    hours, speed, more, pace = rng.randint(3, 9), rng.randint(12, 49), rng.randint(3, 9), rng.randint(12, 49)
     if hours * speed == more * pace:
         hours += 1
     if hours * speed < more * pace:
