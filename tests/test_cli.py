@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import CommandLine, install, write_checkpoint
+from support.command_line import CommandLine, install, write_checkpoint
 
 SUMMARY = re.compile(r"^(\d+) tokens, (\d+) forwards, \d+\.\d\d tokens per forward \(TPF\), \d+\.\d\d s$", re.MULTILINE)
 ESCAPE = "\x1b"

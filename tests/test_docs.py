@@ -14,7 +14,7 @@ from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.registry import CACHES, DECODERS, REGISTRIES, options_of
-from tests.support.models import tiny_model
+from support.models import tiny_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
