@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from support.command_line import CommandLine, install, write_checkpoint
 
 SUMMARY = re.compile(r"^(\d+) tokens, (\d+) forwards, \d+\.\d\d tokens per forward \(TPF\), \d+\.\d\d s$", re.MULTILINE)

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.models import tiny_model
 
 from dinfer.checkpoint import boxed
 from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.registry import CACHES, DECODERS, REGISTRIES, options_of
-from support.models import tiny_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
