@@ -175,6 +175,18 @@ class Canvas:
         status_BW = torch.where(remask_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
         self.status_NS.index_put_(index, status_BW)
 
+    def seen(self, slot_B: Tensor, vocab: int, mask_id: int) -> Tensor:
+        """Which tokens each lane's canvas holds, given or decoded; never the mask token. bool [B, vocab]"""
+        column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
+        length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
+        known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
+        known_BS = known_BS & (column_S < length_B[:, None])
+        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), mask_id)
+        seen_BV = torch.zeros(slot_B.shape[0], vocab, dtype=torch.bool, device=slot_B.device)
+        seen_BV.scatter_(1, token_BS, True)
+        seen_BV[:, mask_id].fill_(False)
+        return seen_BV
+
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, options_of, unknown
+from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, options_of, unknown
 
 
 class IncompatibleRecipe(ValueError):
@@ -19,7 +19,7 @@ class IncompatibleRecipe(ValueError):
 class RequestOption:
     """An option that every request may set for itself."""
 
-    kind: str  # of the component: iteration, decoder or cache
+    kind: str  # of the component: iteration, decoder, cache or sampling
     name: str
     default: int | float
 
@@ -32,6 +32,7 @@ class Recipe:
     iteration: Iteration
     decoder: Decoder
     cache: CachePolicy
+    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build("standard"))
 
     def __post_init__(self) -> None:
         spec = self.model.spec
@@ -46,12 +47,42 @@ class Recipe:
                 f"{spec.causal_block}."
             )
 
+        for token in self.sampling.suppress:
+            if token >= spec.vocab or token == spec.mask_id:
+                raise IncompatibleRecipe(
+                    f"sampling.suppress: {token} is no token of this model's vocabulary of {spec.vocab}, or the mask "
+                    "token, which is never committed anyway. Leave it out."
+                )
+        self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
+
+    def _check(self, values: Mapping[str, float]) -> None:
+        """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        for name in self.decoder.refuses:
+            neutral = self.sampling.neutral.get(name)
+            if values.get(f"sampling.{name}", neutral) != neutral:
+                raise IncompatibleRecipe(
+                    f"the decoder {type(self.decoder).__name__} cannot honour sampling.{name}="
+                    f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
+                )
+
+    def value(self, options: Sequence[float], name: str, default: float) -> float:
+        """The value of one option, such as "sampling.seed", in what `resolve` returned; `default` if there is none."""
+        known = [f"{o.kind}.{o.name}" for o in self.request_options]
+        return options[known.index(name)] if name in known[: len(options)] else default
+
+    def sampled(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options, as `resolve` returned them, needs steps that sample."""
+        values = [*options, *(o.default for o in self.request_options[len(options) :])]
+        pairs = zip(self.request_options, values, strict=True)
+        return self.sampling.asks({o.name: value for o, value in pairs if o.kind == "sampling"})
+
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:
         parts: tuple[tuple[str, Component], ...] = (
             ("iteration", self.iteration),
             ("decoder", self.decoder),
             ("cache", self.cache),
+            ("sampling", self.sampling),
         )
         return tuple(
             RequestOption(kind, info.name, getattr(part, info.name))
@@ -83,9 +114,11 @@ class Recipe:
                 raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
             replace(getattr(self, kind), **{name: value})  # raises what the component raises
             values[names[0]] = value
+        self._check(values)
         return [float(v) for v in values.values()]
 
 
-def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any) -> Recipe:
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = "standard") -> Recipe:
     """A recipe from components, names, or mappings `{"name": ..., option: ...}`."""
-    return Recipe(model, ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache))
+    parts = ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache), SAMPLINGS.build(sampling)
+    return Recipe(model, *parts)

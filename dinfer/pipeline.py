@@ -177,6 +177,7 @@ def load(
     iteration: Any = "blockwise",
     decoder: Any = "threshold",
     cache: Any = "dual",
+    sampling: Any = "standard",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     runtime: Runtime | None = None,
@@ -204,7 +205,7 @@ def load(
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
-    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
 
 

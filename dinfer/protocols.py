@@ -14,6 +14,7 @@ Shape suffixes (one letter a dimension, in order):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -22,11 +23,11 @@ from torch import Tensor
 
 from dinfer.canvas import BlockView, Lanes, Phase
 from dinfer.kernels.rotary import Table
-from dinfer.kernels.token_stats import TokenStats
+from dinfer.kernels.token_stats import Draw, TokenStats
 
 __all__ = [
-    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Iteration", "Lanes", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Phase", "Placement", "Proposal", "State", "StepShape", "TokenStats", "Window",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State", "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -35,6 +36,10 @@ State = dict[str, Tensor]
 A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
 over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
 """
+
+
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class StepShape:
     blocks: int  # K
     block: int  # L
     pages: int  # pages of keys that each row may see
+    sampled: bool = False  # some row does not simply take the most likely token
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +217,36 @@ class Decoder(Component):
         """Logits to take the statistics of; changes `state` in place, never the logits."""
         return logits_RLV
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
+
+        A decoder that edits compares decoded tokens with proposed ones: drawn anew at every step, they never settle.
+        """
+        return ("temperature", "repetition_penalty", "eos_last") if self.edits else ()
+
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         """The positions to commit at this step; changes `state` in place."""
+
+
+class Sampling(Component):
+    """Decides which token each position is offered. Only asked in steps where some row wants more than the best."""
+
+    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    suppress: tuple[int, ...] = ()
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
+
+    @abstractmethod
+    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+        """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
+
+    @abstractmethod
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling."""
 
 
 class CachePolicy(Component):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,23 @@ class BatchState:
             decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec), (n,), device),
         )
+
+    def admit(
+        self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
+        region: tuple[int, int], options: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
+
+        `options` as `Recipe.resolve` returns them; those left out at the end have their defaults.
+        """
+        given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
+        self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
+        self.canvas.admit(
+            slot, list(tokens), list(masked), prompt=prompt, region=region,
+            mask_id=recipe.model.spec.mask_id, seed=int(recipe.value(given, "sampling.seed", 0)),
+        )  # fmt: skip
+        for pool in (self.iteration, self.decoder, self.cache):
+            pool.reset(slot)
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

@@ -14,7 +14,7 @@ from dinfer.canvas import BlockView, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.token_stats import TokenStats, token_stats
-from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, StepShape
+from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, StepShape
 from dinfer.state import BatchState
 
 
@@ -45,11 +45,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
     view = block_view(recipe, state, shape, lanes)
-    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    stats = token_stats(
-        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
-        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs,
-    )  # fmt: skip
+    stats = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     broken_B = (view.masked_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
     able_R1 = rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
@@ -110,6 +106,25 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes
         seed_R=rows_of(lanes.seed_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
+
+
+def proposed_tokens(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes, view: BlockView, logits_RLV: Tensor,
+    decoder_state: State,
+) -> TokenStats:  # fmt: skip
+    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is."""
+    decoder, sampling, spec, draw = recipe.decoder, recipe.sampling, recipe.model.spec, None
+    if shape.sampled:
+        options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
+        seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
+        logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
+    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    if shape.sampled:
+        draw = sampling.draw(logits_RLV, view, options, spec)
+    return token_stats(
+        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
+        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs, draw=draw,
+    )  # fmt: skip
 
 
 def allowed_commits(

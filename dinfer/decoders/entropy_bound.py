@@ -29,6 +29,10 @@ class EntropyBound(Decoder):
     def needs(self) -> tuple[Literal["entropy"], ...]:
         return ("entropy",)
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        return ("eos_last",)  # it does not look at confidences
+
     def __post_init__(self) -> None:
         if self.bound < 0:
             raise ValueError(f"decoder.bound={self.bound} must be 0 or more")

@@ -46,6 +46,7 @@ class _Row:
     request: Request
     pages: list[int]
     began: float
+    sampled: bool  # its steps have to draw tokens
     progress: tuple[int, int] = (-1, -1)  # tokens committed and blocks finished, when they last changed
     since: int = 0  # forwards at that time
 
@@ -81,7 +82,7 @@ class Engine:
                 for phase in (Phase.FULL, Phase.WINDOW):
                     slots = [slot for slot in self._rows if before[slot]["phase_B"] == phase]
                     if slots:
-                        self.launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
+                        self.launcher.launch(self._shape(phase, slots, before), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
             self._running = False
@@ -119,18 +120,17 @@ class Engine:
         state.kv.wipe(pages)
         state.kv.assign(slot, pages)
         prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
-        state.canvas.admit(
+        state.admit(
+            self.recipe,
             slot,
             request.prompt + [mask_id] * request.new_tokens,
             [False] * prompt + [True] * request.new_tokens,
             prompt=prompt,
             region=self.recipe.iteration.first_region(prompt, length),
-            mask_id=mask_id,
+            options=request.options,
         )
-        state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64).to(self.device)
-        for pool in (state.iteration, state.decoder, state.cache):
-            pool.reset(slot)
-        self._rows[slot] = _Row(index, request, pages, time.perf_counter())
+        sampled = self.recipe.sampled(request.options)
+        self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled)
         return True
 
     def _release(self, slot: int) -> None:
@@ -141,13 +141,16 @@ class Engine:
         """The cursors of every slot: the one place where the host waits for the device."""
         return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
 
-    def _shape(self, phase: Phase, rows: list[dict[str, int]]) -> StepShape:
-        iteration, spec = self.recipe.iteration, self.recipe.model.spec
+    def _shape(self, phase: Phase, slots: list[int], cursors: list[dict[str, int]]) -> StepShape:
+        iteration, spec, rows = self.recipe.iteration, self.recipe.model.spec, [cursors[slot] for slot in slots]
         longest = max(row["length_B"] for row in rows)
         width = longest
         if phase == Phase.WINDOW:
             width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
-        return StepShape(phase, len(rows), width, iteration.blocks, self._block, -(-longest // self.runtime.page))
+        return StepShape(
+            phase, len(rows), width, iteration.blocks, self._block, -(-longest // self.runtime.page),
+            sampled=any(self._rows[slot].sampled for slot in slots),
+        )  # fmt: skip
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

@@ -51,6 +51,7 @@ def meta_steps(recipe: Recipe) -> None:
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = 5 + iteration.blocks * iteration.block
     for phase, width in ((Phase.FULL, LENGTH), (Phase.WINDOW, cache.width(recipe.model.spec, 5, end, LENGTH))):
-        shape = StepShape(phase, LANES, width, iteration.blocks, iteration.block, pages)
-        with DeviceOnly():
-            denoise_step(recipe, state, shape, slot_B)
+        for sampled in (False, True):
+            shape = StepShape(phase, LANES, width, iteration.blocks, iteration.block, pages, sampled=sampled)
+            with DeviceOnly():
+                denoise_step(recipe, state, shape, slot_B)

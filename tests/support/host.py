@@ -39,24 +39,24 @@ class Host:
 
     def _admit(self, slot: int, request: Request, length: int) -> None:
         prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
-        self.state.canvas.admit(
+        self.state.admit(
+            self.recipe,
             slot,
             request.prompt + [mask_id] * request.new_tokens,
             [position >= prompt for position in range(length)],
             prompt=prompt,
             region=self.recipe.iteration.first_region(prompt, length),
-            mask_id=mask_id,
+            options=request.options,
         )
-        if request.options:
-            self.state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64)
-        for pool in (self.state.iteration, self.state.decoder, self.state.cache):
-            pool.reset(slot)
 
     def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
         """A step that is wide enough for every row, whatever phase that is in."""
         iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
-        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every)
+        shape = StepShape(
+            phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every,
+            sampled=any(self.recipe.sampled(request.options) for request in self.requests),
+        )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

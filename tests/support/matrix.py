@@ -93,6 +93,8 @@ def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
     """Options that differ from request to request, as far as the components accept the values."""
     chosen: dict[str, Any] = {}
     for o in recipe.request_options:
+        if o.kind == "sampling" and index not in (1, 4):  # rows that draw stand beside rows that do not
+            continue
         value = (0.9, 0.3, 0.6, 0.45, 0.75)[index % 5] if isinstance(o.default, float) else 1 + index % 4
         name = f"{o.kind}.{o.name}"
         try:
