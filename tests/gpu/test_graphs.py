@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from dinfer.kernels.dispatch import VARIABLE
 from support.matrix import LEGAL, Combination, completions, engine_for, outcome, requests_for
 from support.models import tiny_model
+
+from dinfer.kernels.dispatch import VARIABLE
 
 pytestmark = [
     pytest.mark.gpu,
