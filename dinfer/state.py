@@ -84,17 +84,19 @@ class BatchState:
 
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
-        region: tuple[int, int], options: Sequence[float] = (),
+        options: Sequence[float] = (),
     ) -> None:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
-        `options` as `Recipe.resolve` returns them; those left out at the end have their defaults.
+        `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
+        returns them, those left out at the end have their defaults.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
         self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
+        spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
         self.canvas.admit(
-            slot, list(tokens), list(masked), prompt=prompt, region=region,
-            mask_id=recipe.model.spec.mask_id, seed=int(recipe.value(given, "sampling.seed", 0)),
+            slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
+            phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.value(given, "sampling.seed", 0)),
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)

@@ -13,10 +13,11 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
+from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Request
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
-from dinfer.protocols import Phase, StepShape
+from dinfer.protocols import StepShape
 from dinfer.registry import SAMPLINGS
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -218,14 +219,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         recipe_for({"name": "standard", "suppress": [VOCAB]})
 
 
-def test_defaults_need_no_sampled_step() -> None:
-    shapes: list[StepShape] = []
+def test_defaults_need_no_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_for()
-    for given in ({}, {"seed": 7}, {"temperature": 0.5}):
-        engine = engine_for(recipe)
-        for _ in engine.run([Request(PROMPT, 9, recipe.resolve(given))]):
-            row = next(iter(engine._rows.values()), None)
-            if row is not None and not shapes:
-                shapes.append(engine._shape(Phase.WINDOW, [0], engine._cursors()))
-        assert [shape.sampled for shape in shapes] == [given == {"temperature": 0.5}]
-        shapes.clear()
+    for given, sampled in (({}, False), ({"seed": 7}, False), ({"temperature": 0.5}, True), ({"eos_last": 1}, True)):
+        shapes: list[StepShape] = []
+        launch = Launcher.launch
+        with monkeypatch.context() as patch:
+            patch.setattr(Launcher, "launch", lambda self, shape, slots: (shapes.append(shape), launch(self, shape, slots)))
+            completions(engine_for(recipe), [Request(PROMPT, 9, recipe.resolve(given))])
+        assert {shape.sampled for shape in shapes} == {sampled}

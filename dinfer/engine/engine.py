@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dinfer.canvas import CURSORS, Phase, Status
+from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
 from dinfer.compose import Recipe
+from dinfer.engine.grouping import groups
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
@@ -79,10 +80,11 @@ class Engine:
                 while pending and self._admit(*pending[0]):
                     pending.popleft()
                 before = self._cursors()
-                for phase in (Phase.FULL, Phase.WINDOW):
-                    slots = [slot for slot in self._rows if before[slot]["phase_B"] == phase]
-                    if slots:
-                        self.launcher.launch(self._shape(phase, slots, before), slots)
+                for phase in ACTIVE:
+                    widths = {s: self._width(before[s]) for s in self._rows if before[s]["phase_B"] == phase}
+                    for slots in groups(widths):
+                        width, length = max(widths[s] for s in slots), max(before[s]["length_B"] for s in slots)
+                        self.launcher.launch(self._shape(phase, slots, width, length), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
             self._running = False
@@ -126,7 +128,6 @@ class Engine:
             request.prompt + [mask_id] * request.new_tokens,
             [False] * prompt + [True] * request.new_tokens,
             prompt=prompt,
-            region=self.recipe.iteration.first_region(prompt, length),
             options=request.options,
         )
         sampled = self.recipe.sampled(request.options)
@@ -141,16 +142,14 @@ class Engine:
         """The cursors of every slot: the one place where the host waits for the device."""
         return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
 
-    def _shape(self, phase: Phase, slots: list[int], cursors: list[dict[str, int]]) -> StepShape:
-        iteration, spec, rows = self.recipe.iteration, self.recipe.model.spec, [cursors[slot] for slot in slots]
-        longest = max(row["length_B"] for row in rows)
-        width = longest
-        if phase == Phase.WINDOW:
-            width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
-        return StepShape(
-            phase, len(rows), width, iteration.blocks, self._block, -(-longest // self.runtime.page),
-            sampled=any(self._rows[slot].sampled for slot in slots),
-        )  # fmt: skip
+    def _width(self, row: dict[str, int]) -> int:
+        cursors = {name: row[f"{name}_B"] for name in ("kept", "start", "end", "length")}
+        return self.recipe.cache.width(self.recipe.model.spec, Phase(row["phase_B"]), **cursors)
+
+    def _shape(self, phase: Phase, slots: list[int], width: int, length: int) -> StepShape:
+        blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
+        sampled = any(self._rows[slot].sampled for slot in slots)
+        return StepShape(phase, len(slots), width, blocks, self._block, pages, sampled=sampled)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

@@ -189,6 +189,6 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, Batc
     for slot in range(batch):
         given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given
         masked_L = masked_BL[slot] & ~given_L
-        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0, region=(0, length))
+        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0)
         state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
     return recipe, state
