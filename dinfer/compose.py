@@ -36,7 +36,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        for part in (self.iteration, self.decoder, self.cache):
+        for part in (self.iteration, self.decoder, self.cache, self.sampling):
             if (reason := part.unfit(spec)) is not None:
                 raise IncompatibleRecipe(reason)
         if spec.causal_block and self.iteration.block % spec.causal_block:
@@ -44,13 +44,11 @@ class Recipe:
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
                 f"{spec.causal_block}."
             )
-
-        for token in self.sampling.suppress:
-            if token >= spec.vocab or token == spec.mask_id:
-                raise IncompatibleRecipe(
-                    f"sampling.suppress: {token} is no token of this model's vocabulary of {spec.vocab}, or the mask "
-                    "token, which is never committed anyway. Leave it out."
-                )
+        if self.iteration.stop == "cut" and self.decoder.edits:
+            raise IncompatibleRecipe(
+                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it has decoded. "
+                "Use iteration.stop=block."
+            )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
     def _check(self, values: Mapping[str, float]) -> None:

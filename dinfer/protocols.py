@@ -151,7 +151,9 @@ class BlockAfter:
     tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
+    open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode or to settle
+    next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,7 @@ class Iteration(Component):
 
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
+    stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.sweeps`
     scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:

@@ -84,7 +84,7 @@ class BatchState:
 
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
-        options: Sequence[float] = (),
+        options: Sequence[float] = (), stops: bool = True,
     ) -> None:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
@@ -97,6 +97,7 @@ class BatchState:
         self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
             phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.value(given, "sampling.seed", 0)),
+            stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)

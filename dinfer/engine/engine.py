@@ -93,9 +93,9 @@ class Engine:
 
     def _reserve(self, requests: Sequence[Request]) -> None:
         """Makes sure that the state has room; a larger one replaces it, and its graphs, between runs."""
-        longest = max((len(r.prompt) + r.new_tokens for r in requests), default=0)
+        longest = max((r.length for r in requests), default=0)
         slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
-        block = self.recipe.iteration.block_length(max((r.new_tokens for r in requests), default=1))
+        block = self.recipe.iteration.block_length(max((r.length - r.start for r in requests), default=1))
         if slots <= self._slots and length <= self._length and block <= self._block:
             return
         slots, length, block = max(slots, self._slots), max(length, self._length), max(block, self._block)
@@ -113,23 +113,18 @@ class Engine:
         )  # last: should memory run out, what there was is still good
 
     def _admit(self, index: int, request: Request) -> bool:
-        length = len(request.prompt) + request.new_tokens
-        need = -(-length // self.runtime.page)
+        need = -(-request.length // self.runtime.page)
         slot = next((s for s in range(self._slots) if s not in self._rows), None)
         if slot is None or need > self._pages.free:
             return False
         state, pages = self._state, self._pages.allocate(need)
         state.kv.wipe(pages)
         state.kv.assign(slot, pages)
-        prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
+        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
         state.admit(
-            self.recipe,
-            slot,
-            request.prompt + [mask_id] * request.new_tokens,
-            [False] * prompt + [True] * request.new_tokens,
-            prompt=prompt,
-            options=request.options,
-        )
+            self.recipe, slot, tokens, request.masked,
+            prompt=request.start, options=request.options, stops=request.stops,
+        )  # fmt: skip
         sampled = self.recipe.sampled(request.options)
         self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled)
         return True
@@ -185,15 +180,19 @@ class Engine:
 
     def _finish(self, slot: int, now: dict[str, int]) -> Completion:
         row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
-        length, prompt = now["length_B"], now["prompt_B"]
+        length = now["length_B"]
+        places = [i for i, masked in enumerate(row.request.masked) if masked]
         open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
         tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
-        stop = next((i for i in range(prompt, length) if tokens[i] in spec.stop_ids), length)
+        filled = [tokens[i] for i in places]
+        end = next((i for i, token in enumerate(filled) if token in spec.stop_ids), len(filled))
+        stopped = row.request.stops and end < len(filled)
+        output = filled[:end] if stopped else filled
         counts = Counts(
             forwards=now["forwards_B"],
             refreshes=now["refreshes_B"],
             committed=now["committed_B"],
-            tokens=stop - prompt,
+            tokens=len(output),
             seconds=time.perf_counter() - row.began,
         )
-        return Completion(tokens, tokens[prompt:stop], stop < length, counts)
+        return Completion(tokens, output, stopped, counts)

@@ -42,7 +42,7 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
     if len(prompts) > 1 and smooth:
         raise Skip("dInfer: rows of a batch share the smoothing schedule, and wait for each other, in the reference")
-    iteration = {"name": "blockwise", "block": params.take("block_length"), "early_stop": early_stop}
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "block" if early_stop else "off"}
     iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
     cache = {"name": params.take("cache", None) or "none"}
     if vicinity:
@@ -113,7 +113,7 @@ def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[
     steps, length, block = params.take("steps"), params.take("gen_length"), params.take("block_length")
     if length % block or steps % (length // block):
         raise GoldenError(f"steps={steps} and gen_length={length} do not divide into blocks of {block}")
-    iteration = {"name": "blockwise", "block": block, "early_stop": False}
+    iteration = {"name": "blockwise", "block": block, "stop": "off"}
     return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
 
 

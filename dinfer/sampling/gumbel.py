@@ -60,6 +60,15 @@ class GumbelSampling(Sampling):
         if not all(type(token) is int and token >= 0 for token in self.suppress):
             raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
 
+    def unfit(self, spec: ModelSpec) -> str | None:
+        wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)
+        if wrong is None:
+            return None
+        return (
+            f"sampling.suppress: {wrong} is no token of this model's vocabulary of {spec.vocab}, or the mask token, "
+            "which is never committed anyway. Leave it out."
+        )
+
     def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)

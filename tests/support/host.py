@@ -23,7 +23,7 @@ class Host:
 
     def __init__(self, recipe: Recipe, requests: list[Request], *, page: int = 4, seed: int = 0) -> None:
         self.recipe, self.requests, self.page, self.random = recipe, requests, page, Random(seed)
-        self.lengths = [len(r.prompt) + r.new_tokens for r in requests]
+        self.lengths = [request.length for request in requests]
         self.capacity = max(self.lengths) + 2 * page
         each, slots = -(-self.capacity // page), len(requests) + 1
         model = recipe.model
@@ -35,18 +35,14 @@ class Host:
         self.slots = self.random.sample(range(slots), len(requests))
         for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
             self.state.kv.assign(slot, [free.pop() for _ in range(-(-length // page))])
-            self._admit(slot, request, length)
+            self._admit(slot, request)
 
-    def _admit(self, slot: int, request: Request, length: int) -> None:
-        prompt, spec = len(request.prompt), self.recipe.model.spec
+    def _admit(self, slot: int, request: Request) -> None:
+        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
         self.state.admit(
-            self.recipe,
-            slot,
-            request.prompt + [spec.mask_id] * request.new_tokens,
-            [position >= prompt for position in range(length)],
-            prompt=prompt,
-            options=request.options,
-        )
+            self.recipe, slot, tokens, request.masked,
+            prompt=request.start, options=request.options, stops=request.stops,
+        )  # fmt: skip
 
     def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
         """A step that is wide enough for every row, whatever phase that is in."""

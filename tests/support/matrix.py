@@ -18,7 +18,7 @@ BLOCK = 8
 SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
 # Further settings under which a component behaves like another one; each is run as a component of its own.
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("iteration", "blockwise"): [{"align": True, "early_stop": False}],
+    ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],
     ("cache", "dual"): [{"interval": 3}],
     ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
 }
