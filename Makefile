@@ -3,7 +3,7 @@
 # make lint   ruff and mypy
 # make clean  removes the environment and all caches
 #
-# Variables, on the command line or in the environment:
+# Variables, on the command line or in the environment (`make clean` before another PYTHON or TORCH):
 PYTHON ?= python3
 VENV ?= .venv
 # Which torch: another version, or a build for another device from another index, such as
@@ -15,7 +15,7 @@ PIP_ARGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
@@ -40,7 +40,6 @@ clean:
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "dinfer needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing $(TORCH)"
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	touch $@
 
@@ -48,11 +47,9 @@ $(PINS): constraints.txt $(VENV)/.torch
 	grep -v '^torch==' constraints.txt > $@
 
 $(VENV)/.installed: pyproject.toml $(PINS)
-	@echo "installing dinfer"
-	$(PIP) --constraint $(PINS) --editable .
+	$(PIP) --quiet --constraint $(PINS) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(PINS) $(VENV)/.installed
-	@echo "installing the development tools"
-	$(PIP) --constraint $(PINS) --editable '.[dev]'
+	$(PIP) --quiet --constraint $(PINS) --editable '.[dev]'
 	touch $@

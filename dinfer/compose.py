@@ -68,12 +68,16 @@ class Recipe:
         """
         known = [f"{o.kind}.{o.name}" for o in self.request_options]
         values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
+        chosen: set[str] = set()
         for key, value in given.items():
             names = [name for name in known if key in (name, name.split(".")[1])]
             if not names:
                 raise unknown("per-request option", key, known)
             if len(names) > 1:
                 raise ValueError(f"per-request option {key!r} is ambiguous: write one of {', '.join(names)}")
+            if names[0] in chosen:
+                raise ValueError(f"per-request option {names[0]} is given twice")
+            chosen.add(names[0])
             kind, name = names[0].split(".")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
                 raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")

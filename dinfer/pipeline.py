@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,8 +66,8 @@ class Pipeline:
         tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
         for each prompt, such as {"threshold": 0.8}. Raises ValueError for bad input, NonFiniteLogits.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
-        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else prompts)]
+        single = isinstance(prompts, str) or _is_conversation(prompts)
+        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else _listed(prompts, "prompts"))]
         results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
         return results[0] if single else results
 
@@ -124,11 +126,13 @@ class Pipeline:
         options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     ) -> list[Request]:
         """Validated requests; every error names the prompt and the field."""
+        prompts = _listed(prompts, "prompts")
         lengths = _each(max_new_tokens, len(prompts), "max_new_tokens")
         values = _each({} if options is None else options, len(prompts), "options")
         return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
 
     def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
+        prompt = _listed(prompt, f"prompt {index}")
         spec, ids = self.recipe.model.spec, [_as_int(token, f"prompt {index}: token") for token in prompt]
         new_tokens = _as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if not ids:
@@ -188,10 +192,12 @@ def load(
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
-    if isinstance(model, str):
-        name = model
+    if isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
         folder = locate(name)
         family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
     else:
@@ -215,22 +221,42 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+    if (folder / "tokenizer.json").is_file():
+        # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
+        from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if not (folder / "tokenizer_config.json").is_file():
         return None
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _is_conversation(prompt: Any) -> bool:
+    """A list of messages, each with a role and a text."""
     if not isinstance(prompt, Sequence) or not prompt:
         return False
-    return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+    return all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in prompt
+    )
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """The items of a list, tuple, array or tensor."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise ValueError(f"{name} must be a list, not {value!r:.80}")
+    if getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
+        raise ValueError(f"{name} must be a list, not {value!r:.80}")
+    return list(value)
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt: a sequence of them, or the same for all."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    """One value for each prompt: a list of them, or the same for all."""
+    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", None) == 0:
+        return [value] * count
+    if isinstance(value, Sequence) or hasattr(value, "ndim"):
         if len(value) != count:
             raise ValueError(f"{name} has {len(value)} values for {count} prompts: give one, or one for each")
         return list(value)
@@ -238,9 +264,12 @@ def _each(value: Any, count: int, name: str) -> list[Any]:
 
 
 def _as_int(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{what}={value!r} must be an integer")
-    return value.__index__()
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}={value!r} must be an integer") from None
 
 
 __all__ = ["Pipeline", "Result", "boxed", "load"]

@@ -5,7 +5,7 @@ usage: dinfer demo [overrides ...]
 Shows how one problem is solved, then solves a batch of them with several decoders. For each: accuracy (exact match
 of the answer), forwards per problem (NFE), tokens per forward (TPF), and seconds for the whole batch.
 
-  count=32                how many problems
+  count=64                how many problems
   seed=0                  of the problem generator; its held-out split shares no problem with the training split
   families=[ages,travel]  kinds of problems; null: all
   compare=[{name: fixed, steps: 8}]

@@ -23,6 +23,8 @@ ROLES = {
     "cache": "which keys and values are recomputed, seen and refreshed",
 }
 
+NAMES = 18  # columns for names, so that descriptions stand below each other
+
 
 def run(args: list[str]) -> None:
     """Prints the registries asked for, or all four."""
@@ -50,13 +52,13 @@ def component(registry: Registry, name: str) -> RenderableType:
     """One component: summary, paper, options."""
     cls = registry.get(name)
     head = Table.grid(padding=(0, 2))
-    head.add_column(min_width=12, no_wrap=True)
+    head.add_column(min_width=NAMES + 2, no_wrap=True)
     head.add_column(overflow="fold")
     head.add_row(Text(name, "bold cyan"), Text(registry.summary(name)))
     if cls.paper:
         head.add_row("", Text(cls.paper, "bright_black"))
     options = Table.grid(padding=(0, 2))
-    options.add_column(min_width=12, no_wrap=True)
+    options.add_column(min_width=NAMES, no_wrap=True)
     options.add_column(min_width=8, max_width=26, overflow="fold")
     options.add_column(overflow="fold")
     for info in options_of(cls):
