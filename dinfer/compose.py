@@ -53,6 +53,11 @@ class Recipe:
 
     def _check(self, values: Mapping[str, float]) -> None:
         """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
+                "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
+            )
         for name in self.decoder.refuses:
             neutral = self.sampling.neutral.get(name)
             if values.get(f"sampling.{name}", neutral) != neutral:
@@ -61,16 +66,19 @@ class Recipe:
                     f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
                 )
 
-    def value(self, options: Sequence[float], name: str, default: float) -> float:
-        """The value of one option, such as "sampling.seed", in what `resolve` returned; `default` if there is none."""
-        known = [f"{o.kind}.{o.name}" for o in self.request_options]
-        return options[known.index(name)] if name in known[: len(options)] else default
-
-    def sampled(self, options: Sequence[float]) -> bool:
-        """Whether a request with these options, as `resolve` returned them, needs steps that sample."""
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
         values = [*options, *(o.default for o in self.request_options[len(options) :])]
         pairs = zip(self.request_options, values, strict=True)
-        return self.sampling.asks({o.name: value for o, value in pairs if o.kind == "sampling"})
+        return {o.name: value for o, value in pairs if o.kind == "sampling"}
+
+    def sampled(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options needs steps that sample."""
+        return self.sampling.asks(self.sampling_of(options))
+
+    def guided(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options has a second branch, without the prompt."""
+        return self.sampling_of(options).get("guidance", 0) > 0
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

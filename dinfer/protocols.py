@@ -94,6 +94,7 @@ class StepShape:
     block: int  # L
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
+    guided: bool = False  # some row has a second branch, without the prompt
 
 
 @dataclass(frozen=True, slots=True)

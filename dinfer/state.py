@@ -96,7 +96,7 @@ class BatchState:
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
         self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
-            phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.value(given, "sampling.seed", 0)),
+            phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.sampling_of(given).get("seed", 0)),
             stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):

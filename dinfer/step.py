@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dinfer.canvas import BlockView, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
+from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.token_stats import TokenStats, token_stats
 from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, StepShape
@@ -35,7 +36,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    h_BWD = model.forward(x_BWD, state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages))
+    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
+    if shape.guided:
+        model, attend = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
+    h_BWD = model.forward(x_BWD, attend)
     lanes.kept_B = cache.kept(lanes, spec)
     if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
         lanes.forwards_B, lanes.prefills_B = lanes.forwards_B + 1, lanes.prefills_B + 1

@@ -48,6 +48,7 @@ class _Row:
     pages: list[int]
     began: float
     sampled: bool  # its steps have to draw tokens
+    guided: bool  # it has a second branch
     progress: tuple[int, int] = (-1, -1)  # tokens committed and blocks finished, when they last changed
     since: int = 0  # forwards at that time
 
@@ -61,7 +62,7 @@ class Engine:
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._rows: dict[int, _Row] = {}
         self._running = False
-        self._slots = self._length = self._block = 0
+        self._room = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
@@ -96,37 +97,35 @@ class Engine:
         longest = max((r.length for r in requests), default=0)
         slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
         block = self.recipe.iteration.block_length(max((r.length - r.start for r in requests), default=1))
-        if slots <= self._slots and length <= self._length and block <= self._block:
+        branches = 1 + any(self.recipe.guided(request.options) for request in requests)
+        want, have = (slots, length, block, branches), self._room
+        if all(map(int.__le__, want, have)):
             return
-        slots, length, block = max(slots, self._slots), max(length, self._length), max(block, self._block)
-        pages = slots * -(-length // self.runtime.page)
+        slots, length, block, branches = room = tuple(map(max, want, have))
+        pages = branches * slots * -(-length // self.runtime.page)
         self._state = BatchState.alloc(
             self.recipe, slots, length,
             page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device, block=block,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
         self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
-        self._slots, self._length, self._block = (
-            slots,
-            length,
-            block,
-        )  # last: should memory run out, what there was is still good
+        self._room = room  # last: should memory run out, what there was is still good
 
     def _admit(self, index: int, request: Request) -> bool:
-        need = -(-request.length // self.runtime.page)
-        slot = next((s for s in range(self._slots) if s not in self._rows), None)
-        if slot is None or need > self._pages.free:
+        need, guided = -(-request.length // self.runtime.page), self.recipe.guided(request.options)
+        slot = next((s for s in range(self._room[0]) if s not in self._rows), None)
+        if slot is None or need * (1 + guided) > self._pages.free:
             return False
-        state, pages = self._state, self._pages.allocate(need)
+        state, pages = self._state, self._pages.allocate(need * (1 + guided))
         state.kv.wipe(pages)
-        state.kv.assign(slot, pages)
+        state.kv.assign(slot, pages[:need], pages[need:])
         tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
         state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
         )  # fmt: skip
         sampled = self.recipe.sampled(request.options)
-        self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled)
+        self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled, guided)
         return True
 
     def _release(self, slot: int) -> None:
@@ -144,7 +143,8 @@ class Engine:
     def _shape(self, phase: Phase, slots: list[int], width: int, length: int) -> StepShape:
         blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
         sampled = any(self._rows[slot].sampled for slot in slots)
-        return StepShape(phase, len(slots), width, blocks, self._block, pages, sampled=sampled)
+        guided = any(self._rows[slot].guided for slot in slots)
+        return StepShape(phase, len(slots), width, blocks, self._room[2], pages, sampled=sampled, guided=guided)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

@@ -27,6 +27,7 @@ class Plan:
     new_tokens: int
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
+    options: dict[str, Any] = field(default_factory=dict)  # of every request
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
 
@@ -76,10 +77,9 @@ def _decoder(values: Fields) -> dict[str, Any]:
 
 def _official(prompts: list[list[int]], params: Fields) -> Plan:
     """LLaDA's own sampler. Positions start behind the padding, which is the same: rotary positions are relative."""
-    if params.take("cfg_scale", 0.0):
-        raise Skip("classifier-free guidance is not there yet (cfg_scale > 0)")
+    guidance = params.take("cfg_scale", 0.0)
     if params.take("temperature", 0.0):
-        raise Skip("sampling is not there yet (temperature > 0)")
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
     if (remasking := params.take("remasking", "low_confidence")) != "low_confidence":
         raise Skip(f"remasking {remasking!r} is not there yet")
     mask_BP = params.take("attention_mask", None)
@@ -90,6 +90,7 @@ def _official(prompts: list[list[int]], params: Fields) -> Plan:
         {"name": "none"},
         params.take("gen_length"),
         pads_B=None if mask_BP is None else [mask.count(0) for mask in mask_BP],
+        options={"guidance": guidance},
     )
 
 
@@ -166,7 +167,7 @@ def run(golden: Golden, doc: Fields) -> str:
     recipe = compose(network, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
     pads_B = plan.pads_B or [0] * len(prompts)
     requests = [
-        Request(prompt[pad:], plan.new_tokens, recipe.resolve({})) for prompt, pad in zip(prompts, pads_B, strict=True)
+        Request(prompt[pad:], plan.new_tokens, recipe.resolve(plan.options)) for prompt, pad in zip(prompts, pads_B, strict=True)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]

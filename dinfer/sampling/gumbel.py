@@ -42,6 +42,10 @@ class GumbelSampling(Sampling):
         0, "1: stop tokens count as improbable, so that they are committed last (LLaDA's confidence_eos_eot_inf)",
         per_request=True,
     )  # fmt: skip
+    guidance: float = option(
+        0.0, "s of classifier-free guidance, l' + (s + 1) (l - l') with l' as if there were no prompt; 0: off",
+        per_request=True,
+    )  # fmt: skip
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
 
     def __post_init__(self) -> None:
@@ -54,6 +58,8 @@ class GumbelSampling(Sampling):
             raise ValueError(f"sampling.seed={self.seed} must be 0 or more, and less than 2**53")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"sampling.repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
+        if not 0 <= self.guidance < math.inf:
+            raise ValueError(f"sampling.guidance={self.guidance} must be 0 (off) or more")
         for name in ("ban_eos", "eos_last"):
             if getattr(self, name) not in (0, 1):
                 raise ValueError(f"sampling.{name}={getattr(self, name)} must be 0 or 1")

@@ -52,7 +52,8 @@ def meta_steps(recipe: Recipe) -> None:
     cursors = {"kept": 0, "start": 5, "end": 5 + iteration.blocks * block, "length": LENGTH}
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
-        for sampled in (False, True):
-            shape = StepShape(phase, LANES, width, iteration.blocks, block, pages, sampled=sampled)
+        for more in (False, True):
+            guided = more and iteration.scores == "block"
+            shape = StepShape(phase, LANES, width, iteration.blocks, block, pages, sampled=more, guided=guided)
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

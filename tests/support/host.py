@@ -28,13 +28,15 @@ class Host:
         each, slots = -(-self.capacity // page), len(requests) + 1
         model = recipe.model
         self.state = BatchState.alloc(
-            recipe, slots, self.capacity, page=page, pages=slots * each, dtype=model.dtype, device=model.device
+            recipe, slots, self.capacity, page=page, pages=2 * slots * each, dtype=model.dtype, device=model.device
         )
-        free = list(range(RESERVED, RESERVED + slots * each))
+        free = list(range(RESERVED, RESERVED + 2 * slots * each))
         self.random.shuffle(free)
         self.slots = self.random.sample(range(slots), len(requests))
         for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
-            self.state.kv.assign(slot, [free.pop() for _ in range(-(-length // page))])
+            need = -(-length // page)
+            twin = [free.pop() for _ in range(need * recipe.guided(request.options))]
+            self.state.kv.assign(slot, [free.pop() for _ in range(need)], twin)
             self._admit(slot, request)
 
     def _admit(self, slot: int, request: Request) -> None:
@@ -51,6 +53,7 @@ class Host:
         shape = StepShape(
             phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every,
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
+            guided=any(self.recipe.guided(request.options) for request in self.requests),
         )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
