@@ -103,7 +103,7 @@ def test_what_cannot_be_guided_is_refused() -> None:
 
 
 def test_guidance_and_sampling_together() -> None:
-    recipe = recipe_for(cache="dual")
+    recipe = recipe_for(cache="dual", stop="off")
     given = {"guidance": 1.0, "temperature": 0.8, "seed": 5, "ban_eos": 1}
     request = Request(PROMPT, 20, recipe.resolve(given))
     first, second = (completions(engine_for(recipe), [request] * n)[-1] for n in (1, 3))
