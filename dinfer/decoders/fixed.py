@@ -38,7 +38,7 @@ class Fixed(Decoder):
 
     @property
     def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
-        return (self.score,) if self.score in ("entropy", "margin") else ()  # type: ignore[return-value]
+        return (self.score,) if self.score in ("entropy", "margin") else ()
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, quota_R1, step_R1 = view.options["steps"], view.quota_R[:, None], view.step_R[:, None]
