@@ -38,7 +38,7 @@ class Fixed(Decoder):
 
     @property
     def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
-        return (self.score,) if self.score in ("entropy", "margin") else ()  # type: ignore[return-value]
+        return (self.score,) if self.score in ("entropy", "margin") else ()
 
     @property
     def refuses(self) -> tuple[str, ...]:
