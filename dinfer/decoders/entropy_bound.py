@@ -26,7 +26,7 @@ class EntropyBound(Decoder):
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     @property
-    def needs(self) -> tuple[Literal["entropy"], ...]:
+    def needs(self) -> tuple[str, ...]:
         return ("entropy",)
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class EntropyBound(Decoder):
             raise ValueError(f"decoder.bound={self.bound} must be 0 or more")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        entropy_RL = torch.where(view.masked_RL, stats.entropy_RL, float("inf"))
+        entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))
         sorted_RL, order_RL = entropy_RL.sort(dim=-1, stable=True)
         # What comes before a position: the sum less the largest, since entropies ascend.
         before_RL = torch.nn.functional.pad(sorted_RL.cumsum(-1)[:, :-1], (1, 0))

@@ -147,7 +147,7 @@ class Engine:
         width = longest
         if phase == Phase.WINDOW:
             width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
-        return StepShape(phase, len(rows), width, iteration.blocks, self._block, -(-longest // self.runtime.page))
+        return StepShape(phase, len(rows), width, iteration.blocks, self._state.block, -(-longest // self.runtime.page))
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

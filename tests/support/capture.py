@@ -49,8 +49,8 @@ def meta_steps(recipe: Recipe) -> None:
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
-    end = 5 + iteration.blocks * iteration.block
+    end = min(5 + iteration.blocks * state.block, LENGTH)
     for phase, width in ((Phase.FULL, LENGTH), (Phase.WINDOW, cache.width(recipe.model.spec, 5, end, LENGTH))):
-        shape = StepShape(phase, LANES, width, iteration.blocks, iteration.block, pages)
+        shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages)
         with DeviceOnly():
             denoise_step(recipe, state, shape, slot_B)
