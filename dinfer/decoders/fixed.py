@@ -37,7 +37,7 @@ class Fixed(Decoder):
             raise ValueError(f"decoder.steps={self.steps} must be at least 1")
 
     @property
-    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+    def needs(self) -> tuple[str, ...]:
         return (self.score,) if self.score in ("entropy", "margin") else ()
 
     @property
@@ -55,8 +55,8 @@ class Fixed(Decoder):
         """The larger the better. [R, L]"""
         if self.score == "random":
             return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
-        if self.score == "entropy" and stats.entropy_RL is not None:
-            return -stats.entropy_RL
-        if self.score == "margin" and stats.margin_RL is not None:
-            return stats.margin_RL
+        if self.score == "entropy":
+            return -stats.of("entropy")
+        if self.score == "margin":
+            return stats.of("margin")
         return stats.top_RL

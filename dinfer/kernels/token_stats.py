@@ -19,6 +19,13 @@ class TokenStats:
     margin_RL: Tensor | None = None  # the largest probability less the second largest; if asked for
     mask_drawn_RL: Tensor | None = None  # bool: the mask token was drawn; None: nothing was
 
+    def of(self, name: str) -> Tensor:
+        """A further statistic, "entropy" or "margin". Raises KeyError if the decoder's `needs` do not name it."""
+        value = {"entropy": self.entropy_RL, "margin": self.margin_RL}[name]
+        if value is None:
+            raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
+        return value
+
     @property
     def top_RL(self) -> Tensor:
         """The largest probability, the mask token's included; where tokens are drawn, that of what was drawn."""

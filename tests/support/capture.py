@@ -49,11 +49,11 @@ def meta_steps(recipe: Recipe) -> None:
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
-    cursors = {"kept": 0, "start": 5, "end": 5 + iteration.blocks * block, "length": LENGTH}
+    cursors = {"kept": 0, "start": 5, "end": min(5 + iteration.blocks * state.block, LENGTH), "length": LENGTH}
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
         for more in (False, True):
             guided = more and iteration.scores == "block"
-            shape = StepShape(phase, LANES, width, iteration.blocks, block, pages, sampled=more, guided=guided)
+            shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided)
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

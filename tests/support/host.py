@@ -51,7 +51,7 @@ class Host:
         iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
         shape = StepShape(
-            phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every,
+            phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
             guided=any(self.recipe.guided(request.options) for request in self.requests),
         )  # fmt: skip
