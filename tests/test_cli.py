@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine, install, write_checkpoint
 
+from dinfer.checkpoint import boxed
+from dinfer.problems import generate
+
 SUMMARY = re.compile(r"^(\d+) tokens, (\d+) forwards, \d+\.\d\d tokens per forward \(TPF\), \d+\.\d\d s$", re.MULTILINE)
 ESCAPE = "\x1b"
 
@@ -20,7 +23,7 @@ NASTY = [
     "a\\", r"a\'b\"c", "ünïcødé 漢字 🍎", "$(ls) `ls` %s", "~decoder", "+x", "@", "#no comment", "two\nlines = 3",
     "null", "<user>?", "(1 + 2) * 3 = ?", " spaces ", "?", "glob(*)", "threshold is what?",
 ]  # fmt: skip
-AFTER_DASHES = ["--watch", "-m", "--", "- 3 = x", "decoder=fixed", "--help me"]
+AFTER_DASHES = ["--watch", "-m", "--", "- 3 = x", "decoder=fixed", "--help me", "--help"]
 
 # Arguments, and what stderr must say. CHECKPOINT is filled in.
 WRONG = [
@@ -273,3 +276,11 @@ def test_the_demo_prints_an_example_and_a_table(dinfer: CommandLine, checkpoint:
     for row in ("fixed steps=32", "threshold 0.9", "threshold 0.5", "fixed steps=4"):
         assert re.search(rf"^{row} +\d+\.\d% +\d/3 +\d", said.out, re.MULTILINE), row
     assert max(map(len, said.out.splitlines())) <= 120
+
+
+@pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")
+def test_the_model_in_the_box_answers_from_the_wheel(dinfer: CommandLine) -> None:
+    problem = generate("heldout", 1, 0)[0]
+    said = dinfer.run("generate", problem.question, "decoder=fixed")
+    assert (said.status, said.err) == (0, "")
+    assert "Answer:" in said.out and SUMMARY.search(said.out)

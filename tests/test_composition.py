@@ -30,36 +30,31 @@ def alone(combination: Combination) -> list[tuple]:
 
 
 @every_recipe
-def test_a_ragged_batch_equals_each_row_alone(combination: Combination) -> None:
-    """Other lengths and options beside it, a queue for too few slots, small pages, a used engine: all the same."""
+def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combination) -> None:
+    """What a request gives alone it gives beside others of other lengths and options, and however it is launched."""
     recipe = combination.recipe()
     want = alone(combination)
-    engine = engine_for(recipe, rows=3, page=4)
     requests = requests_for(recipe)
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    assert [outcome(c) for c in completions(engine, requests[::-1])] == want[::-1]  # slots and pages that were used
     for request, (canvas, *_) in zip(requests, want, strict=True):
         assert canvas[: len(request.prompt)] == request.prompt
         assert MASK not in canvas
 
+    engine = engine_for(recipe, rows=3, page=4)  # a queue for too few slots, then slots and pages that were used
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    assert [outcome(c) for c in completions(engine, requests[::-1])] == want[::-1]
 
-@every_recipe
-@torch.inference_mode()
-def test_any_schedule_of_steps_gives_the_same_tokens(combination: Combination) -> None:
-    """Random phases, groups of slots with rows in other phases, scratch lanes, wider windows, shuffled pages."""
-    recipe = combination.recipe()
-    want = alone(combination)
-    for seed in range(2):
-        host = Host(recipe, requests_for(recipe), seed=seed)
+    # Random phases, groups of slots with rows in other phases, scratch lanes, wider windows, shuffled pages.
+    with torch.inference_mode():
+        host = Host(recipe, requests, seed=len(str(combination)))
         before = host.addresses()
         host.run_at_random()
-        assert host.canvases() == [canvas for canvas, *_ in want]
-        assert host.forwards() == [row[3] for row in want]  # a step in another phase is not a forward
-        assert host.addresses() == before
+    assert host.canvases() == [canvas for canvas, *_ in want]
+    assert host.forwards() == [row[3] for row in want]  # a step in another phase is not a forward
+    assert host.addresses() == before
 
 
-@pytest.mark.parametrize("combination", LEGAL[::5], ids=str)
-@pytest.mark.parametrize("page", [1, 3, 16, 64])
+@pytest.mark.parametrize("combination", LEGAL[::13], ids=str)
+@pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_size_changes_nothing(combination: Combination, page: int) -> None:
     recipe = combination.recipe()
     assert [outcome(c) for c in completions(engine_for(recipe, page=page), requests_for(recipe))] == alone(combination)
@@ -81,7 +76,7 @@ def test_illegal_recipes_say_why() -> None:
     """Prints the counts; a refusal without a remedy is no help."""
     refused = [refusal(c) for c in COMBINATIONS if c not in LEGAL]
     print(f"{len(LEGAL)} legal combinations, {len(refused)} refused")
-    assert len(LEGAL) >= 4 * 2 * 2 * 3
+    assert len(LEGAL) >= 4 * 2 * 3
     assert all(reason is not None and len(reason) > 40 for reason in refused)
 
 

@@ -114,7 +114,7 @@ def run(case: Case) -> dict[int, list[Update]]:
 def test_invariants_hold_for_any_logits(name: str) -> None:
     edits = DECODERS.get(name).edits
 
-    @settings(max_examples=120)
+    @settings(max_examples=60)
     @given(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]).map(dict).flatmap(cases))
     def check(case: Case) -> None:
         for index, updates in run(case).items():
@@ -157,7 +157,7 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
 def test_the_same_logits_give_the_same_tokens(name: str) -> None:
     """No state is left over: the second run of one engine equals the first."""
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(cases({"name": name}))
     def check(case: Case) -> None:
         engine = engine_for(case.recipe)

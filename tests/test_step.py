@@ -63,6 +63,9 @@ NONSENSE: dict[str, Callable[[TokenStats, BlockView], Proposal]] = {
     "the mask nowhere": lambda stats, view: Proposal(every(view, False), tokens(view, MASK)),
     "no such token": lambda stats, view: Proposal(every(view), tokens(view, VOCAB)),
     "a negative token": lambda stats, view: Proposal(every(view), tokens(view, -1)),
+    "take all back": lambda stats, view: Proposal(every(view, False), remask_RL=every(view)),
+    "take the prompt back": lambda stats, view: Proposal(every(view), remask_RL=view.given_RL),
+    "give one, take all": lambda stats, view: Proposal(view.pos_RL % 8 == 5, remask_RL=every(view)),
     "every other": lambda stats, view: Proposal(every(view), torch.where(view.pos_RL % 2 == 0, 7, MASK)),
 }
 

@@ -79,7 +79,7 @@ def label(decoder: Any) -> str:
 def table(scores: Sequence[Score], recipe: Recipe) -> Table:
     """The scores, one line each."""
     found = Table(title=None, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column("decoder", no_wrap=True)
+    found.add_column("decoder", min_width=20, overflow="fold")
     for name in ("accuracy", "correct", "NFE", "TPF", "tokens/s", "seconds"):
         found.add_column(name, justify="right", no_wrap=True)
     for score in scores:

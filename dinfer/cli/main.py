@@ -66,7 +66,8 @@ def main(args: list[str] | None = None) -> None:
             print(f"dinfer {dinfer.__version__}")
         else:
             command = find(args[0])
-            if "--help" in args or "-h" in args[1:2]:
+            flags = args[1 : args.index("--")] if "--" in args else args[1:]
+            if "--help" in flags or "-h" in flags:
                 print((command.__doc__ or "").strip())
             else:
                 command.run(args[1:])

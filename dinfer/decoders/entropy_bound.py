@@ -1,4 +1,7 @@
-"""Entropy-bounded unmasking: as many positions as their joint uncertainty allows (EB-Sampler, arXiv:2505.24857)."""
+"""Entropy-bounded unmasking: as many positions as their joint uncertainty allows (EB-Sampler, arXiv:2505.24857).
+
+Published with three error proxies, by which positions are ordered: confidence, entropy and margin.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.registry import DECODERS, option
@@ -14,29 +18,42 @@ from dinfer.registry import DECODERS, option
 @DECODERS.register("entropy_bound")
 @dataclass(frozen=True, kw_only=True)
 class EntropyBound(Decoder):
-    """Commits the largest set U of lowest entropies with sum of H over U - max of H over U <= bound.
+    """Commits the largest set U of best positions with sum of H over U - max of H over U <= bound.
 
-    The left side bounds what is lost by taking the tokens of U as independent, in nats. The surest position is
-    always committed. Adapts to the model's calibration better than a threshold on probabilities.
+    H is the entropy of a position; the best are those of least entropy, or another `score`. The left side bounds what
+    is lost by taking the tokens of U as independent, in nats. The surest position is always committed. Adapts to the
+    model's calibration better than a threshold on probabilities.
     """
 
     paper = "EB-Sampler, arXiv:2505.24857"
 
     bound: float = option(0.1, "joint entropy that may be ignored at a step, in nats", per_request=True)
+    score: Literal["entropy", "low_confidence", "margin"] = option(
+        "entropy", "what makes a position best: low entropy, probability, or lead over the second token"
+    )
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     @property
-    def needs(self) -> tuple[Literal["entropy"], ...]:
-        return ("entropy",)
+    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+        return ("entropy", "margin") if self.score == "margin" else ("entropy",)
 
     def __post_init__(self) -> None:
         if self.bound < 0:
             raise ValueError(f"decoder.bound={self.bound} must be 0 or more")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        entropy_RL = torch.where(view.masked_RL, stats.entropy_RL, float("inf"))
-        sorted_RL, order_RL = entropy_RL.sort(dim=-1, stable=True)
-        # What comes before a position: the sum less the largest, since entropies ascend.
-        before_RL = torch.nn.functional.pad(sorted_RL.cumsum(-1)[:, :-1], (1, 0))
-        fits_RL = before_RL <= view.options["bound"]
+        entropy_RL = torch.where(view.masked_RL, stats.entropy_RL, float("inf"))  # type: ignore[arg-type]
+        score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
+        order_RL = score_RL.sort(dim=-1, descending=True, stable=True).indices
+        sorted_RL = entropy_RL.gather(1, order_RL)
+        # One more position adds its own entropy to the sum, or that of the largest before it if that is less.
+        more_RL = torch.minimum(sorted_RL[:, 1:], sorted_RL.cummax(-1).values[:, :-1])
+        spent_RL = torch.nn.functional.pad(more_RL.cumsum(-1), (1, 0))
+        fits_RL = (spent_RL <= view.options["bound"]) & sorted_RL.isfinite()
         return Proposal(torch.zeros_like(fits_RL).scatter(1, order_RL, fits_RL) & ~stats.declined_RL)
+
+    def scores(self, stats: TokenStats) -> Tensor:
+        """The larger the better. [R, L]"""
+        if self.score == "margin" and stats.margin_RL is not None:
+            return stats.margin_RL
+        return -stats.entropy_RL if self.score == "entropy" and stats.entropy_RL is not None else stats.top_RL

@@ -56,10 +56,24 @@ def settings_of(registry: Registry) -> list[tuple[tuple[str, Any], ...]]:
     return found
 
 
-COMBINATIONS = [
-    Combination(*point)
-    for point in product(VARIANTS, settings_of(ITERATIONS), settings_of(DECODERS), settings_of(CACHES))
-]
+def combinations() -> list[Combination]:
+    """The whole product of components as `SMALL` sets them; each further setting of `ALSO` with every decoder and the
+    dual cache, or, of a decoder, with every cache."""
+    axes = [settings_of(registry) for registry in (ITERATIONS, DECODERS, CACHES)]
+    plain = [[setting for setting in axis if not _further(setting)] for axis in axes]
+    dual = [setting for setting in plain[2] if dict(setting)["name"] == "dual"]
+    points = [*product(*plain)]
+    points += product([s for s in axes[0] if _further(s)], plain[1], dual)
+    points += product(plain[0], [s for s in axes[1] if _further(s)], plain[2])
+    points += product(plain[0], plain[1], [s for s in axes[2] if _further(s)])
+    return [Combination(variant, *point) for variant, point in product(VARIANTS, points)]
+
+
+def _further(setting: tuple[tuple[str, Any], ...]) -> bool:
+    return not {key for key, _ in setting} <= {"name", *SMALL}
+
+
+COMBINATIONS = combinations()
 
 
 def legal() -> list[Combination]:

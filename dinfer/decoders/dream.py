@@ -1,0 +1,108 @@
+"""Dream's schedule of noise levels, and its four ways to choose positions (Dream, arXiv:2508.15487).
+
+Published: `diffusion_generate` with steps=512, eps=1e-3, alg="origin", alg_temp=0; its examples take alg="entropy".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.random import uniform
+from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.timesteps import linear_timesteps
+from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+NEAR = 2  # steps by which rounding may move the first step that commits a token
+
+
+@DECODERS.register("dream")
+@dataclass(frozen=True, kw_only=True)
+class Dream(Decoder):
+    """Lowers the noise t from 1 to eps in `steps` steps; step i commits the int(n (1 - t_{i+1} / t_i)) best of n masks.
+
+    t = linspace(1, eps, steps + 1), and the last step commits all. Steps are counted in each block: with iteration
+    `full`, as published, the whole canvas is one. `origin` commits each mask with probability 1 - t_{i+1} / t_i
+    instead. The mask token takes part, and where it wins the position stays masked.
+
+    A step that commits nothing leaves the canvas as it was, and the same forward would follow; so the schedule goes on
+    to its next step that does. That gives the tokens of the reference in fewer forwards. For `origin` each position
+    draws once the noise level below which it is committed, which is the same distribution: the chance to be next
+    among those that are left is 1 - t_{i+1} / t_i at every step. Where the mask token wins at every chosen position,
+    the reference would step on with nothing done; here the best other one is committed.
+    """
+
+    paper = "Dream, arXiv:2508.15487"
+
+    steps: int = option(512, "noise levels from 1 to eps, in each block", per_request=True)
+    alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = option(
+        "entropy", "what comes first: chance, probability, lead over the second token, or low entropy"
+    )
+    alg_temp: float = option(0.0, "draw positions from softmax(score / alg_temp); 0: the best", per_request=True)
+    eps: float = option(0.001, "the last noise level", per_request=True)
+    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"decoder.steps={self.steps} must be at least 1")
+        if self.alg_temp < 0:
+            raise ValueError(f"decoder.alg_temp={self.alg_temp} must be 0 or more")
+        if not 0 < self.eps < 1:
+            raise ValueError(f"decoder.eps={self.eps} must be between 0 and 1")
+
+    @property
+    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+        return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())  # type: ignore[return-value]
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"level": torch.zeros((), dtype=torch.int64)}
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        chosen_RL, level_R1 = (self.by_chance if self.alg == "origin" else self.by_score)(stats, view, state["level"])
+        state["level"].copy_(level_R1[:, 0] + 1)
+        return Proposal(chosen_RL & view.masked_RL & ~stats.declined_RL)
+
+    def by_score(self, stats: TokenStats, view: BlockView, level_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The positions of the next step that commits any, and which step that is. [R, L], [R, 1]"""
+        steps_R1, eps_R1 = view.options["steps"], view.options["eps"]
+        masks_R1 = view.masked_RL.sum(-1, keepdim=True)
+        # n h / t_i reaches 1 where t_i = 1 - i h falls to n h. Around there, the published float32 arithmetic decides.
+        inverse_R1 = steps_R1 / (1 - eps_R1)
+        about_R1 = (inverse_R1 - masks_R1).ceil().to(torch.int64)
+        near_C = torch.arange(-NEAR, NEAR + 1, device=about_R1.device)
+        level_RC = torch.minimum(torch.maximum(level_R[:, None], about_R1 + near_C), steps_R1 - 1)
+        level_RC = torch.cat((level_R[:, None].clamp_max(steps_R1 - 1), level_RC), 1)
+        now_RC, then_RC = (linear_timesteps(level_RC + i, steps_R1, eps_R1) for i in (0, 1))
+        count_RC = (masks_R1.to(torch.float32) * (1 - then_RC / now_RC)).to(torch.int64)
+        count_RC = torch.where(level_RC == steps_R1 - 1, masks_R1, count_RC)
+        # Levels ascend, so the first with a commit is that of the lowest index; the last candidate if there is none.
+        first_R1 = (count_RC > 0).to(torch.int64).argmax(-1, keepdim=True)
+        score_RL = self.scores(stats, view).masked_fill(~view.masked_RL, float("-inf"))
+        return descending_rank(score_RL) < count_RC.gather(1, first_R1), level_RC.gather(1, first_R1)
+
+    def scores(self, stats: TokenStats, view: BlockView) -> Tensor:
+        """The larger the better; with alg_temp, so perturbed that the k best are k draws without replacement. [R, L]"""
+        score_RL = stats.top_RL
+        if self.alg == "topk_margin" and stats.margin_RL is not None:
+            score_RL = stats.margin_RL
+        if self.alg == "entropy" and stats.entropy_RL is not None:
+            score_RL = -stats.entropy_RL
+        # Gumbel noise: its k largest sums are k draws one after the other (Kool et al., arXiv:1903.06059).
+        gumbel_RL = -uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None]).log().neg().log()
+        warm_R1 = view.options["alg_temp"]
+        drawn_RL = score_RL / torch.where(warm_R1 > 0, warm_R1, 1.0) + gumbel_RL
+        return torch.where(warm_R1 > 0, drawn_RL, score_RL.to(torch.float64))
+
+    def by_chance(self, stats: TokenStats, view: BlockView, level_R: Tensor) -> tuple[Tensor, Tensor]:
+        """As `by_score`: a mask is committed at the first noise level that is not above its own draw."""
+        steps_R1, eps_R1 = view.options["steps"], view.options["eps"]
+        draw_RL = uniform(view.seed_R[:, None], view.pos_RL).masked_fill(~view.masked_RL, 0.0)
+        highest_R1 = draw_RL.amax(-1, keepdim=True)
+        about_R1 = ((1 - highest_R1) * steps_R1 / (1 - eps_R1)).ceil().to(torch.int64) - 1
+        level_R1 = torch.minimum(torch.maximum(about_R1, level_R[:, None]), steps_R1 - 1)
+        noise_R1 = linear_timesteps(level_R1 + 1, steps_R1, eps_R1).masked_fill(level_R1 == steps_R1 - 1, 0.0)
+        return draw_RL >= torch.minimum(noise_R1.to(torch.float64), highest_R1), level_R1

@@ -1,0 +1,67 @@
+"""Stability decoding: a token is committed once its distribution has stopped to move (KLASS, arXiv:2511.05664).
+
+Published code: conf_threshold=0.9, kl_threshold=0.01, kl_history_length=2, and, where no position qualifies, the
+quota of LLaDA's fixed schedule; here `least`, which is that quota for as many steps as tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.rank import descending_rank
+from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+TINY = 1e-12  # added to probabilities before the logarithm, as published
+
+
+@DECODERS.register("klass")
+@dataclass(frozen=True, kw_only=True)
+class Klass(Decoder):
+    """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
+
+    If no position qualifies, the `least` most confident are committed. What was seen before a block was entered does
+    not count, whereas the reference, which computes all logits at every step, lets it: from the second block on it
+    may commit one step sooner. Keeps a float32 per position and vocabulary entry.
+    """
+
+    paper = "KLASS, arXiv:2511.05664"
+
+    threshold: float = option(0.9, "least probability of a stable token", per_request=True)
+    kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)
+    history: int = option(2, "so many stable steps in a row", per_request=True)
+    least: int = option(1, "commit so many tokens where none is stable", per_request=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"decoder.threshold={self.threshold} must be a probability, between 0 and 1")
+        if self.kl_threshold < 0:
+            raise ValueError(f"decoder.kl_threshold={self.kl_threshold} must be 0 or more")
+        for name in ("history", "least"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"decoder.{name}={getattr(self, name)} must be at least 1")
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        # No distribution at all is so far from any other that the first step is never stable.
+        return {
+            "before": torch.zeros(()).expand(block, spec.vocab),
+            "stable": torch.zeros((), dtype=torch.int64).expand(block),
+        }
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        now_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32)).softmax(-1)
+        kl_RL = (now_RLV * ((now_RLV + TINY).log() - (state["before"] + TINY).log())).sum(-1)
+        calm_RL = kl_RL < view.options["kl_threshold"]
+        state["before"].copy_(now_RLV)
+        state["stable"].copy_((state["stable"] + 1) * calm_RL)
+        return logits_RLV
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        sure_RL = (stats.top_RL > view.bar(view.options["threshold"])) & view.masked_RL
+        ready_RL = sure_RL & (state["stable"] >= view.options["history"])
+        best_RL = descending_rank(stats.top_RL.masked_fill(~view.masked_RL, -1.0)) < view.options["least"]
+        chosen_RL = torch.where(ready_RL.any(-1, keepdim=True), ready_RL, best_RL & view.masked_RL)
+        return Proposal(chosen_RL & ~stats.declined_RL)

@@ -1,0 +1,76 @@
+"""Revocable decoding: many tokens in, and the doubtful ones out again (WINO, arXiv:2507.18578).
+
+Published: threshold 0.6 to let tokens in, 0.9 for them to stay; of n masks at most min(max(int(0.7 n), 5), 20) enter
+at a step.
+
+The published verification appends to the input, for every position of the block, a shadow mask token that has the
+same position. Nobody else sees the shadows; they see each other and all tokens but the one at their own position, so
+a token is judged by the probability it has without itself. "All but one in the middle" is no interval, which is what
+attention is here (`kernels.attention`), and shadows would need keys of their own beside those of their positions. So
+this decoder judges a token by the probability it has at its own position while the model sees it. Models tend to
+repeat what they see, which makes this test the weaker one: it finds tokens that the context contradicts, and hardly
+those that are merely unlikely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.rank import descending_rank
+from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, option
+
+
+@DECODERS.register("wino")
+@dataclass(frozen=True, kw_only=True)
+class Wino(Decoder):
+    """Commits c_i > threshold, else the best one; masks decoded tokens with p(token) < keep_threshold again.
+
+    p(token) is the probability of a token at its own position, with the token in view; the published method hides it
+    there (see the head of this file). Tokens go only where more than one came in, the least probable first, and fewer
+    than came in, so that a block always gains. (The published bound is what came in one step earlier, under which a
+    block can lose, and need not end.)
+    """
+
+    paper = "WINO, arXiv:2507.18578"
+    edits: ClassVar[bool] = True
+
+    threshold: float = option(0.6, "let tokens in above this", per_request=True)
+    keep_threshold: float = option(0.9, "take decoded tokens back below this", per_request=True)
+    share: float = option(0.7, "let in at most this share of the masks", per_request=True)
+    fewest: int = option(5, "but always as many as this", per_request=True)
+    most: int = option(20, "and never more than this", per_request=True)
+    precision: Literal["float32", "float64"] = option("float64", "of the softmax")
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "keep_threshold", "share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"decoder.{name}={getattr(self, name)} must be between 0 and 1")
+        for name in ("fewest", "most"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"decoder.{name}={getattr(self, name)} must be at least 1")
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"own": torch.zeros((), dtype=torch.float64).expand(block)}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, getattr(torch, self.precision))).softmax(-1)
+        state["own"].copy_(prob_RLV.gather(-1, view.tokens_RL[..., None])[..., 0])
+        return logits_RLV
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
+        masks_R1 = view.masked_RL.sum(-1, keepdim=True)
+        limit_R1 = (masks_R1.to(torch.float32) * view.options["share"].to(torch.float32)).to(torch.int64)
+        limit_R1 = torch.minimum(torch.maximum(limit_R1, view.options["fewest"]), view.options["most"])
+        rank_RL = descending_rank(score_RL)
+        enter_RL = ((score_RL > view.bar(view.options["threshold"])) & (rank_RL < limit_R1)) | (rank_RL == 0)
+        enter_RL &= view.masked_RL & ~stats.declined_RL
+        doubtful_RL = (state["own"] < view.options["keep_threshold"]) & ~view.masked_RL & ~view.given_RL
+        worst_RL = (-state["own"]).masked_fill(~doubtful_RL, float("-inf"))
+        leave_RL = doubtful_RL & (descending_rank(worst_RL) < enter_RL.sum(-1, keepdim=True) - 1)
+        return Proposal(enter_RL, remask_RL=leave_RL)
