@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dinfer.canvas import span
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES
 from dinfer.windows import horizon, horizon_B, logits_at

@@ -98,3 +98,8 @@ class Host:
             tensors |= {f"{kind}.{name}": tensor for name, tensor in pool.rows.items()}
             tensors |= {f"{kind}.fresh.{name}": tensor for name, tensor in pool.fresh.items()}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def keys(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a request by position. [J, S, G, E] each"""
+        pages = self.state.kv.table_NP[self.slots[row]]
+        return tuple(pool[:, pages].flatten(1, 2) for pool in (self.state.kv.k_JPTGE, self.state.kv.v_JPTGE))
