@@ -46,7 +46,7 @@ class Recipe:
             )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(
-                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it has decoded. "
+                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
                 "Use iteration.stop=block."
             )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})

@@ -19,17 +19,14 @@ from dinfer.protocols import Attend, Model, ModelSpec
 from dinfer.state import BatchState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Guided:
     """A `Model` for one step: its hidden states are those of both branches, side by side, its logits are guided."""
 
     model: Model
+    spec: ModelSpec
     bare_BW: Tensor  # the step's tokens, the mask in place of those that are given
     scale_B: Tensor  # 0 in rows that want no guidance
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.model.spec
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,4 +67,6 @@ def guided(
     twin_BW = torch.where(scale_B[:, None] > 0, pos_BW, -1)
     start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in interval_BW)
     slots, positions = torch.cat((slot_B, state.kv.twin(slot_B))), torch.cat((pos_BW, twin_BW))
-    return Guided(recipe.model, bare_BW, scale_B), state.kv.attend(slots, positions, (start_BW, end_BW), pages)
+    return Guided(recipe.model, recipe.model.spec, bare_BW, scale_B), state.kv.attend(
+        slots, positions, (start_BW, end_BW), pages
+    )

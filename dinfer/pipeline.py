@@ -209,7 +209,9 @@ class Pipeline:
         for piece in parse(text):
             if isinstance(piece, int) and piece > self.recipe.model.spec.max_length:
                 raise ValueError(f"[MASK:{piece}] exceeds the model's {self.recipe.model.spec.max_length} positions")
-            fed = [mask_id] * piece if isinstance(piece, int) else tokenizer(piece, add_special_tokens=False)["input_ids"]
+            fed = (
+                [mask_id] * piece if isinstance(piece, int) else tokenizer(piece, add_special_tokens=False)["input_ids"]
+            )
             ids += fed
         return ids
 

@@ -27,7 +27,8 @@ from dinfer.kernels.token_stats import Draw, TokenStats
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State", "StepShape", "TokenStats", "Window",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State",
+    "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]

@@ -78,7 +78,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     after = BlockAfter(
         tokens_BKL=after_RL.view(*by_block, -1),
         given_BKL=view.given_RL.view(*by_block, -1),
-        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1) & (lanes.stops_B > 0)[:, None, None],
+        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1)
+        & (lanes.stops_B > 0)[:, None, None],
         open_BKL=left_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
         next_B=canvas.next_open(slot_B, lanes.end_B),

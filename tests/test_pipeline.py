@@ -74,7 +74,10 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
         ({"decoder": {"threshold": 0.5}}, "needs a `name`"),
         ({"cache": "dula"}, "Did you mean 'dual'"),
         ({"iteration": {"name": "blockwise", "block": 0}}, "block=0 must be at least 1"),
-        ({"iteration": {"name": "blockwise", "stop": "never"}}, "iteration.stop='never' must be 'block' or 'cut' or 'off'"),
+        (
+            {"iteration": {"name": "blockwise", "stop": "never"}},
+            "iteration.stop='never' must be 'block' or 'cut' or 'off'",
+        ),
         ({"iteration": {"name": "blockwise", "align": "false"}}, "align='false' must be true or false"),
         ({"iteration": {"name": "blockwise", "compat": "x"}}, "compat='x'"),
         ({"model": {"name": "lada"}}, "Did you mean 'llada'"),

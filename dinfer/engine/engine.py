@@ -62,7 +62,7 @@ class Engine:
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._rows: dict[int, _Row] = {}
         self._running = False
-        self._room = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
+        self._room: tuple[int, ...] = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:

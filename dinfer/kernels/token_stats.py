@@ -81,5 +81,7 @@ def token_stats(
     confidence_RL = confidence_RL.masked_fill(best_RL == float("-inf"), float("nan"))
     drawn_RL = None
     if draw is not None:
-        drawn_RL = torch.where(draw.noisy_R1, draw.score_RLV[..., mask_id] > best_RL, mask_confidence_RL > confidence_RL)
+        drawn_RL = torch.where(
+            draw.noisy_R1, draw.score_RLV[..., mask_id] > best_RL, mask_confidence_RL > confidence_RL
+        )
     return TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, drawn_RL)

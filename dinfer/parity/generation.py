@@ -167,7 +167,8 @@ def run(golden: Golden, doc: Fields) -> str:
     recipe = compose(network, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
     pads_B = plan.pads_B or [0] * len(prompts)
     requests = [
-        Request(prompt[pad:], plan.new_tokens, recipe.resolve(plan.options)) for prompt, pad in zip(prompts, pads_B, strict=True)
+        Request(prompt[pad:], plan.new_tokens, recipe.resolve(plan.options))
+        for prompt, pad in zip(prompts, pads_B, strict=True)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]

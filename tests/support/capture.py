@@ -44,7 +44,7 @@ class DeviceOnly(TorchDispatchMode):
 def meta_steps(recipe: Recipe) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
-    pages, block = -(-LENGTH // PAGE), iteration.block_length(LENGTH)
+    pages = -(-LENGTH // PAGE)
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )

@@ -48,7 +48,6 @@ class Host:
 
     def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
         """A step that is wide enough for every row, whatever phase that is in."""
-        iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
         shape = StepShape(
             phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
