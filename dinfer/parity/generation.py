@@ -163,7 +163,7 @@ def _quota(block: int, steps: int, threshold: float) -> dict[str, Any]:
 
 
 def _aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], cache: str) -> Plan:
-    """Blocks from a multiple of their length on, the last one complete; attention within a block and to those before."""
+    """Blocks from a multiple of their length on, the last one complete; attention to the own block and those before."""
     block, length = params.take("block_length"), max(len(prompt) for prompt in prompts) + params.take("gen_length")
     if len({len(prompt) for prompt in prompts}) > 1:
         raise Skip("block diffusion: prompts of several lengths in a batch share their blocks in the references")
