@@ -144,7 +144,7 @@ class Engine:
         blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
         sampled = any(self._rows[slot].sampled for slot in slots)
         guided = any(self._rows[slot].guided for slot in slots)
-        return StepShape(phase, len(slots), width, blocks, self._room[2], pages, sampled=sampled, guided=guided)
+        return StepShape(phase, len(slots), width, blocks, self._state.block, pages, sampled=sampled, guided=guided)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):
