@@ -56,7 +56,7 @@ class Dream(Decoder):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())  # type: ignore[return-value]
+        return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())
 
     @property
     def refuses(self) -> tuple[str, ...]:
