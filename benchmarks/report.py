@@ -39,8 +39,8 @@ def steps() -> str:
     lines = [
         "One window step of the LLaDA-8B shape (random weights, bfloat16, block 32, prompt 128 + 256 new, dual cache), "
         "LM head, commits and cursors included, on one H200. The limit is the time to read the weights once, at the "
-        "copy bandwidth measured in the same run. Warm-up is all that came before the timed runs: compiling the kernels, a "
-        "generation of 256 tokens eagerly, capturing the graphs, and a generation with them.",
+        "copy bandwidth measured in the same run. Warm-up is all that came before the timed runs: compiling the "
+        "kernels, a generation of 256 tokens eagerly, capturing the graphs, and a generation with them.",
         "",
         "| batch | eager | CUDA graph | limit | of the limit | warm-up | same tokens |",
         "| --- | --- | --- | --- | --- | --- | --- |",
