@@ -16,6 +16,7 @@ from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.registry import CACHES, DECODERS, REGISTRIES, options_of
+from tools.component_pages import pages
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -87,3 +88,9 @@ def test_what_the_readme_links_to_is_there() -> None:
 def test_the_readmes_figures_are_those_of_the_result_files() -> None:
     readme = (ROOT / "README.md").read_text()
     assert rendered(readme) == readme, "run `python -m benchmarks.report`"
+
+
+def test_the_component_pages_are_those_of_the_docstrings() -> None:
+    for path, text in pages().items():
+        assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
+        assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"
