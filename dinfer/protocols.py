@@ -145,7 +145,7 @@ class BlockAfter:
     tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
-    finished_BK: Tensor  # bool: nothing is left to decode or to settle
+    finished_BK: Tensor  # bool: nothing is left to decode
 
 
 @dataclass(frozen=True, slots=True)
