@@ -95,6 +95,7 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
+    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
 
 

@@ -289,3 +289,21 @@ def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
     assert got.canvas[:end] == want[:end] and len(got.canvas) == len(want)
     blocks = -(-end // BLOCK) - prompt // BLOCK
     assert got.counts.forwards == forwards - blocks
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "block"])
+@pytest.mark.parametrize("sweep", ["block_diffusion", "unaligned"])
+@torch.inference_mode()
+def test_steps_that_are_too_narrow_for_a_row_leave_it_alone(cache: str, sweep: str) -> None:
+    """So the host may launch steps before it knows that a row has entered a block and needs a wider one."""
+    recipe = recipe_of(cache, model="half", sweep=sweep)
+    host = Host(recipe, requests_for(recipe), seed=2)
+    for _ in range(400):
+        for width in (3, BLOCK, BLOCK + 3):
+            for phase in ACTIVE:
+                host.step(phase, host.slots, width=width)
+        host.step(host.random.choice(ACTIVE), host.slots, width=host.capacity)
+        if not host.running():
+            break
+    assert host.canvases() == [c.canvas for c in run(recipe)]
+    assert host.forwards() == [c.counts.forwards for c in run(recipe)]
