@@ -40,7 +40,7 @@ class Recipe:
                 f"{type(self.cache).__name__} keeps the keys of finished blocks for good, which is exact only under "
                 "block-causal attention, but this model is bidirectional. Use cache=dual or cache=prefix."
             )
-        if spec.causal_block not in (None, 1) and self.iteration.block % spec.causal_block:
+        if spec.causal_block and self.iteration.block % spec.causal_block:
             raise IncompatibleRecipe(
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
                 f"{spec.causal_block}."

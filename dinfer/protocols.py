@@ -125,6 +125,7 @@ class Model(Protocol):
     def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
     def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
+    def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,10 @@ class CachePolicy(Component):
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
 
+    def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
+        """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""
+        return None
+
     @abstractmethod
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         """FULL or WINDOW for each row that is not done, after a step of `phase`. int64 [B]"""
@@ -245,11 +250,15 @@ class Iteration(Component):
     """Decides how the canvas is swept and what the model is fed at positions that are still masked."""
 
     blocks: int = 1  # K
-    block: int  # L
+    block: int = 0  # L; 0: as long as the generation
     scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {}
+
+    def block_length(self, new_tokens: int) -> int:
+        """L for a request of `new_tokens`. Host side."""
+        return self.block
 
     @abstractmethod
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:

@@ -61,13 +61,17 @@ class BatchState:
 
     @classmethod
     def alloc(
-        cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device
-    ) -> BatchState:
-        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions."""
+        cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
+        block: int | None = None,
+    ) -> BatchState:  # fmt: skip
+        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions.
+
+        `block` is L; None: what the iteration says for a generation of `length`.
+        """
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
-        block_state = recipe.decoder.fresh_state(spec, iteration.block)
+        block_state = recipe.decoder.fresh_state(spec, block or iteration.block_length(length))
         return cls(
             canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),

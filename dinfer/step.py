@@ -64,6 +64,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
     left_RL = view.masked_RL if cache.settle else (view.masked_RL & ~commit_RL) | remask_RL
     finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
+    if (lingers_B := cache.lingers(lanes, shape.phase, cache_state)) is not None:
+        finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
     after_RL = torch.where(commit_RL | remask_RL, token_RL, view.tokens_RL)
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(

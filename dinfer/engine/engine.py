@@ -59,7 +59,7 @@ class Engine:
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._rows: dict[int, _Row] = {}
         self._running = False
-        self._slots = self._length = 0
+        self._slots = self._length = self._block = 0
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
@@ -92,17 +92,22 @@ class Engine:
         """Makes sure that the state has room; a larger one replaces it, and its graphs, between runs."""
         longest = max((len(r.prompt) + r.new_tokens for r in requests), default=0)
         slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
-        if slots <= self._slots and length <= self._length:
+        block = self.recipe.iteration.block_length(max((r.new_tokens for r in requests), default=1))
+        if slots <= self._slots and length <= self._length and block <= self._block:
             return
-        slots, length = max(slots, self._slots), max(length, self._length)
+        slots, length, block = max(slots, self._slots), max(length, self._length), max(block, self._block)
         pages = slots * -(-length // self.runtime.page)
         self._state = BatchState.alloc(
             self.recipe, slots, length,
-            page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device,
+            page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device, block=block,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
         self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
-        self._slots, self._length = slots, length  # last: should memory run out, what there was is still good
+        self._slots, self._length, self._block = (
+            slots,
+            length,
+            block,
+        )  # last: should memory run out, what there was is still good
 
     def _admit(self, index: int, request: Request) -> bool:
         length = len(request.prompt) + request.new_tokens
@@ -142,7 +147,7 @@ class Engine:
         width = longest
         if phase == Phase.WINDOW:
             width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
-        return StepShape(phase, len(rows), width, iteration.blocks, iteration.block, -(-longest // self.runtime.page))
+        return StepShape(phase, len(rows), width, iteration.blocks, self._block, -(-longest // self.runtime.page))
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

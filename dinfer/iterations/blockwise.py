@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-
-from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
-from dinfer.registry import ITERATIONS, option
+from dinfer.registry import ITERATIONS
+from dinfer.sweeps import BlockSweep
 
 
 @ITERATIONS.register("blockwise")
 @dataclass(frozen=True, kw_only=True)
-class Blockwise(Iteration):
+class Blockwise(BlockSweep):
     """Finishes a block before it begins the next; every masked position is fed the mask token.
 
     The last block is short where the canvas ends. A row stops after the block in which a generated stop token
@@ -21,34 +18,3 @@ class Blockwise(Iteration):
     """
 
     paper = "LLaDA, arXiv:2502.09992"
-
-    block: int = option(32, "block length, in tokens")
-    align: bool = option(
-        False, "begin blocks at multiples of the block length, so that the first one may overlap the prompt"
-    )
-    early_stop: bool = option(True, "stop after the block that holds a stop token; else decode all of max_new_tokens")
-    compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': stop tokens of the prompt count too, and end the sweep even without early_stop (its defects)"
-    )
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"iteration.block={self.block} must be at least 1")
-        if self.compat not in (None, "dinfer"):
-            raise ValueError(f"iteration.compat={self.compat!r} must be null or 'dinfer'")
-
-    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
-        start = prompt // self.block * self.block if self.align else prompt
-        return start, min(start + self.block, length)
-
-    def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
-        leave_B = after.finished_BK.all(-1)
-        stop_BKL = after.stop_BKL if self.compat else after.stop_BKL & ~after.given_BKL
-        stop_B = stop_BKL.flatten(1).any(-1) & (self.early_stop or self.compat is not None)
-        done_B = leave_B & (stop_B | (lanes.end_B >= lanes.length_B))
-        entered_B = leave_B & ~done_B
-        end_B = torch.minimum(lanes.end_B + self.block, lanes.length_B)
-        lanes.start_B = torch.where(entered_B, lanes.end_B, lanes.start_B)
-        lanes.end_B = torch.where(entered_B, end_B, lanes.end_B)
-        lanes.block_B = lanes.block_B + leave_B
-        return Moved(entered_B, done_B)

@@ -84,6 +84,10 @@ class Transformer(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(h_BLD), weight)
 
+    def mix(self, logits_BLV: Tensor) -> Tensor:
+        """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
+        return logits_BLV.softmax(-1) @ self.embedding.weight
+
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:
         """Logits at every position of complete sequences, without a cache. [B, T] -> [B, T, V]
 

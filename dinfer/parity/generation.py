@@ -31,8 +31,8 @@ class Plan:
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
 
 
-def _blockwise(prompts: list[list[int]], params: Fields) -> Plan:
-    """dInfer's BlockWise. Unrolling is left out: dinfer's results do not depend on it."""
+def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False, vicinity: bool = False) -> Plan:
+    """dInfer's BlockWise and its relatives. Unrolling is left out: dinfer's results do not depend on it."""
     params.take("maximum_unroll", None)
     params.take("expected_tpf", None)
     early_stop, interval = params.take("early_stop", True), params.take("cache_update_freq", None) or 0
@@ -40,9 +40,20 @@ def _blockwise(prompts: list[list[int]], params: Fields) -> Plan:
         raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
     if len(prompts) > 1 and (interval or not early_stop):
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
+    if len(prompts) > 1 and smooth:
+        raise Skip("dInfer: rows of a batch share the smoothing schedule, and wait for each other, in the reference")
     iteration = {"name": "blockwise", "block": params.take("block_length"), "early_stop": early_stop}
     iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
     cache = {"name": params.take("cache", None) or "none"}
+    if vicinity:
+        names = {"prefix_look": "back", "after_look": "ahead", "warmup_steps": "warmup"}
+        cache = {"name": "vicinity", "compat": "dinfer", **{ours: params.take(name) for name, ours in names.items()}}
+    if smooth:
+        names = {"cont_weight": "weight", "cont_weight_init": "weight_init", "cont_weight_growth": "weight_growth"}
+        iteration |= {ours: params.take(name) for name, ours in names.items()}
+        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay")}
+        if cache["name"] != "none":
+            cache["compat"] = "dinfer"  # the schedule counts every pass
     return Plan(
         iteration,
         _decoder(params.fields("decoder")),
@@ -109,6 +120,9 @@ def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[
 # Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
 ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockWise": _blockwise,
+    "VicinityCache": partial(_blockwise, vicinity=True),
+    "IterSmooth": partial(_blockwise, smooth=True),
+    "IterSmoothWithVicinityCache": partial(_blockwise, smooth=True, vicinity=True),
     "official_low_confidence": _official,
     "fastdllm_nocache": _fastdllm("none"),
     "fastdllm_prefix": _fastdllm("prefix"),
@@ -116,9 +130,6 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
 }
 # What the algorithms that have no plan yet will need.
 PLANNED: dict[str, list[tuple[Registry, str]]] = {
-    "IterSmooth": [(ITERATIONS, "smooth")],
-    "VicinityCache": [(CACHES, "vicinity")],
-    "IterSmoothWithVicinityCache": [(ITERATIONS, "smooth"), (CACHES, "vicinity")],
     "BlockDiffusion": [(ITERATIONS, "block_diffusion")],
     "BlockDiffusionAttnmask": [(ITERATIONS, "block_diffusion")],
     "llada2_block_diffusion": [(ITERATIONS, "block_diffusion")],

@@ -22,7 +22,7 @@ class ScriptedModel:
         self.logits_SBLV, self.step = logits_SBLV, 0
         length, vocab = logits_SBLV.shape[-2:]
         self.spec = ModelSpec(
-            family="scripted", vocab=vocab, hidden=vocab, layers=0, heads=1, kv_heads=1, head_dim=1, mlp=1,
+            family="scripted", vocab=vocab, hidden=vocab, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1,
             norm_eps=1.0, rope_theta=1.0, max_length=length, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,),
         )  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Vicinity refresh: recompute the block and its neighbourhood against a stale cache (dInfer, arXiv:2510.08666)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.protocols import Lanes, ModelSpec, Moved, Phase, State
+from dinfer.registry import CACHES, option
+from dinfer.windows import WindowCache
+
+
+@CACHES.register("vicinity")
+@dataclass(frozen=True, kw_only=True)
+class VicinityCache(WindowCache):
+    """Recomputes `[start - back, end + ahead)`; keys outside are those of the last full pass.
+
+    The first `warmup` passes of a request are full and keep nothing; the next keeps its keys, as does the first of
+    every later block. Between dual (0, 0) and none: the positions that react most to a commit are those beside it.
+    """
+
+    paper = "dInfer, arXiv:2510.08666"
+
+    back: int = option(16, "positions recomputed before the block")
+    ahead: int = option(16, "positions recomputed behind the block")
+    warmup: int = option(4, "full passes before keys are kept")
+    interval: int = option(0, "from the second block on, also refresh after so many passes; 0: never")
+    compat: Literal["dinfer"] | None = option(
+        None, "'dinfer': keys first kept in a later block are refreshed once more there (its defect)"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("back", "ahead", "warmup", "interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+
+    def reach(self) -> tuple[int, int | None]:
+        return self.back, self.ahead
+
+    def fresh_state(self, spec: ModelSpec) -> State:
+        zero = torch.zeros((), dtype=torch.int64)
+        return {"passes": zero, "kept": zero.bool(), "again": zero.bool()}
+
+    def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
+        return state["passes"] >= self.warmup if self.compat and phase == Phase.FULL else None
+
+    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        passes_B, kept_B, again_B = state["passes"], state["kept"], state["again"]
+        later_B = lanes.block_B - moved.entered_B.long() > 0  # the pass was in the second block or behind it
+        if phase == Phase.FULL:
+            warm_B = passes_B < self.warmup
+            if self.compat:
+                again_B.copy_(~warm_B & ~kept_B & later_B & ~moved.entered_B)
+            kept_B |= ~warm_B
+            # Where the block is done, the window pass that would follow is left out, but counts.
+            passes_B += 1 + (moved.entered_B & ~warm_B)
+            stale_B = warm_B | moved.entered_B
+        else:
+            passes_B += 1
+            stale_B = moved.entered_B | again_B
+            again_B.zero_()
+            if self.interval:
+                stale_B = stale_B | ((passes_B % self.interval == 0) & later_B)
+        return torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW))

@@ -1,0 +1,61 @@
+"""Iteration smoothing: a masked position is fed the mask plus what it expects to become (dInfer, arXiv:2510.08666)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import padded
+from dinfer.protocols import Lanes, Model, ModelSpec, State
+from dinfer.registry import ITERATIONS, option
+from dinfer.sweeps import BlockSweep
+
+
+@ITERATIONS.register("smooth")
+@dataclass(frozen=True, kw_only=True)
+class Smooth(BlockSweep):
+    """Blockwise, feeding E[mask] + w_t * softmax(logits) E at masked positions, with an annealed threshold.
+
+    w_t = min(weight_init + weight_growth * t, weight) at forward t of the request; the logits are those of the last
+    forward that covered the position. No commit below 1 - threshold_decay * t. The model must tolerate inputs between
+    its embeddings; then it needs fewer steps at the same threshold. The LM head runs on the whole window.
+    """
+
+    paper = "dInfer, arXiv:2510.08666"
+    scores: ClassVar[Literal["block", "window"]] = "window"
+
+    weight: float = option(0.3, "largest weight of the expected embedding")
+    weight_init: float = option(0.15, "weight at the first forward")
+    weight_growth: float = option(0.02, "growth of the weight per forward")
+    threshold_decay: float = option(0.02, "by how much the least confidence falls per forward, from 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("weight", "weight_init", "weight_growth", "threshold_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"iteration.{name}={getattr(self, name)} must be 0 or more")
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"expected": torch.zeros(()).expand(length + 1, spec.hidden)}  # the last row is scratch
+
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+        x_BWD = model.embed(tokens_BW)
+        soft_BWD = state["expected"].gather(1, self._rows(pos_BW, state)).to(x_BWD.dtype)
+        return x_BWD + soft_BWD * (tokens_BW == model.spec.mask_id)[..., None]
+
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
+        weight_B = (self.weight_init + self.weight_growth * lanes.forwards_B).clamp_max(self.weight)
+        expected_BWD = model.mix(logits_BWV) * weight_B.to(logits_BWV.dtype)[:, None, None]
+        length = state["expected"].shape[1] - 1
+        told_BW = torch.where(pos_BW >= 0, pos_BW + model.spec.shift, -1).clamp_max(length)
+        state["expected"].scatter_(1, self._rows(told_BW, state), expected_BWD.to(state["expected"].dtype))
+
+    def floor(self, lanes: Lanes) -> Tensor:
+        return 1 - self.threshold_decay * lanes.forwards_B.to(torch.float64)
+
+    def _rows(self, pos_BW: Tensor, state: State) -> Tensor:
+        _, rows, hidden = state["expected"].shape
+        return padded(pos_BW, rows - 1)[..., None].expand(-1, -1, hidden)
