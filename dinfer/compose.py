@@ -35,11 +35,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        if self.cache.settle and spec.causal_block is None:
-            raise IncompatibleRecipe(
-                f"{type(self.cache).__name__} keeps the keys of finished blocks for good, which is exact only under "
-                "block-causal attention, but this model is bidirectional. Use cache=dual or cache=prefix."
-            )
+        for part in (self.iteration, self.decoder, self.cache):
+            if (reason := part.unfit(spec)) is not None:
+                raise IncompatibleRecipe(reason)
         if spec.causal_block and self.iteration.block % spec.causal_block:
             raise IncompatibleRecipe(
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "

@@ -170,6 +170,10 @@ class Component(ABC):
 
     paper: ClassVar[str] = ""  # where the algorithm was published
 
+    def unfit(self, spec: ModelSpec) -> str | None:
+        """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
+        return None
+
 
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
@@ -220,14 +224,17 @@ class CachePolicy(Component):
     """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
 
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
-    settle: ClassVar[bool] = False  # one step more after the last commit, so that K/V are those of final tokens
 
     def fresh_state(self, spec: ModelSpec) -> State:
         return {}
 
+    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
+        """What a request needs first whose active region begins at `start`. Host side."""
+        return Phase.FULL
+
     @abstractmethod
-    def width(self, spec: ModelSpec, start: int, end: int, length: int) -> int:
-        """Positions a WINDOW step computes for a row with the active region `[start, end)`. Host side."""
+    def width(self, spec: ModelSpec, phase: Phase, *, kept: int, start: int, end: int, length: int) -> int:
+        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side."""
 
     @abstractmethod
     def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
@@ -236,6 +243,10 @@ class CachePolicy(Component):
     @abstractmethod
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
+
+    def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
+        """`lanes.kept_B` once the forward of a step has run, before its commits. int64 [B]"""
+        return lanes.kept_B
 
     def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
         """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.canvas import Phase
+from dinfer.canvas import ACTIVE
 from dinfer.compose import Recipe
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
@@ -42,15 +42,16 @@ class DeviceOnly(TorchDispatchMode):
 
 
 def meta_steps(recipe: Recipe) -> None:
-    """Both phases of the recipe's step, on the meta device. `recipe.model` must be there."""
+    """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
-    pages = -(-LENGTH // PAGE)
+    pages, block = -(-LENGTH // PAGE), iteration.block_length(LENGTH)
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
-    end = 5 + iteration.blocks * iteration.block
-    for phase, width in ((Phase.FULL, LENGTH), (Phase.WINDOW, cache.width(recipe.model.spec, 5, end, LENGTH))):
-        shape = StepShape(phase, LANES, width, iteration.blocks, iteration.block, pages)
+    cursors = {"kept": 0, "start": 5, "end": 5 + iteration.blocks * block, "length": LENGTH}
+    for phase in ACTIVE:
+        width = cache.width(recipe.model.spec, phase, **cursors)
+        shape = StepShape(phase, LANES, width, iteration.blocks, block, pages)
         with DeviceOnly():
             denoise_step(recipe, state, shape, slot_B)
