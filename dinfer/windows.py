@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dinfer.canvas import span
-from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, StepShape, Window
+from dinfer.canvas import Canvas, span
+from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, State, StepShape, Window
 
 
 class WindowCache(CachePolicy):
@@ -21,7 +21,9 @@ class WindowCache(CachePolicy):
         """Positions recomputed before the active region and behind it; None: all to the end of the canvas."""
         return 0, 0
 
-    def width(self, spec: ModelSpec, phase: Phase, *, kept: int, start: int, end: int, length: int) -> int:
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
         stop = horizon(spec, end, length)
         if phase == Phase.FULL:
             return stop
@@ -30,7 +32,7 @@ class WindowCache(CachePolicy):
             stop = max(min(end + ahead - spec.shift, stop), 1)
         return stop - max(start - max(back, spec.shift), 0)
 
-    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         first_B, stop_B = torch.zeros_like(lanes.start_B), horizon_B(spec, lanes)
         if shape.phase != Phase.FULL:
             back, ahead = self.reach()
@@ -38,6 +40,9 @@ class WindowCache(CachePolicy):
             if ahead is not None:
                 stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, stop_B).clamp_min(1)
         return Window(span(first_B, stop_B, shape.width), logits_at(lanes, spec, shape, first_B))
+
+    def exact(self, causal_block: int | None) -> bool:
+        return not self.reuses or causal_block is not None
 
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(lanes.length_B), lanes.length_B

@@ -49,7 +49,11 @@ class DelayedCache(CachePolicy):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
 
-    def width(self, spec: ModelSpec, start: int, end: int, length: int) -> int:
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        if phase == Phase.FULL:
+            return length
         if self.variant == "decode":
             return min(length - start + spec.shift, length)
         return min(end + self.around, length) - max(start - max(self.around, spec.shift), 0)
