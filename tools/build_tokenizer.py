@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--texts", type=int, default=20_000, help="problems of the training split to learn from")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--max-length", type=int, default=256)
     arguments = parser.parse_args()
     save(build(arguments.vocabulary, arguments.texts, arguments.seed), arguments.folder, arguments.max_length)
 

@@ -38,11 +38,6 @@ class Batch:
     prompt_B: NDArray[np.int16]
 
 
-def prompt_text(question: str) -> str:
-    """What the chat template makes of one user message, with the generation prompt."""
-    return f"<|user|>{question}<|assistant|>"
-
-
 class WordEncoder:
     """Encodes the generator's texts word by word from a table, several times faster than the tokenizer."""
 

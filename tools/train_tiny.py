@@ -53,7 +53,7 @@ class Options:
     hidden: int = 256
     heads: int = 4
     mlp: int = 768
-    max_length: int = 512
+    max_length: int = 256
     workers: int = 8
     time_limit: float = math.inf  # seconds of training after which it ends, wherever the learning rate is
     fit_seconds: float = 0.0  # not 0: when warm-up ends, set `steps` to what fits this time; the record has them

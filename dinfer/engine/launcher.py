@@ -44,7 +44,7 @@ class Launcher:
         return StepShape(shape.phase, lanes, wide, shape.blocks, shape.block, pages)
 
     def _replays(self, shape: StepShape) -> bool:
-        """Whether it is run as a graph. A prefill is not: once a request and of any width, it would be captured anew."""
+        """Whether it runs as a graph. A prefill does not: of any width, once a request, it would be captured anew."""
         return self.graphs and shape.phase != Phase.PREFILL
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:

@@ -58,7 +58,8 @@ class Host:
         """A step that is wide enough for every row, whatever phase that is in."""
         iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
-        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, iteration.block, pages or every)
+        block = iteration.block_length(self.capacity)
+        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, block, pages or every)
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:
@@ -102,3 +103,8 @@ class Host:
             tensors |= {f"{kind}.{name}": tensor for name, tensor in pool.rows.items()}
             tensors |= {f"{kind}.fresh.{name}": tensor for name, tensor in pool.fresh.items()}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def keys(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a request by position. [J, S, G, E] each"""
+        pages = self.state.kv.table_NP[self.slots[row]]
+        return tuple(pool[:, pages].flatten(1, 2) for pool in (self.state.kv.k_JPTGE, self.state.kv.v_JPTGE))

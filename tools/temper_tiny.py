@@ -1,0 +1,35 @@
+"""Divides the logits of a trained model in the box by a temperature, by scaling its final norm.
+
+    PYTHONPATH=. python tools/temper_tiny.py TRAINED dinfer/checkpoints/tiny --temperature 1.25
+
+Published models lose little at threshold 0.9, the usual setting; this one, as trained, lost 6 points of held-out
+accuracy there, which called for a remedy. Its size was chosen without the held-out problems: the smallest of 1, 1.25,
+1.5, ... at which threshold 0.9 loses at most 2.5 points on problems of the training split.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from dinfer.checkpoint import load_network, read_config, save_network
+from dinfer.models.llada import Llada
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trained", type=Path, help="folder with config.json and model.safetensors")
+    parser.add_argument("folder", type=Path, help="where both go; may be the same")
+    parser.add_argument("--temperature", type=float, required=True)
+    given = parser.parse_args()
+    if given.temperature <= 0:
+        parser.error(f"--temperature {given.temperature}: must be greater than 0")
+    network = load_network(given.trained, Llada(), dtype=torch.float32, device=torch.device("cpu"))
+    network.norm.weight.div_(given.temperature)
+    save_network(network.half(), Llada(), given.folder, read_config(given.trained))
+
+
+if __name__ == "__main__":
+    main()
