@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -33,6 +34,9 @@ def _module() -> list[str]:
 
 
 def _commit() -> str:
+    """The commit that is checked out, or what DINFER_COMMIT says where there is no repository."""
+    if "DINFER_COMMIT" in os.environ:
+        return os.environ["DINFER_COMMIT"]
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

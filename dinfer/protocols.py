@@ -95,7 +95,7 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
-    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: nowhere
+    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
 
 
 class Attend(Protocol):
@@ -203,8 +203,8 @@ class Decoder(Component):
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
 
     @property
-    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
-        """Which further statistics `select` reads."""
+    def needs(self) -> tuple[str, ...]:
+        """Which further statistics `select` reads, of "entropy" and "margin"."""
         return ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -52,6 +52,7 @@ def _lift(flags: Tensor, like: Tensor) -> Tensor:
 class BatchState:
     """Canvas, keys and values, per-request options and the state of each component, allocated once."""
 
+    block: int  # L
     canvas: Canvas
     kv: KVPool
     options_NO: Tensor  # float64, columns as `Recipe.request_options`
@@ -71,8 +72,10 @@ class BatchState:
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
-        block_state = recipe.decoder.fresh_state(spec, block or iteration.block_length(length))
+        block = block or iteration.block_length(length)
+        block_state = recipe.decoder.fresh_state(spec, block)
         return cls(
+            block=block,
             canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
             options_NO=defaults_O.to(device).repeat(n, 1),

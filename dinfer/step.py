@@ -61,7 +61,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         entropy="entropy" in decoder.needs, margin="margin" in decoder.needs,
     )  # fmt: skip
     proposal = decoder.select(stats, view, decoder_state)
-    broken_B = (view.masked_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
+    written_RL = ~view.given_RL if decoder.edits else view.masked_RL
+    broken_B = (written_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
     able_R1 = rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
     commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, decoder.edits)
     commit_RL = commit_RL & able_R1

@@ -55,7 +55,7 @@ class Dream(Decoder):
             raise ValueError(f"decoder.eps={self.eps} must be between 0 and 1")
 
     @property
-    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+    def needs(self) -> tuple[str, ...]:
         return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())  # type: ignore[return-value]
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

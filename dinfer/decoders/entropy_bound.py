@@ -34,7 +34,7 @@ class EntropyBound(Decoder):
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     @property
-    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
+    def needs(self) -> tuple[str, ...]:
         return ("entropy", "margin") if self.score == "margin" else ("entropy",)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class EntropyBound(Decoder):
             raise ValueError(f"decoder.bound={self.bound} must be 0 or more")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        entropy_RL = torch.where(view.masked_RL, stats.entropy_RL, float("inf"))  # type: ignore[arg-type]
+        entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))
         score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
         order_RL = score_RL.sort(dim=-1, descending=True, stable=True).indices
         sorted_RL = entropy_RL.gather(1, order_RL)
@@ -54,6 +54,6 @@ class EntropyBound(Decoder):
 
     def scores(self, stats: TokenStats) -> Tensor:
         """The larger the better. [R, L]"""
-        if self.score == "margin" and stats.margin_RL is not None:
-            return stats.margin_RL
-        return -stats.entropy_RL if self.score == "entropy" and stats.entropy_RL is not None else stats.top_RL
+        if self.score == "margin":
+            return stats.of("margin")
+        return -stats.of("entropy") if self.score == "entropy" else stats.top_RL

@@ -37,8 +37,8 @@ class Fixed(Decoder):
             raise ValueError(f"decoder.steps={self.steps} must be at least 1")
 
     @property
-    def needs(self) -> tuple[Literal["entropy", "margin"], ...]:
-        return (self.score,) if self.score in ("entropy", "margin") else ()  # type: ignore[return-value]
+    def needs(self) -> tuple[str, ...]:
+        return (self.score,) if self.score in ("entropy", "margin") else ()
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, quota_R1, step_R1 = view.options["steps"], view.quota_R[:, None], view.step_R[:, None]
@@ -50,8 +50,8 @@ class Fixed(Decoder):
         """The larger the better. [R, L]"""
         if self.score == "random":
             return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
-        if self.score == "entropy" and stats.entropy_RL is not None:
-            return -stats.entropy_RL
-        if self.score == "margin" and stats.margin_RL is not None:
-            return stats.margin_RL
+        if self.score == "entropy":
+            return -stats.of("entropy")
+        if self.score == "margin":
+            return stats.of("margin")
         return stats.top_RL

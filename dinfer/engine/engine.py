@@ -152,7 +152,7 @@ class Engine:
 
     def _shape(self, phase: Phase, lanes: int, width: int, length: int) -> StepShape:
         blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
-        return StepShape(phase, lanes, width, blocks, self._block, pages)
+        return StepShape(phase, lanes, width, blocks, self._state.block, pages)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

@@ -18,6 +18,13 @@ class TokenStats:
     entropy_RL: Tensor | None = None  # of the whole distribution, in nats; if asked for
     margin_RL: Tensor | None = None  # the largest probability less the second largest; if asked for
 
+    def of(self, name: str) -> Tensor:
+        """A further statistic, "entropy" or "margin". Raises KeyError if the decoder's `needs` do not name it."""
+        value = {"entropy": self.entropy_RL, "margin": self.margin_RL}[name]
+        if value is None:
+            raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
+        return value
+
     @property
     def top_RL(self) -> Tensor:
         """The largest probability, the mask token's included."""

@@ -35,6 +35,9 @@ class ScriptedModel:
     def logits(self, h_BLD: Tensor) -> Tensor:
         return h_BLD
 
+    def mix(self, logits_BLV: Tensor) -> Tensor:
+        return logits_BLV.softmax(-1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedSweep(Blockwise):

@@ -44,14 +44,15 @@ class DeviceOnly(TorchDispatchMode):
 def meta_steps(recipe: Recipe) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
-    pages, block = -(-LENGTH // PAGE), iteration.block_length(LENGTH)
+    pages = -(-LENGTH // PAGE)
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
-    cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": 5 + iteration.blocks * block, "length": LENGTH}
+    end = min(5 + iteration.blocks * state.block, LENGTH)
+    cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": end, "length": LENGTH}
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
-        shape = StepShape(phase, LANES, width, iteration.blocks, block, pages)
+        shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages)
         with DeviceOnly():
             denoise_step(recipe, state, shape, slot_B)

@@ -58,8 +58,7 @@ class Host:
         """A step that is wide enough for every row, whatever phase that is in."""
         iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
-        block = iteration.block_length(self.capacity)
-        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, block, pages or every)
+        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, self.state.block, pages or every)
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

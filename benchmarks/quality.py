@@ -1,0 +1,135 @@
+"""Accuracy and cost of recipes on the held-out problems of the model in the box.
+
+    python -m benchmarks.quality --preset foundation --device cuda --out benchmarks/results/tiny-quality-h200
+
+Writes OUT.json (with command, commit, hardware) and OUT.csv. Counts are those of `dinfer.Counts`: nothing from the
+first stop token on counts, forwards are summed over the problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.surroundings import surroundings
+from dinfer.problems import Problem, generate, is_correct
+
+BLOCK = 32
+FOUNDATION = [
+    *({"name": "fixed", "steps": steps} for steps in (32, 16, 8, 4)),
+    *({"name": "threshold", "threshold": threshold} for threshold in (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One recipe."""
+
+    iteration: str
+    decoder: str
+    options: str
+    cache: str
+    problems: int
+    correct: int
+    accuracy: float  # percent
+    nfe: float  # forwards per problem
+    refreshes: float  # per problem
+    tpf: float  # tokens before the first stop token, per forward
+    tokens: float  # per problem
+    seconds: float  # wall time of the whole batch
+
+
+def recipes(preset: str) -> Iterator[tuple[Any, Any, Any]]:
+    """Iteration, decoder and cache configurations of a preset."""
+    if preset == "foundation":
+        yield from product([{"name": "blockwise", "block": BLOCK}], FOUNDATION, ["none", "prefix", "dual"])
+        return
+    iterations = [{"name": n, **({"block": BLOCK} if n != "full" else {})} for n in ("blockwise", "smooth", "full")]
+    decoders: list[Any] = [*FOUNDATION[:1], *FOUNDATION[6:7]]
+    decoders += [name for name in dinfer.DECODERS.names() if name not in ("fixed", "threshold")]
+    caches = [name for name in dinfer.CACHES.names() if name != "prefix"]
+    yield from product(iterations, decoders, caches)
+
+
+def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: tuple[Any, Any, Any]) -> Row:
+    """Solves all problems with one recipe."""
+    iteration, decoder, cache = recipe
+    composed = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
+    pipe = dinfer.Pipeline(composed, base.tokenizer, base.engine.runtime)
+    began = time.perf_counter()
+    results = pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens)
+    seconds = time.perf_counter() - began
+    correct = sum(is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True))
+    forwards = sum(result.counts.forwards for result in results)
+    tokens = sum(result.counts.tokens for result in results)
+    name, options = (decoder, {}) if isinstance(decoder, str) else (decoder["name"], decoder)
+    count = len(problems)
+    return Row(
+        iteration=iteration["name"],
+        decoder=name,
+        options=" ".join(f"{key}={value}" for key, value in options.items() if key != "name"),
+        cache=cache,
+        problems=count,
+        correct=correct,
+        accuracy=round(100 * correct / count, 1),
+        nfe=round(forwards / count, 2),
+        refreshes=round(sum(result.counts.refreshes for result in results) / count, 2),
+        tpf=round(tokens / forwards, 3),
+        tokens=round(tokens / count, 1),
+        seconds=round(seconds, 2),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
+    parser.add_argument("--count", type=int, default=500, help="held-out problems")
+    parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
+    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
+    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    given = parser.parse_args()
+
+    device = torch.device(given.device)
+    problems = generate("heldout", given.count, given.seed)
+    base = dinfer.load("tiny", device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
+    rows = []
+    for recipe in recipes(given.preset):
+        try:
+            row = measure(base, problems, given.new, recipe)
+        except dinfer.IncompatibleRecipe as refused:
+            print(f"refused: {recipe}: {refused}")
+            continue
+        rows.append(row)
+        print(
+            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:9} {row.accuracy:5.1f}% "
+            f"NFE {row.nfe:6.2f}  TPF {row.tpf:6.3f}  {row.seconds:6.2f} s",
+            flush=True,
+        )
+        if given.out:
+            write(given.out, rows, {"setting": vars(given) | {"out": str(given.out)}, **surroundings(device)})
+
+
+def write(out: Path, rows: list[Row], about: dict[str, Any]) -> None:
+    """OUT.json and OUT.csv; after every row, so that a run that is cut short leaves what it measured."""
+    table = [asdict(row) for row in rows]
+    out.with_suffix(".json").write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()
