@@ -56,7 +56,7 @@ class Dream(Decoder):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())  # type: ignore[return-value]
+        return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"level": torch.zeros((), dtype=torch.int64)}
