@@ -216,7 +216,7 @@ def _pooled(samples: Sequence[Sample]) -> dict[str, float]:
         "kl": sum(s.kl * s.masked for s in samples) / max(masked, 1),
         "kl_worst": max((s.kl_worst for s in samples), default=0.0),
         "top1": sum(s.top1 * s.masked for s in samples) / max(masked, 1),
-        "committed_agreement": sum(s.agreed for s in samples) / max(committed, 1),
+        "committed_agreement": sum(s.agreed for s in samples) / committed if committed else 1.0,
     }
 
 

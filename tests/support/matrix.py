@@ -20,7 +20,10 @@ SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("iteration", "blockwise"): [{"align": True, "early_stop": False}],
     ("cache", "dual"): [{"interval": 3}],
+    ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
+    ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
     ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
+    ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],
 }
 
 
