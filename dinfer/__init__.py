@@ -1,5 +1,11 @@
 """dinfer: modular inference for diffusion language models."""
 
+import os
+
+# Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
+# anything else wants the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Counts, NonFiniteLogits

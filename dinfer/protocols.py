@@ -95,6 +95,7 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
+    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
 
 
@@ -145,7 +146,7 @@ class BlockAfter:
     tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
-    finished_BK: Tensor  # bool: nothing is left to decode or to settle
+    finished_BK: Tensor  # bool: nothing is left to decode
 
 
 @dataclass(frozen=True, slots=True)

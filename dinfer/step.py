@@ -21,7 +21,8 @@ from dinfer.state import BatchState
 def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
     """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
 
-    Slots that are not in `shape.phase` stay exactly as they are. Each slot but the scratch one may be named once.
+    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
+    may be named once.
     """
     model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
     canvas, spec = state.canvas, model.spec
@@ -31,6 +32,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     window = cache.window(lanes, canvas, spec, shape, cache_state)
+    lanes.live_B = lanes.live_B & window.fits_B
     pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
     interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)

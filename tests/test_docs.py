@@ -10,11 +10,13 @@ from types import ModuleType
 import pytest
 from support.models import tiny_model
 
+from benchmarks.report import rendered
 from dinfer.checkpoint import boxed
 from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.registry import CACHES, DECODERS, REGISTRIES, options_of
+from tools.component_pages import pages
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -81,3 +83,14 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
 def test_what_the_readme_links_to_is_there() -> None:
     links = re.findall(r"\]\(((?!https?:)[^)]+)\)", README + TUTORIAL)
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readmes_figures_are_those_of_the_result_files() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert rendered(readme) == readme, "run `python -m benchmarks.report`"
+
+
+def test_the_component_pages_are_those_of_the_docstrings() -> None:
+    for path, text in pages().items():
+        assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
+        assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"

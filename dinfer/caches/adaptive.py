@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.canvas import Canvas, padded, span
-from dinfer.kernels.compact import compact
+from dinfer.canvas import Canvas, padded
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES, option
+from dinfer.windows import scattered
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this
@@ -91,10 +91,7 @@ class AdaptiveCache(CachePolicy):
                 chosen_BS = chosen_BS | (forwards_B1 % self.response_interval == 0)
             flags_BS = active_BS | (chosen_BS & others_BS)
         state["seen"].copy_(torch.where(flags_BS, tokens_BS, state["seen"]))
-        pos_BW, place_BS = compact(flags_BS, shape.width)
-        pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-        logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
-        return Window(pos_BW, logits_BX.view(-1, shape.block))
+        return scattered(lanes, spec, shape, flags_BS)
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
         index_BW = padded(pos_BW, state["when"].shape[1] - 1)

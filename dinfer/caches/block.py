@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas, span
+from dinfer.canvas import Canvas
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES
-from dinfer.windows import horizon, horizon_B, logits_at
+from dinfer.windows import contiguous, horizon, horizon_B
 
 
 @CACHES.register("block")
@@ -45,7 +45,7 @@ class BlockCache(CachePolicy):
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         stop_B = self.kept(lanes, spec) if shape.phase == Phase.PREFILL else horizon_B(spec, lanes)
-        return Window(span(lanes.kept_B, stop_B, shape.width), logits_at(lanes, spec, shape, lanes.kept_B))
+        return contiguous(lanes, spec, shape, lanes.kept_B, stop_B)
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.canvas import Canvas, Status, span
-from dinfer.kernels.compact import compact
+from dinfer.canvas import Canvas, Status
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES, option
+from dinfer.windows import scattered
 
 
 @CACHES.register("delayed")
@@ -74,10 +74,7 @@ class DelayedCache(CachePolicy):
             near_BS = F.max_pool1d(fresh_BS[:, None].float(), 2 * self.around + 1, 1, self.around)[:, 0] > 0
             flags_BS = flags_BS | near_BS
         flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
-        pos_BW, place_BS = compact(flags_BS, shape.width)
-        pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-        logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
-        return Window(pos_BW, logits_BX.view(-1, shape.block))
+        return scattered(lanes, spec, shape, flags_BS)
 
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(lanes.length_B), lanes.length_B

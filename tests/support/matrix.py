@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
 
@@ -101,7 +103,24 @@ def refusal(combination: Combination) -> str | None:
     return None
 
 
+def covering(points: list[Combination]) -> list[Combination]:
+    """A part of `points` in which every pair of settings that occurs in `points` occurs, greedily chosen."""
+
+    def pairs(point: Combination) -> set[Any]:
+        axes = (point.variant, point.iteration, point.decoder, point.cache)
+        return {(i, axes[i], j, axes[j]) for i, j in combinations_of(range(len(axes)), 2)}
+
+    left = set().union(*map(pairs, points))
+    chosen = []
+    for point in sorted(points, key=lambda p: hashlib.blake2b(str(p).encode()).digest()):
+        if new := pairs(point) & left:
+            chosen.append(point)
+            left -= new
+    return chosen
+
+
 LEGAL = legal()
+SAMPLE = covering(LEGAL)
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]

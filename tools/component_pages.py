@@ -1,0 +1,65 @@
+"""Writes docs/components/*.md, one page a registry, from the components' docstrings and options.
+
+    python -m tools.component_pages
+
+The pages say what the code says; a test fails when they fall behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+from dinfer.registry import REGISTRIES, Registry, options_of
+
+FOLDER = Path(__file__).parents[1] / "docs" / "components"
+WHAT = {
+    "model": "The network. A family says what a checkpoint's config.json and tensors mean; the code is shared.",
+    "iteration": "How the canvas is swept, and what the model is fed at masked positions.",
+    "decoder": "Which positions are committed at each step, and to what.",
+    "cache": "Which keys and values are recomputed, seen and refreshed.",
+    "sampling": "How a token is drawn from the logits.",
+}
+
+
+def page(registry: Registry) -> str:
+    """One registry as Markdown."""
+    parts = [
+        f"# {registry.kind.capitalize()}s",
+        f"{WHAT.get(registry.kind, '')} Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` "
+        "shows the same.".strip(),
+    ]
+    for name in registry.names():
+        parts.append(section(registry, name))
+    return "\n\n".join(parts) + "\n"
+
+
+def section(registry: Registry, name: str) -> str:
+    """One component: what it is, where from, its formula and options."""
+    cls = registry.get(name)
+    module = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "").split("\n\n")[0]
+    lines = [f"## `{name}`", module.replace("\n", " "), inspect.cleandoc(cls.__doc__ or "")]
+    if cls.paper:
+        lines.append(f"Source: {cls.paper}.")
+    if options := options_of(cls):
+        rows = ["| option | default | per request | |", "| --- | --- | --- | --- |"]
+        for info in options:
+            default = "null" if info.default is None else info.default
+            rows.append(f"| `{info.name}` | `{default}` | {'yes' if info.per_request else ''} | {info.help} |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    return {FOLDER / f"{registry.kind}.md": page(registry) for registry in REGISTRIES}
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
