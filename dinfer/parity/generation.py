@@ -41,8 +41,6 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
         raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
     if len(prompts) > 1 and (interval or not early_stop):
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
-    if len(prompts) > 1 and smooth:
-        raise Skip("dInfer: rows of a batch share the smoothing schedule, and wait for each other, in the reference")
     iteration = {"name": "blockwise", "block": params.take("block_length"), "early_stop": early_stop}
     iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
     cache = {"name": params.take("cache", None) or "none"}
@@ -52,7 +50,7 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
     if smooth:
         names = {"cont_weight": "weight", "cont_weight_init": "weight_init", "cont_weight_growth": "weight_growth"}
         iteration |= {ours: params.take(name) for name, ours in names.items()}
-        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay")}
+        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay"), "lockstep": len(prompts) > 1}
         if cache["name"] != "none":
             cache["compat"] = "dinfer"  # the schedule counts every pass
     return Plan(
