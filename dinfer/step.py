@@ -31,13 +31,17 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    window = cache.window(lanes, spec, shape)
+    window = cache.window(lanes, canvas, spec, shape, cache_state)
     lanes.live_B = lanes.live_B & window.fits_B
     pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
     interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    h_BWD = model.forward(x_BWD, state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages))
+    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
+    old_BWX = attend.values() if cache.watches else None
+    h_BWD = model.forward(x_BWD, attend)
+    if old_BWX is not None:
+        cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     lanes.kept_B = cache.kept(lanes, spec)
     if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
         lanes.forwards_B, lanes.prefills_B = lanes.forwards_B + 1, lanes.prefills_B + 1
