@@ -22,9 +22,13 @@ class Phase(IntEnum):
     """What a row needs next. A step acts on the rows of one phase and leaves all others as they are."""
 
     IDLE = 0  # empty slot, or finished
-    FULL = 1  # a pass over the whole canvas, which rewrites every cached key and value
+    FULL = 1  # a pass over the whole canvas, as far as anyone sees it yet, which rewrites every key and value
     WINDOW = 2  # a pass over the cache policy's window alone
     FAULT = 3  # stopped: the model's logits were not finite
+    PREFILL = 4  # a pass over the prompt that leaves its keys and decodes nothing; a WINDOW pass follows
+
+
+ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW)  # the phases there are steps of
 
 
 class Status(IntEnum):
@@ -51,12 +55,19 @@ class Lanes:
     start_B: Tensor  # active region [start, end)
     end_B: Tensor
     block_B: Tensor  # blocks finished
+    kept_B: Tensor  # keys and values before this position are those of final tokens, as far as the cache minds
     forwards_B: Tensor  # NFE since admission
+    prefills_B: Tensor  # of these, passes that decoded nothing
     refreshes_B: Tensor  # full passes whose keys and values were kept
     committed_B: Tensor  # masked positions decoded, less those masked again
     seed_B: Tensor  # of the request's random stream
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
+
+    @property
+    def steps_B(self) -> Tensor:
+        """Denoising steps since admission: what schedules and random streams count, so that no cache shifts them."""
+        return self.forwards_B - self.prefills_B
 
 
 CURSORS = tuple(f.name for f in fields(Lanes) if f.name not in ("slot_B", "live_B", "step_BK", "quota_BK"))
@@ -122,11 +133,13 @@ class Canvas:
         prompt: int,
         region: tuple[int, int],
         mask_id: int,
+        phase: Phase = Phase.FULL,
         seed: int = 0,
     ) -> None:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
-        `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`.
+        `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
+        `phase` what the row needs first.
         """
         length = len(tokens)
         masked_S = torch.tensor(masked)
@@ -135,7 +148,7 @@ class Canvas:
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = dict.fromkeys(CURSORS, 0)
-        cursors |= {"phase_B": int(Phase.FULL), "prompt_B": prompt, "length_B": length}
+        cursors |= {"phase_B": int(phase), "prompt_B": prompt, "length_B": length}
         cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)

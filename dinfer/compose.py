@@ -35,10 +35,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        if self.cache.settle and spec.causal_block is None:
+        for part in (self.iteration, self.decoder, self.cache):
+            if (reason := part.unfit(spec)) is not None:
+                raise IncompatibleRecipe(reason)
+        if self.decoder.edits and not self.cache.scores_decoded:
             raise IncompatibleRecipe(
-                f"{type(self.cache).__name__} keeps the keys of finished blocks for good, which is exact only under "
-                "block-causal attention, but this model is bidirectional. Use cache=dual or cache=prefix."
+                f"{type(self.decoder).__name__} judges decoded tokens by their logits, which "
+                f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
+                "does not edit."
             )
         if spec.causal_block and self.iteration.block % spec.causal_block:
             raise IncompatibleRecipe(

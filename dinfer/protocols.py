@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dinfer.canvas import BlockView, Lanes, Phase
+from dinfer.canvas import BlockView, Canvas, Lanes, Phase
 from dinfer.kernels.rotary import Table
 from dinfer.kernels.token_stats import TokenStats
 
@@ -95,6 +95,7 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
+    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
 
 
@@ -145,7 +146,7 @@ class BlockAfter:
     tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
-    finished_BK: Tensor  # bool: nothing is left to decode or to settle
+    finished_BK: Tensor  # bool: nothing is left to decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,10 @@ class Component(ABC):
     """What all components but models share."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
+        return None
 
 
 class ModelFamily(Component):
@@ -220,22 +225,45 @@ class CachePolicy(Component):
     """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
 
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
-    settle: ClassVar[bool] = False  # one step more after the last commit, so that K/V are those of final tokens
+    scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
+    watches: ClassVar[bool] = False  # wants to `observe` how values change
 
-    def fresh_state(self, spec: ModelSpec) -> State:
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        """State of a row that enters, for canvases of at most `length` positions."""
         return {}
 
-    @abstractmethod
-    def width(self, spec: ModelSpec, start: int, end: int, length: int) -> int:
-        """Positions a WINDOW step computes for a row with the active region `[start, end)`. Host side."""
+    def exact(self, causal_block: int | None) -> bool:
+        """Whether every step sees the keys and values that a pass without a cache would compute.
+
+        `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
+        must begin where they do (`iteration.align`).
+        """
+        return not self.reuses
+
+    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
+        """What a request needs first whose active region begins at `start`. Host side."""
+        return Phase.FULL
 
     @abstractmethod
-    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
-        """The positions that a step of `shape.phase` computes."""
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side."""
+
+    @abstractmethod
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
 
     @abstractmethod
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
+
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
+
+    def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
+        """`lanes.kept_B` once the forward of a step has run, before its commits. int64 [B]"""
+        return lanes.kept_B
 
     def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
         """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""

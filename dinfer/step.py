@@ -21,7 +21,8 @@ from dinfer.state import BatchState
 def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
     """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
 
-    Slots that are not in `shape.phase` stay exactly as they are. Each slot but the scratch one may be named once.
+    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
+    may be named once.
     """
     model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
     canvas, spec = state.canvas, model.spec
@@ -30,12 +31,23 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    window = cache.window(lanes, spec, shape)
+    window = cache.window(lanes, canvas, spec, shape, cache_state)
+    lanes.live_B = lanes.live_B & window.fits_B
     pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
     interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    h_BWD = model.forward(x_BWD, state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages))
+    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
+    old_BWX = attend.values() if cache.watches else None
+    h_BWD = model.forward(x_BWD, attend)
+    if old_BWX is not None:
+        cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
+    lanes.kept_B = cache.kept(lanes, spec)
+    if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
+        lanes.forwards_B, lanes.prefills_B = lanes.forwards_B + 1, lanes.prefills_B + 1
+        lanes.phase_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))
+        canvas.store(lanes)
+        return
     if iteration.scores == "window":
         logits_BWV = model.logits(h_BWD)
         logits_RLV = take(logits_BWV, window.logits_RL)
@@ -63,7 +75,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
 
     # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
-    left_RL = view.masked_RL if cache.settle else (view.masked_RL & ~commit_RL) | remask_RL
+    left_RL = (view.masked_RL & ~commit_RL) | remask_RL
     finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
     if (lingers_B := cache.lingers(lanes, shape.phase, cache_state)) is not None:
         finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
@@ -107,7 +119,7 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes
         quota_R=torch.where(step_R == 0, masked_RL.sum(-1), lanes.quota_BK.flatten()),
         floor_R=rows_of(recipe.iteration.floor(lanes), shape.blocks),
         must_progress_R=recipe.iteration.must_progress(lanes).flatten(),
-        forward_R=rows_of(lanes.forwards_B, shape.blocks),
+        forward_R=rows_of(lanes.steps_B, shape.blocks),
         seed_R=rows_of(lanes.seed_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from dinfer.canvas import CURSORS, Phase, Status
+from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
 from dinfer.compose import Recipe
+from dinfer.engine.grouping import groups
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
+WIDTH_CURSORS = ("kept", "prompt", "forwards", "start", "end", "length")  # that `CachePolicy.width` may read
 STALL_LIMIT = 256  # steps of one row without a commit or a new block
 
 
@@ -78,10 +80,11 @@ class Engine:
                 while pending and self._admit(*pending[0]):
                     pending.popleft()
                 before = self._cursors()
-                for phase in (Phase.FULL, Phase.WINDOW):
-                    slots = [slot for slot in self._rows if before[slot]["phase_B"] == phase]
-                    if slots:
-                        self.launcher.launch(self._shape(phase, [before[s] for s in slots]), slots)
+                for phase in ACTIVE:
+                    widths = {s: self._width(before[s]) for s in self._rows if before[s]["phase_B"] == phase}
+                    for slots in groups(widths):
+                        width, length = max(widths[s] for s in slots), max(before[s]["length_B"] for s in slots)
+                        self.launcher.launch(self._shape(phase, len(slots), width, length), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
             self._running = False
@@ -119,13 +122,15 @@ class Engine:
         state.kv.wipe(pages)
         state.kv.assign(slot, pages)
         prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
+        region = self.recipe.iteration.first_region(prompt, length)
         state.canvas.admit(
             slot,
             request.prompt + [mask_id] * request.new_tokens,
             [False] * prompt + [True] * request.new_tokens,
             prompt=prompt,
-            region=self.recipe.iteration.first_region(prompt, length),
+            region=region,
             mask_id=mask_id,
+            phase=self.recipe.cache.first_phase(self.recipe.model.spec, region[0]),
         )
         state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64).to(self.device)
         for pool in (state.iteration, state.decoder, state.cache):
@@ -141,13 +146,13 @@ class Engine:
         """The cursors of every slot: the one place where the host waits for the device."""
         return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
 
-    def _shape(self, phase: Phase, rows: list[dict[str, int]]) -> StepShape:
-        iteration, spec = self.recipe.iteration, self.recipe.model.spec
-        longest = max(row["length_B"] for row in rows)
-        width = longest
-        if phase == Phase.WINDOW:
-            width = max(self.recipe.cache.width(spec, r["start_B"], r["end_B"], r["length_B"]) for r in rows)
-        return StepShape(phase, len(rows), width, iteration.blocks, self._state.block, -(-longest // self.runtime.page))
+    def _width(self, row: dict[str, int]) -> int:
+        cursors = {name: row[f"{name}_B"] for name in WIDTH_CURSORS}
+        return self.recipe.cache.width(self.recipe.model.spec, Phase(row["phase_B"]), **cursors)
+
+    def _shape(self, phase: Phase, lanes: int, width: int, length: int) -> StepShape:
+        blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
+        return StepShape(phase, lanes, width, blocks, self._state.block, pages)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dinfer.compose import Recipe
-from dinfer.protocols import StepShape
+from dinfer.protocols import Phase, StepShape
 from dinfer.state import BatchState
 from dinfer.step import denoise_step
 
@@ -35,7 +35,7 @@ class Launcher:
 
     def bucket(self, shape: StepShape) -> StepShape:
         """The shape that is run for `shape`: itself, or with graphs the next larger one of few."""
-        if not self.graphs:
+        if not self._replays(shape):
             return shape
         page, capacity = self.state.kv.page, self.state.canvas.capacity
         pages = min(-(-shape.pages * page // 128) * 128 // page, self.state.kv.table_NP.shape[1])
@@ -43,11 +43,15 @@ class Launcher:
         lanes = 1 << (shape.lanes - 1).bit_length()
         return StepShape(shape.phase, lanes, wide, shape.blocks, shape.block, pages)
 
+    def _replays(self, shape: StepShape) -> bool:
+        """Whether it runs as a graph. A prefill does not: of any width, once a request, it would be captured anew."""
+        return self.graphs and shape.phase != Phase.PREFILL
+
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
         shape = self.bucket(shape)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
-        if not self.graphs:
+        if not self._replays(shape):
             slot_B = torch.tensor(lanes, dtype=torch.int64).to(self.state.canvas.tokens_NS.device)
             denoise_step(self.recipe, self.state, shape, slot_B)
             return

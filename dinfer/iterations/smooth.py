@@ -51,14 +51,14 @@ class Smooth(BlockSweep):
         return x_BWD + soft_BWD * (tokens_BW == model.spec.mask_id)[..., None]
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
-        weight_B = (self.weight_init + self.weight_growth * lanes.forwards_B).clamp_max(self.weight)
+        weight_B = (self.weight_init + self.weight_growth * lanes.steps_B).clamp_max(self.weight)
         expected_BWD = model.mix(logits_BWV) * weight_B.to(logits_BWV.dtype)[:, None, None]
         length = state["expected"].shape[1] - 1
         told_BW = torch.where(pos_BW >= 0, pos_BW + model.spec.shift, -1).clamp_max(length)
         state["expected"].scatter_(1, self._rows(told_BW, state), expected_BWD.to(state["expected"].dtype))
 
     def floor(self, lanes: Lanes) -> Tensor:
-        return 1 - self.threshold_decay * lanes.forwards_B.to(torch.float64)
+        return 1 - self.threshold_decay * lanes.steps_B.to(torch.float64)
 
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
         if self.lockstep:

@@ -29,6 +29,7 @@ class Plan:
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
+    answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
 
 
 def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False, vicinity: bool = False) -> Plan:
@@ -115,6 +116,60 @@ def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[
     return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
 
 
+def _block_diffusion(prompts: list[list[int]], params: Fields, *, cache: str) -> Plan:
+    """dInfer's BlockDiffusion. The variant without keys stops at EOS whatever early_stop says."""
+    params.take("maximum_unroll", None)
+    params.take("expected_tpf", None)
+    early_stop = params.take("early_stop", True) or cache == "none"
+    if len(prompts) > 1 and not early_stop:
+        raise Skip("dInfer: rows of a batch share the end without early_stop")
+    decoder = _decoder(params.fields("decoder"))
+    plan = _aligned(prompts, params, decoder, cache)
+    plan.iteration["early_stop"] = early_stop
+    return replace(plan, keep_masks=not early_stop, drop_eos=True)
+
+
+def _llada2(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA2's own. It stops behind a block with EOS in any case; `eos_early_stop` only leaves that block earlier."""
+    params.take("eos_early_stop")
+    steps, new_tokens = params.take("steps"), params.take("gen_length")
+    steps = min(steps, new_tokens // params.take("minimal_topk"))
+    decoder = _quota(params.take("block_length"), steps, params.take("threshold"))
+    return replace(_aligned(prompts, params, decoder, "block"), answer=new_tokens)
+
+
+def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
+    """SDAR's own, its sampler replaced by the most likely token."""
+    strategy, threshold = params.take("remasking_strategy"), params.take("confidence_threshold", 1.0)
+    if strategy not in ("low_confidence_dynamic", "low_confidence_static"):
+        raise Skip(f"SDAR: remasking strategy {strategy!r} is not there yet")
+    if (confidence := params.take("confidence")) != "argmax token, full softmax probability":
+        raise Skip(f"SDAR: sampling is not there yet ({confidence})")
+    if strategy == "low_confidence_static":
+        threshold = 1.0  # which nothing exceeds
+    decoder = _quota(params.take("block_length"), params.take("denoising_steps"), threshold)
+    plan = _aligned(prompts, params, decoder, "block")
+    plan.iteration["early_stop"] = params.take("stop_on_eos")
+    return replace(plan, keep_masks=True)
+
+
+def _quota(block: int, steps: int, threshold: float) -> dict[str, Any]:
+    """The decoder of LLaDA2 and SDAR: all above the threshold, or the best of a quota that splits the block."""
+    if steps < block and block % steps:
+        raise Skip(f"a quota that differs from step to step is not there yet ({steps} steps for a block of {block})")
+    return {"name": "threshold", "threshold": threshold, "least": max(block // steps, 1), "compat": "sglang"}
+
+
+def _aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], cache: str) -> Plan:
+    """Blocks from a multiple of their length on, the last one complete; attention to the own block and those before."""
+    block, length = params.take("block_length"), max(len(prompt) for prompt in prompts) + params.take("gen_length")
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise Skip("block diffusion: prompts of several lengths in a batch share their blocks in the references")
+    new_tokens = -(-length // block) * block - len(prompts[0])
+    iteration = {"name": "block_diffusion", "block": block}
+    return Plan(iteration, decoder, {"name": cache}, new_tokens, spec={"causal_block": block})
+
+
 # Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
 ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockWise": _blockwise,
@@ -125,14 +180,14 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "fastdllm_nocache": _fastdllm("none"),
     "fastdllm_prefix": _fastdllm("prefix"),
     "fastdllm_dual": _fastdllm("dual"),
+    "BlockDiffusion": partial(_block_diffusion, cache="block"),
+    "BlockDiffusionAttnmask": partial(_block_diffusion, cache="none"),
+    "llada2_block_diffusion": _llada2,
+    "sdar_block_diffusion": _sdar,
 }
 # What the algorithms that have no plan yet will need.
 PLANNED: dict[str, list[tuple[Registry, str]]] = {
-    "BlockDiffusion": [(ITERATIONS, "block_diffusion")],
-    "BlockDiffusionAttnmask": [(ITERATIONS, "block_diffusion")],
-    "llada2_block_diffusion": [(ITERATIONS, "block_diffusion")],
     "llada21_block_diffusion_with_editing": [(ITERATIONS, "block_diffusion"), (DECODERS, "joint_threshold")],
-    "sdar_block_diffusion": [(ITERATIONS, "block_diffusion")],
     "dream_diffusion_generate": [(ITERATIONS, "full")],
 }
 
@@ -175,13 +230,23 @@ def run(golden: Golden, doc: Fields) -> str:
             rows[update.index] = prompts[update.index][: pads_B[update.index]] + (canvas or [])
             forwards[update.index] = update.completion.counts.forwards
 
+    if plan.answer is not None:
+        rows = [answer(row, len(prompt), plan.answer, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
     if doc.take("final_array", None) is not None:
         same("final_array", doc.take("final_array"), rows)
+    if plan.answer is not None:
+        rows = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     if plan.drop_eos and len(rows) == 1:
         rows = [[token for token in rows[0] if token != eos_id]]
     same("output_ids", doc.take("output_ids"), rows)
     at_most("num_forwards", doc.take("num_forwards"), max(forwards))
     return f"{max(forwards)} forwards, reference {doc.take('num_forwards')}"
+
+
+def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
+    """The prompt and at most `limit` tokens behind it, the last one the first EOS among them."""
+    end = next((i + 1 for i in range(prompt, len(row)) if row[i] == eos_id), len(row))
+    return row[: min(end, prompt + limit)]
 
 
 def _plan(prompts: list[list[int]], params: Fields) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.canvas import Phase
+from dinfer.canvas import ACTIVE
 from dinfer.compose import Recipe
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
@@ -42,7 +42,7 @@ class DeviceOnly(TorchDispatchMode):
 
 
 def meta_steps(recipe: Recipe) -> None:
-    """Both phases of the recipe's step, on the meta device. `recipe.model` must be there."""
+    """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
     state = BatchState.alloc(
@@ -50,7 +50,9 @@ def meta_steps(recipe: Recipe) -> None:
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
-    for phase, width in ((Phase.FULL, LENGTH), (Phase.WINDOW, cache.width(recipe.model.spec, 5, end, LENGTH))):
+    cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": end, "length": LENGTH}
+    for phase in ACTIVE:
+        width = cache.width(recipe.model.spec, phase, **cursors)
         shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages)
         with DeviceOnly():
             denoise_step(recipe, state, shape, slot_B)

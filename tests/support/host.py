@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from dinfer.canvas import CURSORS, Phase, Status
+from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
 from dinfer.compose import Recipe
 from dinfer.engine.request import Request
 from dinfer.kv import RESERVED
@@ -38,14 +38,16 @@ class Host:
             self._admit(slot, request, length)
 
     def _admit(self, slot: int, request: Request, length: int) -> None:
-        prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
+        prompt, spec = len(request.prompt), self.recipe.model.spec
+        region = self.recipe.iteration.first_region(prompt, length)
         self.state.canvas.admit(
             slot,
-            request.prompt + [mask_id] * request.new_tokens,
+            request.prompt + [spec.mask_id] * request.new_tokens,
             [position >= prompt for position in range(length)],
             prompt=prompt,
-            region=self.recipe.iteration.first_region(prompt, length),
-            mask_id=mask_id,
+            region=region,
+            mask_id=spec.mask_id,
+            phase=self.recipe.cache.first_phase(spec, region[0]),
         )
         if request.options:
             self.state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64)
@@ -63,7 +65,7 @@ class Host:
         return [int(self.state.canvas.cursors_NC[slot, PHASE]) for slot in self.slots]
 
     def running(self) -> bool:
-        return any(phase in (Phase.FULL, Phase.WINDOW) for phase in self.phases())
+        return any(phase in ACTIVE for phase in self.phases())
 
     def run_at_random(self) -> None:
         """Steps of random phases on random groups of slots, padded with scratch lanes, until every row is done."""
@@ -73,7 +75,7 @@ class Host:
             group = self.random.sample(self.slots, self.random.randint(1, len(self.slots)))
             group += [self.state.canvas.scratch] * self.random.randint(0, 3)
             self.random.shuffle(group)
-            self.step(self.random.choice((Phase.FULL, Phase.WINDOW)), group)
+            self.step(self.random.choice(ACTIVE), group)
         raise AssertionError(f"rows are still in phases {self.phases()} after {LIMIT} launches")
 
     def canvases(self) -> list[list[int]]:
@@ -100,3 +102,8 @@ class Host:
             tensors |= {f"{kind}.{name}": tensor for name, tensor in pool.rows.items()}
             tensors |= {f"{kind}.fresh.{name}": tensor for name, tensor in pool.fresh.items()}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def keys(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a request by position. [J, S, G, E] each"""
+        pages = self.state.kv.table_NP[self.slots[row]]
+        return tuple(pool[:, pages].flatten(1, 2) for pool in (self.state.kv.k_JPTGE, self.state.kv.v_JPTGE))

@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def tiny_spec(variant: str = "bidirectional", **fields: Any) -> ModelSpec:
     config, ours = VARIANTS[variant]
-    return replace(Llada().spec(CONFIG | config), **ours, **fields)
+    return replace(Llada().spec(CONFIG | config), **(ours | fields))
 
 
 def tiny_model(

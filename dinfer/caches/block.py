@@ -1,0 +1,66 @@
+"""Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import Canvas
+from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
+from dinfer.registry import CACHES
+from dinfer.windows import contiguous, horizon, horizon_B
+
+
+@CACHES.register("block")
+@dataclass(frozen=True, kw_only=True)
+class BlockCache(CachePolicy):
+    """Recomputes the active block, and once more the block before it in the step that enters a new one.
+
+    What a block-causal model computes of a finished block never changes, so keys and values of final tokens are kept
+    for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. Keys of
+    a finished block are those of its last step, when some of its tokens were still masked; the first step of the
+    next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
+    references spend a forward of its own on that, after the last block too.
+    """
+
+    paper = "Block Diffusion, arXiv:2503.09573"
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.causal_block is not None:
+            return None
+        return (
+            "cache=block keeps the keys of finished blocks for good, which is exact only under block-causal "
+            "attention, but this model is bidirectional. Use cache=dual or cache=prefix."
+        )
+
+    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
+        return Phase.PREFILL if self._settled(spec, start) else Phase.WINDOW
+
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        return (self._settled(spec, start) if phase == Phase.PREFILL else horizon(spec, end, length)) - kept
+
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        stop_B = self.kept(lanes, spec) if shape.phase == Phase.PREFILL else horizon_B(spec, lanes)
+        return contiguous(lanes, spec, shape, lanes.kept_B, stop_B)
+
+    def exact(self, causal_block: int | None) -> bool:
+        return causal_block is not None
+
+    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(lanes.length_B), lanes.length_B
+
+    def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
+        block = spec.causal_block or 1
+        return (lanes.start_B - spec.shift).clamp_min(0) // block * block
+
+    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        return torch.full_like(lanes.phase_B, int(Phase.WINDOW))
+
+    def _settled(self, spec: ModelSpec, start: int) -> int:
+        """`kept` on the host: the complete attention blocks before the active region."""
+        block = spec.causal_block or 1
+        return max(start - spec.shift, 0) // block * block
