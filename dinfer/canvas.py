@@ -22,7 +22,7 @@ class Phase(IntEnum):
     """What a row needs next. A step acts on the rows of one phase and leaves all others as they are."""
 
     IDLE = 0  # empty slot, or finished
-    FULL = 1  # a pass over the whole canvas, which rewrites every cached key and value
+    FULL = 1  # a pass over the whole canvas, as far as anyone sees it yet, which rewrites every key and value
     WINDOW = 2  # a pass over the cache policy's window alone
     FAULT = 3  # stopped: the model's logits were not finite
     PREFILL = 4  # a pass over the prompt that leaves its keys and decodes nothing; a WINDOW pass follows

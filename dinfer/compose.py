@@ -39,6 +39,12 @@ class Recipe:
         for part in (self.iteration, self.decoder, self.cache, self.sampling):
             if (reason := part.unfit(spec)) is not None:
                 raise IncompatibleRecipe(reason)
+        if self.decoder.edits and not self.cache.scores_decoded:
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} judges decoded tokens by their logits, which "
+                f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
+                "does not edit."
+            )
         if spec.causal_block and self.iteration.block % spec.causal_block:
             raise IncompatibleRecipe(
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "

@@ -82,6 +82,10 @@ class PagedAttend:
     pages_BP: Tensor  # the pages that are read
     interval_BW: tuple[Tensor, Tensor]
 
+    def values(self, layer: int = -1) -> Tensor:
+        """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
+        return self.pool.v_JPTGE[layer].flatten(0, 1).index_select(0, self.write_X).view(*self.pos_BW.shape, -1)
+
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
         k_PTGE, v_PTGE = self.pool.k_JPTGE[layer], self.pool.v_JPTGE[layer]
         q_BWHE = rotate_and_store(qkv_BWXE, table, heads, k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1), self.write_X)

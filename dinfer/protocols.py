@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dinfer.canvas import BlockView, Lanes, Phase
+from dinfer.canvas import BlockView, Canvas, Lanes, Phase
 from dinfer.kernels.rotary import Table
 from dinfer.kernels.token_stats import Draw, TokenStats
 
@@ -103,6 +103,7 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
+    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
 
 
@@ -154,7 +155,7 @@ class BlockAfter:
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
-    finished_BK: Tensor  # bool: nothing is left to decode or to settle
+    finished_BK: Tensor  # bool: nothing is left to decode
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
@@ -261,25 +262,41 @@ class CachePolicy(Component):
     """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
 
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
+    scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
+    watches: ClassVar[bool] = False  # wants to `observe` how values change
 
-    def fresh_state(self, spec: ModelSpec) -> State:
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        """State of a row that enters, for canvases of at most `length` positions."""
         return {}
+
+    def exact(self, causal_block: int | None) -> bool:
+        """Whether every step sees the keys and values that a pass without a cache would compute.
+
+        `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
+        must begin where they do (`iteration.align`).
+        """
+        return not self.reuses
 
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""
         return Phase.FULL
 
     @abstractmethod
-    def width(self, spec: ModelSpec, phase: Phase, *, kept: int, start: int, end: int, length: int) -> int:
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
         """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side."""
 
     @abstractmethod
-    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
-        """The positions that a step of `shape.phase` computes."""
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
 
     @abstractmethod
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
+
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
 
     def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
         """`lanes.kept_B` once the forward of a step has run, before its commits. int64 [B]"""

@@ -82,7 +82,7 @@ class BatchState:
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
             decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
-            cache=StatePool.alloc(recipe.cache.fresh_state(spec), (n,), device),
+            cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), (n,), device),
         )
 
     def admit(

@@ -22,7 +22,8 @@ from dinfer.state import BatchState
 def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
     """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
 
-    Slots that are not in `shape.phase` stay exactly as they are. Each slot but the scratch one may be named once.
+    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
+    may be named once.
     """
     model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
     canvas, spec = state.canvas, model.spec
@@ -31,15 +32,19 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    window = cache.window(lanes, spec, shape)
+    window = cache.window(lanes, canvas, spec, shape, cache_state)
+    lanes.live_B = lanes.live_B & window.fits_B
     pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
     interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
     attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
+    old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
-        model, attend = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
-    h_BWD = model.forward(x_BWD, attend)
+        model, fed = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
+    h_BWD = model.forward(x_BWD, fed)
+    if old_BWX is not None:
+        cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     lanes.kept_B = cache.kept(lanes, spec)
     if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
         lanes.forwards_B, lanes.prefills_B = lanes.forwards_B + 1, lanes.prefills_B + 1

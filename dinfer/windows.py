@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dinfer.canvas import span
-from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, StepShape, Window
+from dinfer.canvas import Canvas, span
+from dinfer.kernels.compact import compact
+from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, State, StepShape, Window
 
 
 class WindowCache(CachePolicy):
@@ -21,7 +22,9 @@ class WindowCache(CachePolicy):
         """Positions recomputed before the active region and behind it; None: all to the end of the canvas."""
         return 0, 0
 
-    def width(self, spec: ModelSpec, phase: Phase, *, kept: int, start: int, end: int, length: int) -> int:
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
         stop = horizon(spec, end, length)
         if phase == Phase.FULL:
             return stop
@@ -30,24 +33,37 @@ class WindowCache(CachePolicy):
             stop = max(min(end + ahead - spec.shift, stop), 1)
         return stop - max(start - max(back, spec.shift), 0)
 
-    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         first_B, stop_B = torch.zeros_like(lanes.start_B), horizon_B(spec, lanes)
         if shape.phase != Phase.FULL:
             back, ahead = self.reach()
             first_B = (lanes.start_B - max(back, spec.shift)).clamp_min(0)
             if ahead is not None:
                 stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, stop_B).clamp_min(1)
-        return Window(span(first_B, stop_B, shape.width), logits_at(lanes, spec, shape, first_B))
+        return contiguous(lanes, spec, shape, first_B, stop_B)
+
+    def exact(self, causal_block: int | None) -> bool:
+        return not self.reuses or causal_block is not None
 
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(lanes.length_B), lanes.length_B
 
 
-def logits_at(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor) -> Tensor:
-    """`Window.logits_RL` of a window that begins at `first_B`."""
+def contiguous(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor, stop_B: Tensor) -> Window:
+    """The window `[first, stop)` of each row, which holds the logits of its active region."""
     pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
     logits_BX = torch.where(pos_BX >= 0, (pos_BX - spec.shift).clamp_min(0) - first_B[:, None], -1)
-    return logits_BX.view(-1, shape.block)
+    logits_RL = logits_BX.clamp_max(shape.width - 1).view(-1, shape.block)  # in bounds where the row does not fit
+    return Window(span(first_B, stop_B, shape.width), stop_B - first_B <= shape.width, logits_RL)
+
+
+def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor) -> Window:
+    """The window of all flagged positions; one that is not flagged has no logits in it."""
+    pos_BW, place_BS = compact(flags_BS, shape.width)
+    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
+    logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
+    logits_RL = logits_BX.clamp_max(shape.width - 1).view(-1, shape.block)
+    return Window(pos_BW, flags_BS.sum(-1) <= shape.width, logits_RL)
 
 
 def horizon(spec: ModelSpec, end: int, length: int) -> int:

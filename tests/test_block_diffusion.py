@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.host import Host
 from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, requests_for
-from support.models import EOS, tiny_model
+from support.models import EOS, MASK, tiny_model
 
 from dinfer.canvas import ACTIVE, CURSORS, Phase
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
@@ -17,6 +17,8 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.grouping import FREE, groups
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, NonFiniteLogits, Request
+from dinfer.parity.generation import ALGORITHMS
+from dinfer.parity.golden import Fields, Skip
 from dinfer.protocols import StepShape
 from dinfer.registry import DECODERS, options_of
 
@@ -237,3 +239,71 @@ def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
 
 def test_every_phase_has_its_steps() -> None:
     assert set(Phase) - set(ACTIVE) == {Phase.IDLE, Phase.FAULT}
+
+
+def reference(model: Any, prompt: list[int], new: int, block: int, quota: int, bar: float) -> tuple[list[int], int]:
+    """SDAR's loop, written down from its rule, without keys: the canvas, and the forwards it takes with them."""
+    length = -(-(len(prompt) + new) // block) * block
+    tokens = torch.tensor(prompt + [MASK] * (length - len(prompt)))
+    forwards = int(len(prompt) >= block)  # the prefill
+    for start in range(len(prompt) // block * block, length, block):
+        own = slice(start, start + block)
+        while (masked := tokens[own] == MASK).any():
+            logits = model.score(tokens[None, : own.stop], attention="block_causal", block_length=block)[0, own]
+            best, token = logits.float().softmax(-1).max(-1)
+            best = best.masked_fill(~masked, -1)
+            sure = best > bar
+            if sure.sum() < quota:
+                sure = torch.zeros_like(sure).scatter(0, best.topk(min(quota, int(masked.sum()))).indices, True)
+            tokens[own] = torch.where(sure, token, tokens[own])
+            forwards += 1
+        forwards += 1  # the commit
+        if any(int(token) in model.spec.stop_ids for token in tokens[max(start, len(prompt)) : own.stop]):
+            break
+    return tokens.tolist(), forwards
+
+
+@pytest.mark.parametrize("prompt,new", [(3, 20), (8, 16), (21, 30), (16, 33)])
+@pytest.mark.parametrize("bar,quota", [(0.4, 1), (0.6, 2), (1.0, 4), (0.5, 3)])
+def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
+    prompt: int, new: int, bar: float, quota: int
+) -> None:
+    """Until there are models for the goldens: their plan, run on a tiny model, against the rule written down above."""
+    model, ids = tiny_model("block_causal", **MODELS["block"]), [(7 * i) % 36 for i in range(prompt)]
+    with torch.no_grad():
+        model.head.weight[MASK] = 0  # where the mask wins, the reference writes it, and we do not
+    want, forwards = reference(model, ids, new, BLOCK, quota, bar)
+    params = {
+        "remasking_strategy": "low_confidence_dynamic", "confidence": "argmax token, full softmax probability",
+        "confidence_threshold": bar, "block_length": BLOCK, "denoising_steps": BLOCK // quota, "gen_length": new,
+        "stop_on_eos": True,
+    }  # fmt: skip
+    if BLOCK % quota:
+        with pytest.raises(Skip, match="a quota that differs"):
+            ALGORITHMS["sdar_block_diffusion"]([ids], Fields("case", params | {"denoising_steps": 3}))
+        return
+    plan = ALGORITHMS["sdar_block_diffusion"]([ids], Fields("case", params))
+    recipe = compose(model, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
+    got = completions(engine_for(recipe), [Request(ids, plan.new_tokens, recipe.resolve({}))])[0]
+    end = next((i for i, token in enumerate(want) if token == MASK), len(want))
+    assert got.canvas[:end] == want[:end] and len(got.canvas) == len(want)
+    blocks = -(-end // BLOCK) - prompt // BLOCK
+    assert got.counts.forwards == forwards - blocks
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "block"])
+@pytest.mark.parametrize("sweep", ["block_diffusion", "unaligned"])
+@torch.inference_mode()
+def test_steps_that_are_too_narrow_for_a_row_leave_it_alone(cache: str, sweep: str) -> None:
+    """So the host may launch steps before it knows that a row has entered a block and needs a wider one."""
+    recipe = recipe_of(cache, model="half", sweep=sweep)
+    host = Host(recipe, requests_for(recipe), seed=2)
+    for _ in range(400):
+        for width in (3, BLOCK, BLOCK + 3):
+            for phase in ACTIVE:
+                host.step(phase, host.slots, width=width)
+        host.step(host.random.choice(ACTIVE), host.slots, width=host.capacity)
+        if not host.running():
+            break
+    assert host.canvases() == [c.canvas for c in run(recipe)]
+    assert host.forwards() == [c.counts.forwards for c in run(recipe)]

@@ -14,6 +14,7 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted
 
+from dinfer.canvas import Phase
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.request import NonFiniteLogits, Request, Update
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, options_of
@@ -79,6 +80,7 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
     try:
         recipe = compose(model, iteration=iteration, decoder=decoder, cache=cache)
     except IncompatibleRecipe:
+        iteration = {"name": "blockwise", "block": block}
         recipe = compose(model, iteration=iteration, decoder=decoder, cache="none")
     requests = [
         Request([1 + i] * draw(st.integers(1, 12)), draw(st.integers(1, 25)), recipe.resolve(_options(draw, recipe)))
@@ -129,6 +131,8 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
     prompt = len(request.prompt)
     tokens, masked = request.prompt + [MASK] * request.new_tokens, [False] * prompt + [True] * request.new_tokens
     decoded = 0
+    start = case.recipe.iteration.first_region(prompt, prompt + request.new_tokens)[0]
+    prefill = case.recipe.cache.first_phase(case.recipe.model.spec, start) == Phase.PREFILL
     for update in updates:
         assert update.tokens is not None and update.masked is not None
         assert update.tokens[:prompt] == request.prompt
@@ -142,13 +146,14 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
                 assert update.tokens[i] == tokens[i], "a committed token changed"
         commits = sum(masked) - sum(update.masked)
         decoded += commits
-        if any(masked[start:end]) and not case.recipe.cache.settle:
+        if any(masked[start:end]) and not (prefill and update.forwards == 1):
             assert commits >= 1, "a row that must progress did not"
         tokens, masked = update.tokens, update.masked
     completion = updates[-1].completion
     assert completion is not None and completion.counts.committed == decoded
-    if not (edits or case.recipe.cache.settle):
-        assert completion.counts.forwards <= request.new_tokens
+    waits = getattr(case.recipe.iteration, "lockstep", False)  # for the other rows, with passes that commit nothing
+    if not edits and not waits:
+        assert completion.counts.forwards <= request.new_tokens + prefill
     assert MASK not in completion.canvas
     assert all(now or token == final for token, now, final in zip(tokens, masked, completion.canvas, strict=True))
     if not completion.stopped:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import span
+from dinfer.canvas import Canvas
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES
-from dinfer.windows import horizon, horizon_B, logits_at
+from dinfer.windows import contiguous, horizon, horizon_B
 
 
 @CACHES.register("block")
@@ -38,12 +38,17 @@ class BlockCache(CachePolicy):
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         return Phase.PREFILL if self._settled(spec, start) else Phase.WINDOW
 
-    def width(self, spec: ModelSpec, phase: Phase, *, kept: int, start: int, end: int, length: int) -> int:
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
         return (self._settled(spec, start) if phase == Phase.PREFILL else horizon(spec, end, length)) - kept
 
-    def window(self, lanes: Lanes, spec: ModelSpec, shape: StepShape) -> Window:
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         stop_B = self.kept(lanes, spec) if shape.phase == Phase.PREFILL else horizon_B(spec, lanes)
-        return Window(span(lanes.kept_B, stop_B, shape.width), logits_at(lanes, spec, shape, lanes.kept_B))
+        return contiguous(lanes, spec, shape, lanes.kept_B, stop_B)
+
+    def exact(self, causal_block: int | None) -> bool:
+        return causal_block is not None
 
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(lanes.length_B), lanes.length_B

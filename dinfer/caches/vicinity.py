@@ -40,7 +40,7 @@ class VicinityCache(WindowCache):
     def reach(self) -> tuple[int, int | None]:
         return self.back, self.ahead
 
-    def fresh_state(self, spec: ModelSpec) -> State:
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zero = torch.zeros((), dtype=torch.int64)
         return {"passes": zero, "kept": zero.bool(), "again": zero.bool()}
 

@@ -51,7 +51,7 @@ class RefreshedCache(WindowCache):
     def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
         return torch.ones_like(lanes.live_B) if self.compat and phase == Phase.FULL else None
 
-    def fresh_state(self, spec: ModelSpec) -> State:
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:

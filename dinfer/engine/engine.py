@@ -22,6 +22,7 @@ from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, 
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
+WIDTH_CURSORS = ("kept", "prompt", "forwards", "start", "end", "length")  # that `CachePolicy.width` may read
 STALL_LIMIT = 256  # steps of one row without a commit or a new block
 
 
@@ -137,7 +138,7 @@ class Engine:
         return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
 
     def _width(self, row: dict[str, int]) -> int:
-        cursors = {name: row[f"{name}_B"] for name in ("kept", "start", "end", "length")}
+        cursors = {name: row[f"{name}_B"] for name in WIDTH_CURSORS}
         return self.recipe.cache.width(self.recipe.model.spec, Phase(row["phase_B"]), **cursors)
 
     def _shape(self, phase: Phase, slots: list[int], width: int, length: int) -> StepShape:

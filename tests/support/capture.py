@@ -49,7 +49,8 @@ def meta_steps(recipe: Recipe) -> None:
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
-    cursors = {"kept": 0, "start": 5, "end": min(5 + iteration.blocks * state.block, LENGTH), "length": LENGTH}
+    end = min(5 + iteration.blocks * state.block, LENGTH)
+    cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": end, "length": LENGTH}
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
         for more in (False, True):

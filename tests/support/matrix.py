@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
@@ -22,7 +23,10 @@ SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],
     ("cache", "dual"): [{"interval": 3}],
+    ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
+    ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
     ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
+    ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],
 }
 
 
@@ -59,15 +63,18 @@ def settings_of(registry: Registry) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def combinations() -> list[Combination]:
-    """The whole product of components as `SMALL` sets them; each further setting of `ALSO` with every decoder and the
-    dual cache, or, of a decoder, with every cache."""
+    """The whole product of components as `SMALL` sets them; of the further settings of `ALSO`, those of iterations
+    with every decoder and the dual cache, of decoders with every cache, of caches with every iteration."""
     axes = [settings_of(registry) for registry in (ITERATIONS, DECODERS, CACHES)]
     plain = [[setting for setting in axis if not _further(setting)] for axis in axes]
-    dual = [setting for setting in plain[2] if dict(setting)["name"] == "dual"]
+    blockwise, threshold, dual = (
+        [setting for setting in axis if dict(setting)["name"] == name]
+        for axis, name in zip(plain, ("blockwise", "threshold", "dual"), strict=True)
+    )
     points = [*product(*plain)]
     points += product([s for s in axes[0] if _further(s)], plain[1], dual)
-    points += product(plain[0], [s for s in axes[1] if _further(s)], plain[2])
-    points += product(plain[0], plain[1], [s for s in axes[2] if _further(s)])
+    points += product(blockwise, [s for s in axes[1] if _further(s)], plain[2])
+    points += product(plain[0], threshold, [s for s in axes[2] if _further(s)])
     return [Combination(variant, *point) for variant, point in product(VARIANTS, points)]
 
 
@@ -78,6 +85,11 @@ def _further(setting: tuple[tuple[str, Any], ...]) -> bool:
 COMBINATIONS = combinations()
 
 
+@cache
+def _model_of(variant: str) -> Any:
+    return tiny_model(variant)
+
+
 def legal() -> list[Combination]:
     """The combinations that compose; the others must be refused with a reason, which another test checks."""
     return [combination for combination in COMBINATIONS if refusal(combination) is None]
@@ -85,7 +97,7 @@ def legal() -> list[Combination]:
 
 def refusal(combination: Combination) -> str | None:
     try:
-        combination.recipe()
+        combination.recipe(_model_of(combination.variant))
     except IncompatibleRecipe as error:
         return str(error)
     return None

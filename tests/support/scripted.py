@@ -42,3 +42,6 @@ class Scripted:
     def logits(self, h_BLD: Tensor) -> Tensor:
         page_PV = self.table_CPV[(self.calls - 1) % len(self.table_CPV)]
         return page_PV[h_BLD[..., 0].long() % len(page_PV)]
+
+    def mix(self, logits_BLV: Tensor) -> Tensor:
+        return torch.zeros_like(logits_BLV[..., :1])

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dinfer.cli.conf import GROUPS, Schema
-from dinfer.registry import Registry, options_of, unknown
+from dinfer.protocols import CachePolicy
+from dinfer.registry import CACHES, Registry, options_of, unknown
 
 ROLES = {
     "model": "the network, loaded from a Hugging Face folder or hub name",
@@ -58,6 +59,8 @@ def component(registry: Registry, name: str) -> RenderableType:
     head.add_row(Text(name, "bold cyan"), Text(registry.summary(name)))
     if cls.paper:
         head.add_row("", Text(cls.paper, "bright_black"))
+    if registry is CACHES:
+        head.add_row("", Text(exactness(cls()), "bright_black"))
     options = Table.grid(padding=(0, 2))
     options.add_column(min_width=NAMES, no_wrap=True)
     options.add_column(min_width=8, max_width=26, overflow="fold")
@@ -67,6 +70,15 @@ def component(registry: Registry, name: str) -> RenderableType:
             Text(f"{info.name}{' *' if info.per_request else ''}", "green"), shown(info.default), Text(info.help)
         )
     return Group(head, Padding(options, (0, 0, 0, 2), expand=False))
+
+
+def exactness(cache: CachePolicy) -> str:
+    """For which models its keys and values are those of a pass without a cache."""
+    kinds = {"bidirectional": None, "block-causal": 2, "causal": 1}
+    exact = [kind for kind, causal_block in kinds.items() if cache.exact(causal_block)]
+    if len(exact) == len(kinds):
+        return "exact for every model"
+    return f"exact for {' and '.join(exact)} models only" if exact else "an approximation"
 
 
 def shown(value: object) -> str:

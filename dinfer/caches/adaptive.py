@@ -1,0 +1,112 @@
+"""Adaptive caching: refresh the prompt seldom, the response now and then, and in between what moves (dLLM-Cache).
+
+arXiv:2506.06295. Published settings: prompt interval 50 to 100, response interval 5 to 8, ratio 0.25.
+
+The published cache works inside every layer. It keeps keys, values, attention outputs and MLP outputs there, projects
+the values of all response tokens anew at every step, and recomputes, of that layer, the `ratio` of them whose values
+have the least cosine similarity with the cached ones. Here a position is computed in all layers or in none, so what its
+values would be is not known before it is chosen. It is estimated by what was seen: whenever a position is computed, its
+values in the last layer are compared with those that it had, and the cosine distance, by the number of steps between,
+is its rate. Chosen are those with the largest rate times the steps since; and before all others, by the largest
+possible distance, those whose token has changed since. (That is what the similarity of first-layer values would say,
+which depend on the token alone.) Nothing but keys and values is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.canvas import Canvas, padded
+from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
+from dinfer.registry import CACHES, option
+from dinfer.windows import scattered
+
+FARTHEST = 2.0  # the largest cosine distance
+GRAIN = 2.0**20  # distances are told apart down to one part in this
+
+
+@CACHES.register("adaptive")
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveCache(CachePolicy):
+    """Recomputes the active block, and of the other response positions the `ratio` that are estimated to move most.
+
+    Every `response_interval` steps of a request it recomputes the whole response, every `prompt_interval` steps the
+    prompt too. Entering a block is no reason for a refresh. Differs from dLLM-Cache in how it chooses: by measured
+    drift of last-layer values (see the head of this file), and besides the active block, not within it, since its
+    logits are needed. For long prompts and short answers.
+    """
+
+    paper = "dLLM-Cache, arXiv:2506.06295"
+    watches: ClassVar[bool] = True
+
+    prompt_interval: int = option(100, "recompute everything every so many steps; 0: only at first")
+    response_interval: int = option(7, "recompute the response every so many steps; 0: never as a whole")
+    ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute")
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_interval", "response_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"cache.ratio={self.ratio} must be between 0 and 1")
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
+        return {
+            "rate": torch.ones(()).expand(length + 1),  # distance per step, as last measured
+            "when": zeros_S - 1,  # the forward at which the position was last computed
+            "seen": zeros_S - 1,  # the token it held then
+        }
+
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        first = max(start - spec.shift, 0)
+        if phase == Phase.FULL:
+            return length
+        if self.response_interval and forwards % self.response_interval == 0:
+            return length - min(prompt, first)
+        return min(end - first + int((length - prompt) * self.ratio), length - min(prompt, first))
+
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        tokens_BS = canvas.tokens_NS.index_select(0, lanes.slot_B)
+        pos_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        prompt_B1, length_B1, forwards_B1 = (t[:, None] for t in (lanes.prompt_B, lanes.length_B, lanes.forwards_B))
+        inside_BS = pos_S < length_B1
+        active_BS = (pos_S >= lanes.start_B[:, None] - spec.shift) & (pos_S < lanes.end_B[:, None])
+        others_BS = inside_BS & (pos_S >= prompt_B1) & ~active_BS
+        if shape.phase == Phase.FULL:
+            flags_BS = inside_BS
+        else:
+            drift_BS = state["rate"] * (forwards_B1 - state["when"]) + FARTHEST * (tokens_BS != state["seen"])
+            order_BS = drift_BS.masked_fill(~others_BS, -1.0).sort(dim=-1, descending=True, stable=True).indices
+            budget_B1 = ((length_B1 - prompt_B1) * self.ratio).to(torch.int64)
+            chosen_BS = torch.zeros_like(others_BS).scatter(1, order_BS, (pos_S < budget_B1).expand_as(order_BS))
+            if self.response_interval:
+                chosen_BS = chosen_BS | (forwards_B1 % self.response_interval == 0)
+            flags_BS = active_BS | (chosen_BS & others_BS)
+        state["seen"].copy_(torch.where(flags_BS, tokens_BS, state["seen"]))
+        return scattered(lanes, spec, shape, flags_BS)
+
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
+        index_BW = padded(pos_BW, state["when"].shape[1] - 1)
+        steps_BW = (lanes.forwards_B[:, None] - state["when"].gather(1, index_BW)).clamp_min(1)
+        distance_BW = 1 - F.cosine_similarity(old_BWX, new_BWX, dim=-1).clamp_max(1)
+        # Rounded, or values that did not change at all would be ranked by rounding errors.
+        distance_BW = (distance_BW * GRAIN).round() / GRAIN
+        state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
+        state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
+
+    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(lanes.length_B), lanes.length_B
+
+    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        window_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))
+        if not self.prompt_interval:
+            return window_B
+        return torch.where(lanes.forwards_B % self.prompt_interval == 0, int(Phase.FULL), window_B)

@@ -1,0 +1,86 @@
+"""Delayed caching: a decoded token's keys are kept one step after it was decoded (dKV-Cache, arXiv:2505.15781).
+
+Keys change most in the step after the token appears, the first one that sees it. Published: dKV-Cache-Decode with a
+refresh every 8 steps, dKV-Cache-Greedy with one every 2 and a local window of 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.canvas import Canvas, Status
+from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
+from dinfer.registry import CACHES, option
+from dinfer.windows import scattered
+
+
+@CACHES.register("delayed")
+@dataclass(frozen=True, kw_only=True)
+class DelayedCache(CachePolicy):
+    """Recomputes what is masked and what the last step decoded; all else keeps its keys until the next refresh.
+
+    `decode`: every mask of the canvas. `greedy`: the masks of the active block, and the neighbourhood of what was just
+    decoded. A refresh comes on entering a block, and after every `interval` steps in it. Not for decoders that edit:
+    decoded positions are not computed, so there are no logits to judge them by.
+
+    Differs from the published code: that makes its second pass in every block a full one too, since its list of
+    decoded positions is still empty; here the first pass counts. Its greedy variant knows which position comes next,
+    as the order is random, and recomputes that one instead of the masks of the block. A step is as wide as its widest
+    row may need, so `decode` costs what `prefix` costs and `greedy` what `dual` costs with a margin.
+    """
+
+    paper = "dKV-Cache, arXiv:2505.15781"
+    scores_decoded: ClassVar[bool] = False
+
+    variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
+    interval: int = option(8, "refresh after so many steps in a block; 0: only on entering it")
+    around: int = option(2, "greedy: positions recomputed to either side of a token that was just decoded")
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "around"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
+
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        if phase == Phase.FULL:
+            return length
+        if self.variant == "decode":
+            return min(length - start + spec.shift, length)
+        return min(end + self.around, length) - max(start - max(self.around, spec.shift), 0)
+
+    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
+        pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
+        inside_BS = pos_S < lanes.length_B[:, None]
+        active_BS = (pos_S >= lanes.start_B[:, None]) & (pos_S < lanes.end_B[:, None])
+        fresh_BS = state["open"] & ~open_BS
+        state["open"].copy_(open_BS)
+        asked_BS = open_BS & active_BS
+        # Logits of a mask may stand one position before it.
+        flags_BS = fresh_BS | asked_BS | F.pad(asked_BS[:, spec.shift :], (0, spec.shift))
+        if self.variant == "decode":
+            flags_BS = flags_BS | open_BS
+        elif self.around:
+            near_BS = F.max_pool1d(fresh_BS[:, None].float(), 2 * self.around + 1, 1, self.around)[:, 0] > 0
+            flags_BS = flags_BS | near_BS
+        flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
+        return scattered(lanes, spec, shape, flags_BS)
+
+    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(lanes.length_B), lanes.length_B
+
+    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        stale_B = moved.entered_B
+        if self.interval:
+            stale_B = stale_B | (lanes.step_BK.amax(-1) % self.interval == 0)
+        return torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW))

@@ -1,0 +1,87 @@
+"""measures how far cached logits drift from those of a pass without a cache
+
+usage: dinfer audit ["question"] [overrides ...]
+
+Runs the recipe, computes the whole canvas once more beside each of its forwards, and compares the logits of all masked
+positions: KL divergence, most likely tokens, and the tokens that were committed, by block and by step of a block.
+
+  prompt="question"       what to answer, as a setting; null: held-out problems
+  count=8 seed=0 families=null
+                          how many problems, the seed of their generator, their kinds
+  out=audit               writes audit.json and, with matplotlib (`pip install dinfer[plot]`), audit.png; null: nothing
+  max_new_tokens=128      length of a generation
+
+All else is as in `dinfer generate`:
+  dinfer audit cache=prefix decoder.threshold=0.7
+  dinfer audit -m cache=dual,vicinity,delayed,adaptive out=null
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dinfer.audit import Audit, audit, plot
+from dinfer.cli.application import launch
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.problems import generate
+
+
+def run(args: list[str]) -> None:
+    """Audits each point of a sweep."""
+    launch("audit", args, measure, takes_text=True)
+
+
+def measure(config: dict[str, Any], question: str | None) -> None:
+    """Audits one recipe, prints what it found and writes it."""
+    question = question or setting(config, "prompt", str | None)
+    count, new_tokens = setting(config, "count", int), setting(config, "max_new_tokens", int)
+    out = setting(config, "out", str | None)
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1")
+    if question is None:
+        families = setting(config, "families", tuple[str, ...] | None)
+        questions = [p.question for p in generate("heldout", count, setting(config, "seed", int), families)]
+    else:
+        questions = [question]
+    pipe = pipeline(config)
+    found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
+    console = Console(highlight=False)
+    console.print(report(found))
+    for path in written(found, out):
+        console.print(f"wrote {path}")
+
+
+def report(found: Audit) -> Table:
+    """The means of each block, and of all."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("block", no_wrap=True)
+    for name in ("steps", "KL", "worst KL", "same top-1", "same commits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
+    for name, m in rows.items():
+        shares = (f"{100 * m[key]:.2f}%" for key in ("top1", "committed_agreement"))
+        table.add_row(name, f"{m['steps']:.0f}", f"{m['kl']:.2e}", f"{m['kl_worst']:.2e}", *shares)
+    says = "exact" if found.exact else "an approximation"
+    table.caption = (
+        f"{found.recipe['cache']} is {says} for this model. KL in nats, over masked positions.\n"
+        f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def written(found: Audit, out: str | None) -> list[Path]:
+    """Writes JSON and, where matplotlib is there, PNG; the files."""
+    if out is None:
+        return []
+    paths = [Path(f"{out}.json")]
+    found.write(paths[0])
+    if find_spec("matplotlib") is not None:
+        paths.append(Path(f"{out}.png"))
+        plot(found, paths[1])
+    return paths
