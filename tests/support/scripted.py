@@ -32,9 +32,6 @@ class Scripted:
     def embed(self, tokens_BW: Tensor) -> Tensor:
         return tokens_BW[..., None].to(self.dtype)
 
-    def mix(self, logits_BWV: Tensor) -> Tensor:
-        return torch.zeros_like(logits_BWV[..., :1])
-
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         self.calls += 1
         return attend.pos_BW[..., None].to(self.dtype)
