@@ -61,6 +61,7 @@ class Lanes:
     refreshes_B: Tensor  # full passes whose keys and values were kept
     committed_B: Tensor  # masked positions decoded, less those masked again
     seed_B: Tensor  # of the request's random stream
+    stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
 
@@ -100,6 +101,7 @@ class Canvas:
 
     tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
     status_NS: Tensor  # uint8, of Status
+    next_NS: Tensor  # int64, the first position from each on that the request leaves open; its length if none
     cursors_NC: Tensor  # int64, columns CURSORS
     blocks_NKC: Tensor  # int64, columns step, quota
     stop_X: Tensor  # int64, ids that end a generation
@@ -111,6 +113,7 @@ class Canvas:
         return cls(
             tokens_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
             status_NS=torch.full((n, s), int(Status.DONE), dtype=torch.uint8, device=device),
+            next_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
             cursors_NC=torch.zeros(n, len(CURSORS), dtype=torch.int64, device=device),
             blocks_NKC=torch.zeros(n, blocks, 2, dtype=torch.int64, device=device),
             stop_X=torch.tensor(stop_ids, dtype=torch.int64, device=device),
@@ -135,11 +138,12 @@ class Canvas:
         mask_id: int,
         phase: Phase = Phase.FULL,
         seed: int = 0,
+        stops: bool = True,
     ) -> None:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
-        `phase` what the row needs first.
+        `phase` what the row needs first; `stops` whether a stop token ends it.
         """
         length = len(tokens)
         masked_S = torch.tensor(masked)
@@ -150,6 +154,11 @@ class Canvas:
         cursors = dict.fromkeys(CURSORS, 0)
         cursors |= {"phase_B": int(phase), "prompt_B": prompt, "length_B": length}
         cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
+        cursors |= {"stops_B": int(stops)}
+        place_S = torch.arange(length)
+        next_S = torch.full((self.capacity + 1,), length)
+        next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
+        self.next_NS[slot] = next_S.to(self.next_NS.device)
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)
         self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
@@ -187,6 +196,22 @@ class Canvas:
         self.tokens_NS.index_put_(index, tokens_BW)
         status_BW = torch.where(remask_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
         self.status_NS.index_put_(index, status_BW)
+
+    def seen(self, slot_B: Tensor, vocab: int, mask_id: int) -> Tensor:
+        """Which tokens each lane's canvas holds, given or decoded; never the mask token. bool [B, vocab]"""
+        column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
+        length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
+        known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
+        known_BS = known_BS & (column_S < length_B[:, None])
+        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), mask_id)
+        seen_BV = torch.zeros(slot_B.shape[0], vocab, dtype=torch.bool, device=slot_B.device)
+        seen_BV.scatter_(1, token_BS, True)
+        seen_BV[:, mask_id].fill_(False)
+        return seen_BV
+
+    def next_open(self, slot_B: Tensor, pos_B: Tensor) -> Tensor:
+        """The first position from `pos` on that was open when the request came; its length if none. int64 [B]"""
+        return self.next_NS[slot_B, pos_B]
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, options_of, unknown
+from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, options_of, unknown
 
 
 class IncompatibleRecipe(ValueError):
@@ -19,7 +19,7 @@ class IncompatibleRecipe(ValueError):
 class RequestOption:
     """An option that every request may set for itself."""
 
-    kind: str  # of the component: iteration, decoder or cache
+    kind: str  # of the component: iteration, decoder, cache or sampling
     name: str
     default: int | float
 
@@ -32,10 +32,11 @@ class Recipe:
     iteration: Iteration
     decoder: Decoder
     cache: CachePolicy
+    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build("standard"))
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        for part in (self.iteration, self.decoder, self.cache):
+        for part in (self.iteration, self.decoder, self.cache, self.sampling):
             if (reason := part.unfit(spec)) is not None:
                 raise IncompatibleRecipe(reason)
         if self.decoder.edits and not self.cache.scores_decoded:
@@ -49,6 +50,41 @@ class Recipe:
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
                 f"{spec.causal_block}."
             )
+        if self.iteration.stop == "cut" and self.decoder.edits:
+            raise IncompatibleRecipe(
+                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
+                "Use iteration.stop=block."
+            )
+        self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
+
+    def _check(self, values: Mapping[str, float]) -> None:
+        """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
+                "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
+            )
+        for name in self.decoder.refuses:
+            neutral = self.sampling.neutral.get(name)
+            if values.get(f"sampling.{name}", neutral) != neutral:
+                raise IncompatibleRecipe(
+                    f"the decoder {type(self.decoder).__name__} cannot honour sampling.{name}="
+                    f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
+                )
+
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
+        values = [*options, *(o.default for o in self.request_options[len(options) :])]
+        pairs = zip(self.request_options, values, strict=True)
+        return {o.name: value for o, value in pairs if o.kind == "sampling"}
+
+    def sampled(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options needs steps that sample."""
+        return self.sampling.asks(self.sampling_of(options))
+
+    def guided(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options has a second branch, without the prompt."""
+        return self.sampling_of(options).get("guidance", 0) > 0
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:
@@ -56,6 +92,7 @@ class Recipe:
             ("iteration", self.iteration),
             ("decoder", self.decoder),
             ("cache", self.cache),
+            ("sampling", self.sampling),
         )
         return tuple(
             RequestOption(kind, info.name, getattr(part, info.name))
@@ -87,9 +124,11 @@ class Recipe:
                 raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
             replace(getattr(self, kind), **{name: value})  # raises what the component raises
             values[names[0]] = value
+        self._check(values)
         return [float(v) for v in values.values()]
 
 
-def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any) -> Recipe:
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = "standard") -> Recipe:
     """A recipe from components, names, or mappings `{"name": ..., option: ...}`."""
-    return Recipe(model, ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache))
+    parts = ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache), SAMPLINGS.build(sampling)
+    return Recipe(model, *parts)

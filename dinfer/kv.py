@@ -10,6 +10,7 @@ outside a row's interval are finite; and SCRATCH, where padding is written and w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from dinfer.kernels.rotary import Table, rotate_and_store
 from dinfer.protocols import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
+Slot = TypeVar("Slot", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,14 @@ class KVPool:
 
     k_JPTGE: Tensor
     v_JPTGE: Tensor
-    table_NP: Tensor  # int64, the pages of each slot in order of position
+    table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
 
     @classmethod
     def alloc(
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
     ) -> KVPool:
         shape = (spec.layers, pages + RESERVED, page, spec.kv_heads, spec.head_dim)
-        table_NP = torch.full((slots + 1, -(-length // page)), NULL, dtype=torch.int64, device=device)
+        table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
         k = torch.zeros(shape, dtype=dtype, device=device)
         return cls(k, torch.zeros_like(k), table_NP)
 
@@ -42,11 +44,16 @@ class KVPool:
     def page(self) -> int:
         return self.k_JPTGE.shape[2]
 
-    def assign(self, slot: int, pages: list[int]) -> None:
-        """Gives a slot its pages. Host side, between steps."""
-        row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
-        row[: len(pages)] = torch.tensor(pages, dtype=torch.int64)
-        self.table_NP[slot] = row.to(self.table_NP.device)
+    def assign(self, slot: int, pages: list[int], twin: list[int] | None = None) -> None:
+        """Gives a slot its pages, and its twin, the branch without the prompt, its own. Host side, between steps."""
+        for index, owned in ((slot, pages), (self.twin(slot), twin or [])):
+            row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
+            row[: len(owned)] = torch.tensor(owned, dtype=torch.int64)
+            self.table_NP[index] = row.to(self.table_NP.device)
+
+    def twin(self, slot: Slot) -> Slot:
+        """The slot of the second branch of a guided request, which has pages and nothing else."""
+        return slot + self.table_NP.shape[0] // 2
 
     def wipe(self, pages: list[int]) -> None:
         """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""

@@ -14,6 +14,7 @@ from dinfer.checkpoint import boxed, family_of, load_network, locate, read_confi
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.infilling import Infilled, gaps_of, parse
 from dinfer.registry import MODELS
 
 if TYPE_CHECKING:
@@ -81,15 +82,58 @@ class Pipeline:
     ) -> list[Result]:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
         requests = self.requests(prompts, max_new_tokens, options)
-        results: list[Result | None] = [None] * len(requests)
+        done = self._run(requests, trace)
+        return [self.result(request, *finished) for request, finished in zip(requests, done, strict=True)]
+
+    def infill(
+        self,
+        texts: str | Sequence[str],
+        *,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        stop: bool = False,
+        trace: bool = False,
+    ) -> Any:
+        """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
+
+        `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
+        for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
+        what is left is EOS; else stop tokens are tokens like others. Raises ValueError for bad input.
+        """
+        single = isinstance(texts, str)
+        canvases = [self._template(text) for text in ([texts] if single else _listed(texts, "texts"))]
+        results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
+        return results[0] if single else results
+
+    def infill_ids(
+        self,
+        canvases: Sequence[Sequence[int]],
+        *,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        stop: bool = False,
+        trace: bool = False,
+    ) -> list[Infilled]:
+        """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
+        canvases = _listed(canvases, "canvases")
+        values = _each({} if options is None else options, len(canvases), "options")
+        requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
+        found = []
+        for request, (completion, history) in zip(requests, self._run(requests, trace), strict=True):
+            runs = gaps_of(request.prompt, self.recipe.model.spec.mask_id)
+            gaps = [[completion.canvas[position] for position in run] for run in runs]
+            text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
+            found.append(Infilled(text, completion.canvas, gaps, texts, completion.counts, history))
+        return found
+
+    def _run(self, requests: list[Request], trace: bool) -> list[tuple[Completion, list[list[int]] | None]]:
+        """The completions in order, with the canvas after every step if it is asked for."""
+        done: dict[int, Completion] = {}
         traces: list[list[list[int]]] = [[] for _ in requests]
         for update in self.engine.run(requests, snapshots=trace):
             if update.tokens is not None:
                 traces[update.index].append(update.tokens)
             if update.completion is not None:
-                history = traces[update.index] if trace else None
-                results[update.index] = self.result(requests[update.index], update.completion, history)
-        return [result for result in results if result is not None]
+                done[update.index] = update.completion
+        return [(done[i], traces[i] if trace else None) for i in range(len(requests))]
 
     def updates(
         self,
@@ -156,6 +200,41 @@ class Pipeline:
             raise ValueError(f"prompt {index}: options must be a mapping of names to values, not {options!r}")
         return Request(ids, new_tokens, self.recipe.resolve(options))
 
+    def _template(self, text: Any) -> list[int]:
+        """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
+        if not isinstance(text, str):
+            raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
+        tokenizer, mask_id = self._need_tokenizer(), self.recipe.model.spec.mask_id
+        ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        for piece in parse(text):
+            if isinstance(piece, int) and piece > self.recipe.model.spec.max_length:
+                raise ValueError(f"[MASK:{piece}] exceeds the model's {self.recipe.model.spec.max_length} positions")
+            fed = (
+                [mask_id] * piece if isinstance(piece, int) else tokenizer(piece, add_special_tokens=False)["input_ids"]
+            )
+            ids += fed
+        return ids
+
+    def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
+        what, spec = f"canvas {index}", self.recipe.model.spec
+        ids = [_as_int(token, f"{what}: token") for token in _listed(canvas, what)]
+        outside = next((token for token in ids if not 0 <= token < spec.vocab), None)
+        if outside is not None:
+            raise ValueError(f"{what}: token {outside} is outside the vocabulary of {spec.vocab}")
+        if spec.mask_id not in ids:
+            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {spec.mask_id}")
+        if len(ids) > spec.max_length:
+            raise ValueError(f"{what}: {len(ids)} tokens exceed the model's {spec.max_length} positions")
+        gaps = [token == spec.mask_id for token in ids]
+        if spec.causal_block is not None and not all(gaps[gaps.index(True) :]):
+            raise ValueError(
+                f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "
+                "having seen that text. Only gaps at the end can be filled; use a bidirectional model."
+            )
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
+        return Request(ids, 0, self.recipe.resolve(options), gaps, stop)
+
     def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
         text = "" if self.tokenizer is None else self.decode(completion.output)
         return Result(
@@ -177,6 +256,7 @@ def load(
     iteration: Any = "blockwise",
     decoder: Any = "threshold",
     cache: Any = "dual",
+    sampling: Any = "standard",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     runtime: Runtime | None = None,
@@ -204,7 +284,7 @@ def load(
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
-    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
 
 
@@ -272,4 +352,4 @@ def _as_int(value: Any, what: str) -> int:
         raise ValueError(f"{what}={value!r} must be an integer") from None
 
 
-__all__ = ["Pipeline", "Result", "boxed", "load"]
+__all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

@@ -14,6 +14,7 @@ Shape suffixes (one letter a dimension, in order):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -22,11 +23,12 @@ from torch import Tensor
 
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase
 from dinfer.kernels.rotary import Table
-from dinfer.kernels.token_stats import TokenStats
+from dinfer.kernels.token_stats import Draw, TokenStats
 
 __all__ = [
-    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Iteration", "Lanes", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Phase", "Placement", "Proposal", "State", "StepShape", "TokenStats", "Window",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State",
+    "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -35,6 +37,10 @@ State = dict[str, Tensor]
 A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
 over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
 """
+
+
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,8 @@ class StepShape:
     blocks: int  # K
     block: int  # L
     pages: int  # pages of keys that each row may see
+    sampled: bool = False  # some row does not simply take the most likely token
+    guided: bool = False  # some row has a second branch, without the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,9 @@ class BlockAfter:
     tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
+    open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +226,36 @@ class Decoder(Component):
         """Logits to take the statistics of; changes `state` in place, never the logits."""
         return logits_RLV
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
+
+        A decoder that edits compares decoded tokens with proposed ones: drawn anew at every step, they never settle.
+        """
+        return ("temperature", "repetition_penalty", "eos_last") if self.edits else ()
+
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         """The positions to commit at this step; changes `state` in place."""
+
+
+class Sampling(Component):
+    """Decides which token each position is offered. Only asked in steps where some row wants more than the best."""
+
+    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    suppress: tuple[int, ...] = ()
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
+
+    @abstractmethod
+    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+        """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
+
+    @abstractmethod
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling."""
 
 
 class CachePolicy(Component):
@@ -279,6 +316,7 @@ class Iteration(Component):
 
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
+    stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.sweeps`
     scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:

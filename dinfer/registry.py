@@ -1,9 +1,9 @@
-"""Four name -> component tables, and the fields that make a component's options.
+"""Five name -> component tables, and the fields that make a component's options.
 
 A component is a frozen dataclass: its fields are its configuration, and it owns no mutable state.
 A module registers its components when it is imported; a registry imports every module of its package on first
 use, so no central list is edited. Other distributions add components through entry points in the groups
-`dinfer.model`, `dinfer.iteration`, `dinfer.decoder` and `dinfer.cache`.
+`dinfer.model`, `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 """
 
 from __future__ import annotations
@@ -158,4 +158,5 @@ MODELS: Registry = Registry("model", "dinfer.models")
 ITERATIONS: Registry = Registry("iteration", "dinfer.iterations")
 DECODERS: Registry = Registry("decoder", "dinfer.decoders")
 CACHES: Registry = Registry("cache", "dinfer.caches")
-REGISTRIES: tuple[Registry, ...] = (MODELS, ITERATIONS, DECODERS, CACHES)
+SAMPLINGS: Registry = Registry("sampling", "dinfer.sampling")
+REGISTRIES: tuple[Registry, ...] = (MODELS, ITERATIONS, DECODERS, CACHES, SAMPLINGS)

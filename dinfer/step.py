@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dinfer.canvas import BlockView, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
+from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.token_stats import TokenStats, token_stats
-from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, StepShape
+from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, StepShape
 from dinfer.state import BatchState
 
 
@@ -38,8 +39,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
     attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
-    old_BWX = attend.values() if cache.watches else None
-    h_BWD = model.forward(x_BWD, attend)
+    old_BWX, fed = attend.values() if cache.watches else None, attend
+    if shape.guided:
+        model, fed = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
+    h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     lanes.kept_B = cache.kept(lanes, spec)
@@ -57,11 +60,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
     view = block_view(recipe, state, shape, lanes)
-    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    stats = token_stats(
-        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
-        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs,
-    )  # fmt: skip
+    stats = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     written_RL = ~view.given_RL if decoder.edits else view.masked_RL
     broken_B = (written_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
@@ -84,8 +83,11 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     after = BlockAfter(
         tokens_BKL=after_RL.view(*by_block, -1),
         given_BKL=view.given_RL.view(*by_block, -1),
-        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1),
+        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1)
+        & (lanes.stops_B > 0)[:, None, None],
+        open_BKL=left_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        next_B=canvas.next_open(slot_B, lanes.end_B),
     )
     lanes.forwards_B = lanes.forwards_B + 1
     if cache.reuses and shape.phase == Phase.FULL:
@@ -123,6 +125,25 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes
         seed_R=rows_of(lanes.seed_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
+
+
+def proposed_tokens(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes, view: BlockView, logits_RLV: Tensor,
+    decoder_state: State,
+) -> TokenStats:  # fmt: skip
+    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is."""
+    decoder, sampling, spec, draw = recipe.decoder, recipe.sampling, recipe.model.spec, None
+    if shape.sampled:
+        options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
+        seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
+        logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
+    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    if shape.sampled:
+        draw = sampling.draw(logits_RLV, view, options, spec)
+    return token_stats(
+        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
+        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs, draw=draw,
+    )  # fmt: skip
 
 
 def allowed_commits(

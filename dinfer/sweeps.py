@@ -11,53 +11,73 @@ from torch import Tensor
 from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
 from dinfer.registry import option
 
+STOPS = ("block", "cut", "off")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedSweep(Iteration):
-    """One block after the other, each from a multiple of the block length on.
+    """One block after the other, each from a multiple of the block length on; blocks without masks are skipped.
 
-    A row stops after the block in which a generated stop token stands.
+    What a generated stop token does is said by `stop`. "block" finishes the block it stands in. "cut" ends the row as
+    soon as all before the first one is decoded: the answer is the same, in fewer forwards, since decoded tokens do not
+    change; so it is refused with decoders that edit. What is left undecoded then holds EOS.
     """
 
     block: int = option(32, "block length, in tokens")
-    early_stop: bool = option(True, "stop after the block that holds a stop token; else decode all of max_new_tokens")
+    stop: Literal["block", "cut", "off"] = option(
+        "block", "at a stop token: finish its 'block'; 'cut' once all before it is decoded; 'off': decode all the same"
+    )
 
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ValueError(f"iteration.block={self.block} must be at least 1")
+        if self.stop not in STOPS:
+            raise ValueError(f"iteration.stop={self.stop!r} must be one of {', '.join(STOPS)}")
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start = prompt // self.block * self.block
         return start, min(start + self.block, length)
 
-    def stops(self, after: BlockAfter) -> Tensor:
-        """Rows whose block holds a token that ends the sweep. bool [B]"""
-        return (after.stop_BKL & ~after.given_BKL).flatten(1).any(-1) & self.early_stop
+    def next_start(self, open_B: Tensor) -> Tensor:
+        """Where the block begins that holds the next position to be decoded. int64 [B]"""
+        return torch.div(open_B, self.block, rounding_mode="floor") * self.block
+
+    def stopped(self, after: BlockAfter) -> Tensor:
+        """Rows that end at a stop token now. bool [B]"""
+        stop_BX = (after.stop_BKL & ~after.given_BKL).flatten(1) & (self.stop != "off")
+        if self.stop == "cut":
+            return (stop_BX & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
+        return stop_BX.any(-1) & after.finished_BK.all(-1)
 
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
-        leave_B, stop_B = after.finished_BK.all(-1), self.stops(after)
-        done_B = leave_B & (stop_B | (lanes.end_B >= lanes.length_B))
+        leave_B = after.finished_BK.all(-1)
+        done_B = self.stopped(after) | (leave_B & (after.next_B >= lanes.length_B))
         entered_B = leave_B & ~done_B
-        end_B = torch.minimum(lanes.end_B + self.block, lanes.length_B)
-        lanes.start_B = torch.where(entered_B, lanes.end_B, lanes.start_B)
-        lanes.end_B = torch.where(entered_B, end_B, lanes.end_B)
+        start_B = self.next_start(after.next_B)
+        lanes.start_B = torch.where(entered_B, start_B, lanes.start_B)
+        lanes.end_B = torch.where(entered_B, torch.minimum(start_B + self.block, lanes.length_B), lanes.end_B)
         lanes.block_B = lanes.block_B + leave_B
         return Moved(entered_B, done_B)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSweep(AlignedSweep):
-    """The same from the end of the prompt on."""
+    """The same from the end of the prompt on, or, where gaps are filled in, from the beginning of each."""
 
     align: bool = option(
         False, "begin blocks at multiples of the block length, so that the first one may overlap the prompt"
     )
     compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': stop tokens of the prompt count too, and end the sweep even without early_stop (its defects)"
+        None, "'dinfer': stop tokens of the prompt count too, and end the sweep even with stop=off (its defects)"
     )
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return super().first_region(prompt, length) if self.align else (prompt, min(prompt + self.block, length))
 
-    def stops(self, after: BlockAfter) -> Tensor:
-        return super().stops(after) if self.compat is None else after.stop_BKL.flatten(1).any(-1)
+    def next_start(self, open_B: Tensor) -> Tensor:
+        return super().next_start(open_B) if self.align else open_B
+
+    def stopped(self, after: BlockAfter) -> Tensor:
+        if self.compat is None:
+            return super().stopped(after)
+        return after.stop_BKL.flatten(1).any(-1) & after.finished_BK.all(-1)

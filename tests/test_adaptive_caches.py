@@ -44,7 +44,7 @@ def steps(
 ) -> Iterator[tuple[Watched, Update, set[int], list[int]]]:
     """At each step: the model as it was used, the update, what was masked before, and the tokens before."""
     watched = Watched(tiny_model(variant))
-    sweep = {"name": iteration} | ({} if iteration == "full" else {"block": BLOCK, "early_stop": False})
+    sweep = {"name": iteration} | ({} if iteration == "full" else {"block": BLOCK, "stop": "off"})
     decoder = decoder or {"name": "threshold", "threshold": 0.97}
     recipe = compose(watched, iteration=sweep, decoder=decoder, cache=cache)  # type: ignore[arg-type]
     prompt = [1 + (7 * i) % 30 for i in range(PROMPT)]

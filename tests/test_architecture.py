@@ -27,17 +27,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "windows": CORE,
     "kv": {"protocols", "kernels"},
     "decoders": COMPONENT,
+    "sampling": COMPONENT,
     "caches": COMPONENT | {"windows"},
     "iterations": COMPONENT | {"sweeps"},
     "models": COMPONENT | {"layers"},
     "compose": {"protocols", "registry"},
     "checkpoint": {"protocols", "registry"},
     "state": {"canvas", "protocols", "compose", "kv"},
-    "step": CORE | {"compose", "state"},
+    "guidance": CORE | {"compose", "kv", "state"},
+    "step": CORE | {"compose", "guidance", "state"},
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
-    "pipeline": {"checkpoint", "compose", "engine", "registry"},
+    "infilling": {"engine"},
+    "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
-    "__init__": {"compose", "engine", "pipeline", "registry"},
+    "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
         "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "state", "step",
@@ -131,7 +134,7 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
         ready = [u for u, below in MAY_IMPORT.items() if u not in depth and below <= depth.keys()]
         assert ready, f"a cycle among {sorted(MAY_IMPORT.keys() - depth.keys())}"
         depth |= {u: 1 + max((depth[below] for below in MAY_IMPORT[u]), default=0) for u in ready}
-    siblings = {"decoders", "caches", "iterations", "models"}
+    siblings = {"decoders", "caches", "iterations", "models", "sampling"}
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT.keys() - {"parity"})
 
 

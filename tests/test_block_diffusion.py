@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SWEEPS: dict[str, dict[str, Any]] = {
     "block_diffusion": {"name": "block_diffusion", "block": BLOCK},
-    "to_the_end": {"name": "block_diffusion", "block": BLOCK, "early_stop": False},
+    "to_the_end": {"name": "block_diffusion", "block": BLOCK, "stop": "off"},
     "unaligned": {"name": "blockwise", "block": BLOCK},
     "smooth": {"name": "smooth", "block": BLOCK},
     "full": {"name": "full"},

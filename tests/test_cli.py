@@ -73,6 +73,16 @@ WRONG = [
     (["generate", "word " * 99, "CHECKPOINT"], "exceed the model's 256 positions"),
     (["generate", "a", "watch=3", "CHECKPOINT"], "watch=3 must be true or false"),
     (["generate", "a", "--watch", "delay=-1", "CHECKPOINT"], "delay=-1.0 must not be negative"),
+    (["generate", "a", "sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0"),
+    (
+        ["generate", "a", "sampling.temperatur=1"],
+        "unknown option of sampling 'standard': 'temperatur'. Did you mean 'temp",
+    ),
+    (["generate", "a", "decoder=remasking", "sampling.temperature=1", "CHECKPOINT"], "cannot honour sampling.temperat"),
+    (["infill"], "a text with gaps is needed"),
+    (["infill", "a", "text=b"], "given twice"),
+    (["infill", "no gap", "CHECKPOINT"], "has no gap"),
+    (["infill", "a [MASK:0] b", "CHECKPOINT"], "'[MASK:0]' is no gap"),
     (["list", "decoders"], "unknown registry 'decoders'. Did you mean 'decoder'? Known: model, iteration, decoder"),
     (["demo", "why?"], "this command takes no text"),
     (["demo", "count=0"], "count=0 must be at least 1"),
@@ -176,6 +186,18 @@ def test_any_question_reaches_the_model_unchanged(dinfer: CommandLine, checkpoin
         assert (said.status, said.err) == (0, ""), text
         assert set(said.asked) == {text}, text
         assert SUMMARY.search(said.out)
+
+
+def test_gaps_are_filled(dinfer: CommandLine, checkpoint: str) -> None:
+    lines = [
+        ["infill", r"ab [MASK:3]cd \[MASK:9] [MASK:2]", checkpoint, "sampling.temperature=0.5", "sampling.seed=4"],
+        ["infill", "text='[MASK:4]'", checkpoint],
+    ]
+    for said, gaps in zip(dinfer.run_all([*lines, *lines]), (2, 1, 2, 1), strict=True):
+        assert (said.status, said.err) == (0, ""), said
+        assert SUMMARY.search(said.out)
+        assert re.findall(r"^\[(\d)\] ", said.out, re.MULTILINE) == [str(i + 1) for i in range(gaps)]
+        assert gaps == 1 or ("[MASK:9]" in said.out and said.out.startswith("ab "))
 
 
 def test_a_wrong_input_is_answered_with_one_line_and_status_2(dinfer: CommandLine, checkpoint: str) -> None:

@@ -48,7 +48,7 @@ def test_the_tutorials_decoder_decodes_from_left_to_right(leftmost: type, cache:
     for threshold, forwards in ((0.0, 2), (0.3, None), (1.0, 16)):
         decoder = {"name": "leftmost", "threshold": threshold}
         recipe = compose(
-            model, iteration={"name": "blockwise", "block": 8, "early_stop": False}, decoder=decoder, cache=cache
+            model, iteration={"name": "blockwise", "block": 8, "stop": "off"}, decoder=decoder, cache=cache
         )
         result = Pipeline(recipe, None, Runtime()).generate_ids([[1, 2, 3]], max_new_tokens=16, trace=True)[0]
         if forwards is not None:

@@ -74,7 +74,11 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
         ({"decoder": {"threshold": 0.5}}, "needs a `name`"),
         ({"cache": "dula"}, "Did you mean 'dual'"),
         ({"iteration": {"name": "blockwise", "block": 0}}, "block=0 must be at least 1"),
-        ({"iteration": {"name": "blockwise", "early_stop": "false"}}, "early_stop='false' must be true or false"),
+        (
+            {"iteration": {"name": "blockwise", "stop": "never"}},
+            "iteration.stop='never' must be 'block' or 'cut' or 'off'",
+        ),
+        ({"iteration": {"name": "blockwise", "align": "false"}}, "align='false' must be true or false"),
         ({"iteration": {"name": "blockwise", "compat": "x"}}, "compat='x'"),
         ({"model": {"name": "lada"}}, "Did you mean 'llada'"),
     ],
@@ -208,9 +212,9 @@ def test_without_a_chat_template_texts_go_in_as_they_are(folder: Path) -> None:
             pipe.encode(**given)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_the_trace_is_the_canvas_after_every_step(early_stop: bool) -> None:
-    pipe = bare(early_stop=early_stop)
+@pytest.mark.parametrize("stop", ["block", "cut", "off"])
+def test_the_trace_is_the_canvas_after_every_step(stop: str) -> None:
+    pipe = bare(stop=stop)
     results = pipe.generate_ids([[i, 3, 2 * i] for i in range(1, 9)], max_new_tokens=30, trace=True)
     assert any(r.stopped for r in results)
     cut = 0
@@ -221,14 +225,14 @@ def test_the_trace_is_the_canvas_after_every_step(early_stop: bool) -> None:
         assert all(b < a for a, b in zip(masks, masks[1:], strict=False))
         assert r.counts.committed == 30 - masks[-1]
         cut += masks[-1]
-    assert (cut > 0) == early_stop
+    assert (cut > 0) == (stop != "off")
     assert all(r.trace is None for r in pipe.generate_ids([[1]], max_new_tokens=3))
 
 
-def test_early_stop_only_cuts() -> None:
+def test_an_early_stop_only_cuts() -> None:
     """Up to the block of the stop token both decode the same; `ids` end before it either way."""
     prompts = [[i, 3, 2 * i] for i in range(1, 9)]
-    stopped, whole = (bare(early_stop=e).generate_ids(prompts, max_new_tokens=30) for e in (True, False))
+    stopped, whole = (bare(stop=stop).generate_ids(prompts, max_new_tokens=30) for stop in ("block", "off"))
     assert [r.ids for r in stopped] == [r.ids for r in whole]
     assert any(a.counts.forwards < b.counts.forwards for a, b in zip(stopped, whole, strict=True))
     for r in whole:

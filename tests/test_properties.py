@@ -92,6 +92,8 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
 def _options(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     chosen = {}
     for o in recipe.request_options:
+        if o.kind == "sampling":  # logits that are no distribution any more are a fault; see test_sampling
+            continue
         value = draw(st.floats(0, 1) if isinstance(o.default, float) else st.integers(0, 40))
         try:
             recipe.resolve({f"{o.kind}.{o.name}": value})

@@ -37,7 +37,7 @@ def script(steps: int, length: int, seed: int = 0, scale: float = 3.0) -> Tensor
 def decode(decoder: dict[str, Any], table: Tensor) -> list[tuple[Update, set[int]]]:
     """Every step of one block over the scripted logits, and which positions of the block are decoded after it."""
     length = table.shape[1] - PROMPT
-    iteration = {"name": "blockwise", "block": length, "early_stop": False}
+    iteration = {"name": "blockwise", "block": length, "stop": "off"}
     recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none")
     updates = engine_for(recipe).run([Request([1] * PROMPT, length, recipe.resolve({}))], snapshots=True)
     return [(u, {i for i in range(length) if not (u.masked or [])[PROMPT + i]}) for u in updates]
@@ -156,7 +156,7 @@ def test_dream_origin_on_the_draws_of_the_reference(name: str, monkeypatch: pyte
     for b in range(batch):
         monkeypatch.setattr(dream_module, "uniform", lambda seed, pos, row=draws[b]: row[pos])
         table = script(1, new + prompt - PROMPT)
-        iteration = {"name": "blockwise", "block": new, "early_stop": False}
+        iteration = {"name": "blockwise", "block": new, "stop": "off"}
         recipe = compose(
             Scripted(table),
             iteration=iteration,

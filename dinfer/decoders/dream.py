@@ -58,6 +58,11 @@ class Dream(Decoder):
     def needs(self) -> tuple[str, ...]:
         return {"entropy": ("entropy",), "topk_margin": ("margin",)}.get(self.alg, ())
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        # Put last is what has no confidence, so the score must be the confidence.
+        return () if self.alg == "maskgit_plus" else ("eos_last",)
+
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"level": torch.zeros((), dtype=torch.int64)}
 

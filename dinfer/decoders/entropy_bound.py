@@ -37,6 +37,10 @@ class EntropyBound(Decoder):
     def needs(self) -> tuple[str, ...]:
         return ("entropy", "margin") if self.score == "margin" else ("entropy",)
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        return ("eos_last",)  # it does not look at confidences
+
     def __post_init__(self) -> None:
         if self.bound < 0:
             raise ValueError(f"decoder.bound={self.bound} must be 0 or more")

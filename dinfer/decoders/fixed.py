@@ -40,6 +40,11 @@ class Fixed(Decoder):
     def needs(self) -> tuple[str, ...]:
         return (self.score,) if self.score in ("entropy", "margin") else ()
 
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        # Put last is what has no confidence, so the score must be the confidence.
+        return () if self.score == "low_confidence" else ("eos_last",)
+
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, quota_R1, step_R1 = view.options["steps"], view.quota_R[:, None], view.step_R[:, None]
         count_R1 = torch.div(quota_R1, steps_R1, rounding_mode="floor") + (step_R1 < quota_R1 % steps_R1)

@@ -48,6 +48,8 @@ class _Row:
     request: Request
     pages: list[int]
     began: float
+    sampled: bool  # its steps have to draw tokens
+    guided: bool  # it has a second branch
     progress: tuple[int, int] = (-1, -1)  # tokens committed and blocks finished, when they last changed
     since: int = 0  # forwards at that time
 
@@ -61,7 +63,7 @@ class Engine:
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._rows: dict[int, _Row] = {}
         self._running = False
-        self._slots = self._length = self._block = 0
+        self._room: tuple[int, ...] = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
@@ -84,7 +86,7 @@ class Engine:
                     widths = {s: self._width(before[s]) for s in self._rows if before[s]["phase_B"] == phase}
                     for slots in groups(widths):
                         width, length = max(widths[s] for s in slots), max(before[s]["length_B"] for s in slots)
-                        self.launcher.launch(self._shape(phase, len(slots), width, length), slots)
+                        self.launcher.launch(self._shape(phase, slots, width, length), slots)
                 yield from self._collect(before, self._cursors(), snapshots)
         finally:
             self._running = False
@@ -93,49 +95,38 @@ class Engine:
 
     def _reserve(self, requests: Sequence[Request]) -> None:
         """Makes sure that the state has room; a larger one replaces it, and its graphs, between runs."""
-        longest = max((len(r.prompt) + r.new_tokens for r in requests), default=0)
+        longest = max((r.length for r in requests), default=0)
         slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
-        block = self.recipe.iteration.block_length(max((r.new_tokens for r in requests), default=1))
-        if slots <= self._slots and length <= self._length and block <= self._block:
+        block = self.recipe.iteration.block_length(max((r.length - r.start for r in requests), default=1))
+        branches = 1 + any(self.recipe.guided(request.options) for request in requests)
+        want, have = (slots, length, block, branches), self._room
+        if all(map(int.__le__, want, have)):
             return
-        slots, length, block = max(slots, self._slots), max(length, self._length), max(block, self._block)
-        pages = slots * -(-length // self.runtime.page)
+        slots, length, block, branches = room = tuple(map(max, want, have))
+        pages = branches * slots * -(-length // self.runtime.page)
         self._state = BatchState.alloc(
             self.recipe, slots, length,
             page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device, block=block,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
         self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
-        self._slots, self._length, self._block = (
-            slots,
-            length,
-            block,
-        )  # last: should memory run out, what there was is still good
+        self._room = room  # last: should memory run out, what there was is still good
 
     def _admit(self, index: int, request: Request) -> bool:
-        length = len(request.prompt) + request.new_tokens
-        need = -(-length // self.runtime.page)
-        slot = next((s for s in range(self._slots) if s not in self._rows), None)
-        if slot is None or need > self._pages.free:
+        need, guided = -(-request.length // self.runtime.page), self.recipe.guided(request.options)
+        slot = next((s for s in range(self._room[0]) if s not in self._rows), None)
+        if slot is None or need * (1 + guided) > self._pages.free:
             return False
-        state, pages = self._state, self._pages.allocate(need)
+        state, pages = self._state, self._pages.allocate(need * (1 + guided))
         state.kv.wipe(pages)
-        state.kv.assign(slot, pages)
-        prompt, mask_id = len(request.prompt), self.recipe.model.spec.mask_id
-        region = self.recipe.iteration.first_region(prompt, length)
-        state.canvas.admit(
-            slot,
-            request.prompt + [mask_id] * request.new_tokens,
-            [False] * prompt + [True] * request.new_tokens,
-            prompt=prompt,
-            region=region,
-            mask_id=mask_id,
-            phase=self.recipe.cache.first_phase(self.recipe.model.spec, region[0]),
-        )
-        state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64).to(self.device)
-        for pool in (state.iteration, state.decoder, state.cache):
-            pool.reset(slot)
-        self._rows[slot] = _Row(index, request, pages, time.perf_counter())
+        state.kv.assign(slot, pages[:need], pages[need:])
+        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        state.admit(
+            self.recipe, slot, tokens, request.masked,
+            prompt=request.start, options=request.options, stops=request.stops,
+        )  # fmt: skip
+        sampled = self.recipe.sampled(request.options)
+        self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled, guided)
         return True
 
     def _release(self, slot: int) -> None:
@@ -150,9 +141,11 @@ class Engine:
         cursors = {name: row[f"{name}_B"] for name in WIDTH_CURSORS}
         return self.recipe.cache.width(self.recipe.model.spec, Phase(row["phase_B"]), **cursors)
 
-    def _shape(self, phase: Phase, lanes: int, width: int, length: int) -> StepShape:
+    def _shape(self, phase: Phase, slots: list[int], width: int, length: int) -> StepShape:
         blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
-        return StepShape(phase, lanes, width, blocks, self._state.block, pages)
+        sampled = any(self._rows[slot].sampled for slot in slots)
+        guided = any(self._rows[slot].guided for slot in slots)
+        return StepShape(phase, len(slots), width, blocks, self._state.block, pages, sampled=sampled, guided=guided)
 
     def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
         for slot in list(self._rows):
@@ -188,15 +181,19 @@ class Engine:
 
     def _finish(self, slot: int, now: dict[str, int]) -> Completion:
         row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
-        length, prompt = now["length_B"], now["prompt_B"]
+        length = now["length_B"]
+        places = [i for i, masked in enumerate(row.request.masked) if masked]
         open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
         tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
-        stop = next((i for i in range(prompt, length) if tokens[i] in spec.stop_ids), length)
+        filled = [tokens[i] for i in places]
+        end = next((i for i, token in enumerate(filled) if token in spec.stop_ids), len(filled))
+        stopped = row.request.stops and end < len(filled)
+        output = filled[:end] if stopped else filled
         counts = Counts(
             forwards=now["forwards_B"],
             refreshes=now["refreshes_B"],
             committed=now["committed_B"],
-            tokens=stop - prompt,
+            tokens=len(output),
             seconds=time.perf_counter() - row.began,
         )
-        return Completion(tokens, tokens[prompt:stop], stop < length, counts)
+        return Completion(tokens, output, stopped, counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Launcher:
         pages = min(-(-shape.pages * page // 128) * 128 // page, self.state.kv.table_NP.shape[1])
         wide = shape.width if shape.width <= 64 else min(-(-shape.width // 64) * 64, capacity)
         lanes = 1 << (shape.lanes - 1).bit_length()
-        return StepShape(shape.phase, lanes, wide, shape.blocks, shape.block, pages)
+        return replace(shape, lanes=lanes, width=wide, pages=pages)
 
     def _replays(self, shape: StepShape) -> bool:
         """Whether it runs as a graph. A prefill does not: of any width, once a request, it would be captured anew."""

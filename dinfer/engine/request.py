@@ -15,11 +15,27 @@ class StalledRow(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row of work."""
+    """One row of work: `new_tokens` positions behind a prompt, or, with `gaps`, positions anywhere in it."""
 
     prompt: list[int]
     new_tokens: int
-    options: list[float] = field(default_factory=list)  # as `Recipe.resolve` returns them
+    options: list[float] = field(default_factory=list)  # as `Recipe.resolve` returns them; defaults at the end left out
+    gaps: list[bool] | None = None  # which positions of `prompt` are to be filled in; None: none
+    stops: bool = True  # a generated stop token ends it, if the iteration says so
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.new_tokens
+
+    @property
+    def masked(self) -> list[bool]:
+        """Which positions are to be decoded."""
+        return (self.gaps or [False] * len(self.prompt)) + [True] * self.new_tokens
+
+    @property
+    def start(self) -> int:
+        """The first position that is to be decoded."""
+        return self.masked.index(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,7 @@ class Completion:
     """A finished request."""
 
     canvas: list[int]  # prompt and generation; positions that an early stop left undecoded hold the eos id
-    output: list[int]  # generated tokens before the first stop token
+    output: list[int]  # generated tokens before the first stop token; of a request with gaps, all that fills them
     stopped: bool  # a stop token was generated; else max_new_tokens ran out
     counts: Counts
 

@@ -19,7 +19,7 @@ def uniform(*counters: Tensor) -> Tensor:
     bits = torch.zeros((), dtype=torch.int64, device=counters[0].device)
     for counter in counters:
         bits = _mix(bits + counter + MIX[0])
-    return (_shift(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # of one bit more, the largest would round to 1
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class TokenStats:
     mask_confidence_RL: Tensor  # the probability of the mask token
     entropy_RL: Tensor | None = None  # of the whole distribution, in nats; if asked for
     margin_RL: Tensor | None = None  # the largest probability less the second largest; if asked for
+    mask_drawn_RL: Tensor | None = None  # bool: the mask token was drawn; None: nothing was
 
     def of(self, name: str) -> Tensor:
         """A further statistic, "entropy" or "margin". Raises KeyError if the decoder's `needs` do not name it."""
@@ -27,12 +28,16 @@ class TokenStats:
 
     @property
     def top_RL(self) -> Tensor:
-        """The largest probability, the mask token's included."""
+        """The largest probability, the mask token's included; where tokens are drawn, that of what was drawn."""
+        if self.mask_drawn_RL is not None:
+            return torch.where(self.mask_drawn_RL, self.mask_confidence_RL, self.confidence_RL)
         return torch.maximum(self.confidence_RL, self.mask_confidence_RL)
 
     @property
     def declined_RL(self) -> Tensor:
-        """The mask token itself is the most likely: the model would rather wait."""
+        """The mask token itself is the most likely, or was drawn: the model would rather wait."""
+        if self.mask_drawn_RL is not None:
+            return self.mask_drawn_RL
         return self.mask_confidence_RL > self.confidence_RL
 
     @property
@@ -41,10 +46,24 @@ class TokenStats:
         return self.confidence_RL.isfinite()
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a sampler makes of the logits. Rows that are not noisy get what they would get without a sampler."""
+
+    belief_RLV: Tensor  # logits of the distribution that confidences are taken of
+    score_RLV: Tensor  # float64, the largest is the token that was drawn
+    noisy_R1: Tensor  # bool: probabilities do not say whether the mask token won
+
+
 def token_stats(
-    logits_RLV: Tensor, mask_id: int, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False
-) -> TokenStats:
-    """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider."""
+    logits_RLV: Tensor, mask_id: int, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
+    draw: Draw | None = None,
+) -> TokenStats:  # fmt: skip
+    """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider.
+
+    With a `draw`, probabilities are those of its belief, and the token is the best of its scores.
+    """
+    logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     logits_RLV = logits_RLV.to(dtype, copy=True)
     prob_RLV = logits_RLV.softmax(-1)
@@ -53,8 +72,16 @@ def token_stats(
     if margin:
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
-    logits_RLV[..., mask_id].fill_(float("-inf"))
-    token_RL = logits_RLV.argmax(-1)
-    nothing_RL = logits_RLV.gather(-1, token_RL[..., None])[..., 0] == float("-inf")
-    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0].masked_fill(nothing_RL, float("nan"))
-    return TokenStats(token_RL, confidence_RL, prob_RLV[..., mask_id], entropy_RL, margin_RL)
+    mask_confidence_RL = prob_RLV[..., mask_id]
+    score_RLV = logits_RLV if draw is None else draw.score_RLV.clone()
+    score_RLV[..., mask_id].fill_(float("-inf"))
+    token_RL = score_RLV.argmax(-1)
+    best_RL = score_RLV.gather(-1, token_RL[..., None])[..., 0]
+    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
+    confidence_RL = confidence_RL.masked_fill(best_RL == float("-inf"), float("nan"))
+    drawn_RL = None
+    if draw is not None:
+        drawn_RL = torch.where(
+            draw.noisy_R1, draw.score_RLV[..., mask_id] > best_RL, mask_confidence_RL > confidence_RL
+        )
+    return TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, drawn_RL)

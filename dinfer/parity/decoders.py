@@ -188,12 +188,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, Batc
     place_L = torch.arange(length)
     for slot in range(batch):
         given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given
-        state.canvas.admit(
-            slot, x0_BL[slot].tolist(), (masked_BL[slot] & ~given_L).tolist(),
-            prompt=0, region=(0, length), mask_id=model.spec.mask_id,
-        )  # fmt: skip
+        masked_L = masked_BL[slot] & ~given_L
+        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0)
         state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
-        state.options_NO[slot] = torch.tensor(recipe.resolve({}), dtype=torch.float64)
-        for pool in (state.iteration, state.decoder, state.cache):
-            pool.reset(slot)
     return recipe, state

@@ -27,6 +27,7 @@ class Plan:
     new_tokens: int
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
+    options: dict[str, Any] = field(default_factory=dict)  # of every request
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
@@ -41,7 +42,7 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
         raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
     if len(prompts) > 1 and (interval or not early_stop):
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
-    iteration = {"name": "blockwise", "block": params.take("block_length"), "early_stop": early_stop}
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "block" if early_stop else "off"}
     iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
     cache = {"name": params.take("cache", None) or "none"}
     if vicinity:
@@ -75,10 +76,9 @@ def _decoder(values: Fields) -> dict[str, Any]:
 
 def _official(prompts: list[list[int]], params: Fields) -> Plan:
     """LLaDA's own sampler. Positions start behind the padding, which is the same: rotary positions are relative."""
-    if params.take("cfg_scale", 0.0):
-        raise Skip("classifier-free guidance is not there yet (cfg_scale > 0)")
+    guidance = params.take("cfg_scale", 0.0)
     if params.take("temperature", 0.0):
-        raise Skip("sampling is not there yet (temperature > 0)")
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
     if (remasking := params.take("remasking", "low_confidence")) != "low_confidence":
         raise Skip(f"remasking {remasking!r} is not there yet")
     mask_BP = params.take("attention_mask", None)
@@ -89,6 +89,7 @@ def _official(prompts: list[list[int]], params: Fields) -> Plan:
         {"name": "none"},
         params.take("gen_length"),
         pads_B=None if mask_BP is None else [mask.count(0) for mask in mask_BP],
+        options={"guidance": guidance},
     )
 
 
@@ -112,7 +113,7 @@ def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[
     steps, length, block = params.take("steps"), params.take("gen_length"), params.take("block_length")
     if length % block or steps % (length // block):
         raise GoldenError(f"steps={steps} and gen_length={length} do not divide into blocks of {block}")
-    iteration = {"name": "blockwise", "block": block, "early_stop": False}
+    iteration = {"name": "blockwise", "block": block, "stop": "off"}
     return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
 
 
@@ -219,7 +220,8 @@ def run(golden: Golden, doc: Fields) -> str:
     recipe = compose(network, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
     pads_B = plan.pads_B or [0] * len(prompts)
     requests = [
-        Request(prompt[pad:], plan.new_tokens, recipe.resolve({})) for prompt, pad in zip(prompts, pads_B, strict=True)
+        Request(prompt[pad:], plan.new_tokens, recipe.resolve(plan.options))
+        for prompt, pad in zip(prompts, pads_B, strict=True)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]

@@ -53,6 +53,8 @@ def meta_steps(recipe: Recipe) -> None:
     cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": end, "length": LENGTH}
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
-        shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages)
-        with DeviceOnly():
-            denoise_step(recipe, state, shape, slot_B)
+        for more in (False, True):
+            guided = more and iteration.scores == "block"
+            shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided)
+            with DeviceOnly():
+                denoise_step(recipe, state, shape, slot_B)

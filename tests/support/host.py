@@ -23,42 +23,37 @@ class Host:
 
     def __init__(self, recipe: Recipe, requests: list[Request], *, page: int = 4, seed: int = 0) -> None:
         self.recipe, self.requests, self.page, self.random = recipe, requests, page, Random(seed)
-        self.lengths = [len(r.prompt) + r.new_tokens for r in requests]
+        self.lengths = [request.length for request in requests]
         self.capacity = max(self.lengths) + 2 * page
         each, slots = -(-self.capacity // page), len(requests) + 1
         model = recipe.model
         self.state = BatchState.alloc(
-            recipe, slots, self.capacity, page=page, pages=slots * each, dtype=model.dtype, device=model.device
+            recipe, slots, self.capacity, page=page, pages=2 * slots * each, dtype=model.dtype, device=model.device
         )
-        free = list(range(RESERVED, RESERVED + slots * each))
+        free = list(range(RESERVED, RESERVED + 2 * slots * each))
         self.random.shuffle(free)
         self.slots = self.random.sample(range(slots), len(requests))
         for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
-            self.state.kv.assign(slot, [free.pop() for _ in range(-(-length // page))])
-            self._admit(slot, request, length)
+            need = -(-length // page)
+            twin = [free.pop() for _ in range(need * recipe.guided(request.options))]
+            self.state.kv.assign(slot, [free.pop() for _ in range(need)], twin)
+            self._admit(slot, request)
 
-    def _admit(self, slot: int, request: Request, length: int) -> None:
-        prompt, spec = len(request.prompt), self.recipe.model.spec
-        region = self.recipe.iteration.first_region(prompt, length)
-        self.state.canvas.admit(
-            slot,
-            request.prompt + [spec.mask_id] * request.new_tokens,
-            [position >= prompt for position in range(length)],
-            prompt=prompt,
-            region=region,
-            mask_id=spec.mask_id,
-            phase=self.recipe.cache.first_phase(spec, region[0]),
-        )
-        if request.options:
-            self.state.options_NO[slot] = torch.tensor(request.options, dtype=torch.float64)
-        for pool in (self.state.iteration, self.state.decoder, self.state.cache):
-            pool.reset(slot)
+    def _admit(self, slot: int, request: Request) -> None:
+        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        self.state.admit(
+            self.recipe, slot, tokens, request.masked,
+            prompt=request.start, options=request.options, stops=request.stops,
+        )  # fmt: skip
 
     def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
         """A step that is wide enough for every row, whatever phase that is in."""
-        iteration = self.recipe.iteration
         every = -(-self.capacity // self.page)
-        shape = StepShape(phase, len(slots), width or self.capacity, iteration.blocks, self.state.block, pages or every)
+        shape = StepShape(
+            phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
+            sampled=any(self.recipe.sampled(request.options) for request in self.requests),
+            guided=any(self.recipe.guided(request.options) for request in self.requests),
+        )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

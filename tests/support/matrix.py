@@ -21,7 +21,7 @@ BLOCK = 8
 SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
 # Further settings under which a component behaves like another one; each is run as a component of its own.
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("iteration", "blockwise"): [{"align": True, "early_stop": False}],
+    ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],
     ("cache", "dual"): [{"interval": 3}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
@@ -138,6 +138,8 @@ def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
     """Options that differ from request to request, as far as the components accept the values."""
     chosen: dict[str, Any] = {}
     for o in recipe.request_options:
+        if o.kind == "sampling" and index not in (1, 4):  # rows that draw stand beside rows that do not
+            continue
         value = (0.9, 0.3, 0.6, 0.45, 0.75)[index % 5] if isinstance(o.default, float) else 1 + index % 4
         name = f"{o.kind}.{o.name}"
         try:

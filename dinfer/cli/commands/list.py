@@ -1,6 +1,6 @@
 """shows every registered component with its options
 
-usage: dinfer list [model] [iteration] [decoder] [cache]
+usage: dinfer list [model] [iteration] [decoder] [cache] [sampling]
 
 For each component: what it does, its options with their defaults, and the paper. An option marked * may be set by
 every request for itself (`options={"threshold": 0.8}` in the library); all are set by `decoder.threshold=0.8` here.
@@ -22,13 +22,14 @@ ROLES = {
     "iteration": "how the canvas is swept, and what the model is fed at masks",
     "decoder": "which positions are committed at a step, and to what",
     "cache": "which keys and values are recomputed, seen and refreshed",
+    "sampling": "which token a position is offered: the most likely, or one that is drawn",
 }
 
 NAMES = 18  # columns for names, so that descriptions stand below each other
 
 
 def run(args: list[str]) -> None:
-    """Prints the registries asked for, or all four."""
+    """Prints the registries asked for, or all of them."""
     for kind in args:
         if kind not in GROUPS:
             raise unknown("registry", kind, list(GROUPS))

@@ -1,0 +1,63 @@
+"""Texts with gaps: `The capital of [MASK:4] is Paris.` stands for a text in which four tokens are to be found.
+
+A backslash in front of a marker makes it a part of the text: `\\[MASK:4]`; two stand for one and leave it a marker.
+Backslashes elsewhere are themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dinfer.engine.request import Counts
+
+MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Infilled:
+    """A text or canvas with its gaps filled."""
+
+    text: str  # without special tokens; empty where there is no tokenizer
+    ids: list[int]  # the canvas as a whole
+    gaps: list[list[int]]  # what fills each gap: a run of mask tokens
+    gap_texts: list[str]  # the same as text
+    counts: Counts
+    trace: list[list[int]] | None = None  # if asked for, the canvas after every step
+
+
+def parse(text: str) -> list[str | int]:
+    """Stretches of text, and the lengths of the gaps between them. Raises ValueError for a marker that is none."""
+    pieces: list[str | int] = []
+    words, begin = "", 0
+    for match in MARKER.finditer(text):
+        slashes, count = match.groups()
+        words += text[begin : match.start()] + "\\" * (len(slashes) // 2)
+        begin = match.end()
+        if len(slashes) % 2:
+            words += match[0][len(slashes) :]
+            continue
+        if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+            raise ValueError(
+                f"{match[0]!r} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
+            )
+        pieces += [words, int(count)] if words else [int(count)]
+        words = ""
+    words += text[begin:]
+    return [*pieces, words] if words else pieces
+
+
+def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
+    """The positions of each unbroken run of mask tokens."""
+    return list(_runs([token == mask_id for token in ids]))
+
+
+def _runs(masked: list[bool]) -> Iterator[range]:
+    begin = None
+    for position, open_ in enumerate([*masked, False]):
+        if open_ and begin is None:
+            begin = position
+        elif not open_ and begin is not None:
+            yield range(begin, position)
+            begin = None

@@ -1,0 +1,148 @@
+"""Which token a position is offered: the most likely one, or one that is drawn, by adding Gumbel noise to the logits.
+
+argmax(l / T + g) with independent standard Gumbel noise g is a draw from softmax(l / T). The noise of a token is a
+function of (seed, position, step, token) and of nothing else: no sample depends on the batch it ran in, on its slot
+or on launch order, and a restart gives it again.
+
+Whatever is asked for, the mask token takes part in the draw; where it is drawn, the position stays masked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.nucleus import nucleus
+from dinfer.kernels.random import uniform
+from dinfer.protocols import BlockView, Draw, ModelSpec, Options, Sampling
+from dinfer.registry import SAMPLINGS, option
+
+COLDEST = 1e-3  # of temperatures above 0: logits divided by it stay finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class GumbelSampling(Sampling):
+    """What both ways to draw have in common: what the distribution is before temperature."""
+
+    neutral: ClassVar[dict[str, float]] = {
+        "temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "ban_eos": 0, "eos_last": 0,
+    }  # fmt: skip
+
+    temperature: float = option(0.0, "0: the most likely token; else draw", per_request=True)
+    seed: int = option(0, "of the random numbers", per_request=True)
+    repetition_penalty: float = option(
+        1.0, "of tokens the canvas holds already: positive logits divided by it, others multiplied", per_request=True
+    )
+    ban_eos: int = option(0, "1: never the EOS token (LLaDA's logits_eos_inf)", per_request=True)
+    eos_last: int = option(
+        0, "1: stop tokens count as improbable, so that they are committed last (LLaDA's confidence_eos_eot_inf)",
+        per_request=True,
+    )  # fmt: skip
+    guidance: float = option(
+        0.0, "s of classifier-free guidance, l' + (s + 1) (l - l') with l' as if there were no prompt; 0: off",
+        per_request=True,
+    )  # fmt: skip
+    suppress: tuple[int, ...] = option((), "tokens that are never offered")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "suppress", tuple(self.suppress))
+        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
+            raise ValueError(
+                f"sampling.temperature={self.temperature} must be 0 (the most likely token), or at least {COLDEST}"
+            )
+        if not 0 <= self.seed < 2**53:
+            raise ValueError(f"sampling.seed={self.seed} must be 0 or more, and less than 2**53")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"sampling.repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
+        if not 0 <= self.guidance < math.inf:
+            raise ValueError(f"sampling.guidance={self.guidance} must be 0 (off) or more")
+        for name in ("ban_eos", "eos_last"):
+            if getattr(self, name) not in (0, 1):
+                raise ValueError(f"sampling.{name}={getattr(self, name)} must be 0 or 1")
+        if not all(type(token) is int and token >= 0 for token in self.suppress):
+            raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)
+        if wrong is None:
+            return None
+        return (
+            f"sampling.suppress: {wrong} is no token of this model's vocabulary of {spec.vocab}, or the mask token, "
+            "which is never committed anyway. Leave it out."
+        )
+
+    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+        penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
+        lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
+        logits_RLV = torch.where(seen_RV[:, None], lowered_RLV, logits_RLV)
+        for token in self.suppress:
+            logits_RLV[..., token].fill_(float("-inf"))
+        _rule_out(logits_RLV, options["ban_eos"], (spec.eos_id,))
+        return logits_RLV
+
+    def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
+               spec: ModelSpec) -> Draw:  # fmt: skip
+        """argmax of the logits plus so much noise; probabilities are those of `belief`."""
+        token_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device)
+        seed_R11, step_R11 = view.seed_R[:, None, None], view.forward_R[:, None, None]
+        noise_RLV = -torch.log(-torch.log(uniform(seed_R11, view.pos_RL[..., None], step_R11, token_V)))
+        score_RLV = logits_RLV.to(torch.float64) + scale_R1[..., None] * noise_RLV
+        belief_RLV = belief_RLV.clone()
+        _rule_out(belief_RLV, options["eos_last"], spec.stop_ids)
+        return Draw(belief_RLV, score_RLV, (options["temperature"] > 0) | (options["eos_last"] > 0))
+
+
+@SAMPLINGS.register("standard")
+@dataclass(frozen=True, kw_only=True)
+class StandardSampling(GumbelSampling):
+    """Draws from softmax(logits / T) cut to the top_k most likely tokens and to the nucleus of mass top_p.
+
+    Confidences are of that distribution, as Dream and D2F have them: a token that is alone in its nucleus is sure.
+    Both cuts leave the mask token out of account and in the distribution. At temperature 0 they hold as well, with
+    T = 1, and the most likely token is taken.
+    """
+
+    paper = "Dream, arXiv:2508.15487"
+
+    top_k: int = option(0, "draw from so many most likely tokens; 0: from all", per_request=True)
+    top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k={self.top_k} must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
+
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
+        logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
+        temperature_R1 = options["temperature"]
+        divisor_R1 = torch.where(temperature_R1 > 0, temperature_R1, 1.0).to(logits_RLV.dtype)
+        logits_RLV = nucleus(logits_RLV / divisor_R1[..., None], options["top_k"], options["top_p"], spec.mask_id)
+        noisy_R1 = (temperature_R1 > 0).to(torch.float64)
+        return self._drawn(logits_RLV, noisy_R1, view, logits_RLV, options, spec)
+
+
+@SAMPLINGS.register("llada")
+@dataclass(frozen=True, kw_only=True)
+class LladaSampling(GumbelSampling):
+    """Draws from softmax(logits / T) as LLaDA does: float64 noise, and confidences without temperature.
+
+    argmax of exp(l) / (-log u)^T, written as l + T * (-log(-log u)), which does not overflow; the confidence of the
+    token is its probability under softmax(l). Unlike LLaDA's, `eos_last` holds at every temperature.
+    """
+
+    paper = "LLaDA, arXiv:2502.09992"
+
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
+        return self._drawn(logits_RLV, options["temperature"], view, logits_RLV, options, spec)
+
+
+def _rule_out(logits_RLV: Tensor, flag_R1: Tensor, tokens: tuple[int, ...]) -> None:
+    """Gives the tokens probability 0 in the rows that ask for it, in place."""
+    for token in tokens:
+        logits_RLV[..., token].masked_fill_(flag_R1 > 0, float("-inf"))
