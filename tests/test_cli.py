@@ -27,7 +27,7 @@ AFTER_DASHES = ["--watch", "-m", "--", "- 3 = x", "decoder=fixed", "--help me", 
 
 # Arguments, and what stderr must say. CHECKPOINT is filled in.
 WRONG = [
-    (["generat"], "unknown command 'generat'. Did you mean 'generate'? Known: demo, "),
+    (["generat"], "unknown command 'generat'. Did you mean 'generate'? Known: audit, demo, "),
     (["generate"], "a question is needed"),
     (["generate", ""], "the prompt is empty"),
     (["generate", " \n"], "the prompt is empty"),

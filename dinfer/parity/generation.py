@@ -126,7 +126,7 @@ def _block_diffusion(prompts: list[list[int]], params: Fields, *, cache: str) ->
         raise Skip("dInfer: rows of a batch share the end without early_stop")
     decoder = _decoder(params.fields("decoder"))
     plan = _aligned(prompts, params, decoder, cache)
-    plan.iteration["early_stop"] = early_stop
+    plan.iteration["stop"] = "block" if early_stop else "off"
     return replace(plan, keep_masks=not early_stop, drop_eos=True)
 
 
@@ -150,7 +150,7 @@ def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
         threshold = 1.0  # which nothing exceeds
     decoder = _quota(params.take("block_length"), params.take("denoising_steps"), threshold)
     plan = _aligned(prompts, params, decoder, "block")
-    plan.iteration["early_stop"] = params.take("stop_on_eos")
+    plan.iteration["stop"] = "block" if params.take("stop_on_eos") else "off"
     return replace(plan, keep_masks=True)
 
 
