@@ -54,7 +54,9 @@ def recipes(preset: str) -> Iterator[tuple[Any, Any, Any]]:
     if preset == "foundation":
         yield from product([{"name": "blockwise", "block": BLOCK}], FOUNDATION, ["none", "prefix", "dual"])
         return
-    iterations = [{"name": n, **({"block": BLOCK} if n != "full" else {})} for n in ("blockwise", "smooth", "full")]
+    iterations = [
+        {"name": name} | ({"block": BLOCK} if name != "full" else {}) for name in ("blockwise", "smooth", "full")
+    ]
     decoders: list[Any] = [*FOUNDATION[:1], *FOUNDATION[6:7]]
     decoders += [name for name in dinfer.DECODERS.names() if name not in ("fixed", "threshold")]
     caches = [name for name in dinfer.CACHES.names() if name != "prefix"]
