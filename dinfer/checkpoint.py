@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dinfer.protocols import ModelFamily, ModelSpec, Placement
+from dinfer.protocols import ModelFamily
 from dinfer.registry import MODELS, unknown
+from dinfer.spec import ModelSpec, Placement
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
@@ -56,7 +57,15 @@ def locate(name: str, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    return _read_object(folder / "config.json")
+    """config.json, and the tokenizer's mask token as `mask_token_id` where config.json is silent about it."""
+    config = _read_object(folder / "config.json")
+    if config.get("mask_token_id") is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = _read_object(folder / "tokenizer_config.json")
+        mask, added = tokenizer.get("mask_token"), tokenizer.get("added_tokens_decoder") or {}
+        mask = mask.get("content") if isinstance(mask, dict) else mask
+        ids = [int(token) for token, entry in added.items() if mask is not None and entry.get("content") == mask]
+        config |= {"mask_token_id": ids[0]} if ids else {}
+    return config
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -104,9 +113,7 @@ def load_network(folder: Path, family: ModelFamily, *, dtype: torch.dtype | None
         _check(folder, tensors, placements)
         if dtype is None:
             dtype = FLOATS[tensors[next(iter(placements))].get_slice(next(iter(placements))).get_dtype()]
-        with torch.device("meta"):
-            network = family.network(spec).to(dtype)
-        network = network.to_empty(device=device).requires_grad_(False).eval()
+        network = _empty(family, spec, dtype, device)
         parameters = dict(network.named_parameters())
         with torch.no_grad():
             for name, place in placements.items():
@@ -117,15 +124,25 @@ def load_network(folder: Path, family: ModelFamily, *, dtype: torch.dtype | None
 
 def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
-    with torch.device("meta"):
-        network = family.network(spec).to(dtype)
-    network = network.to_empty(device=device).requires_grad_(False).eval()
+    network = _empty(family, spec, dtype, device)
     for name, parameter in network.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
+        elif parameter.dim() == 1:  # a bias
+            parameter.normal_(0.0, 0.1)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return network
+
+
+def _empty(family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
+    """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so."""
+    with torch.device("meta"):
+        network = family.network(spec).to(dtype)
+        for name, parameter in network.named_parameters():
+            if name.endswith("choice_bias"):
+                parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+    return network.to_empty(device=device).requires_grad_(False).eval()
 
 
 def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:

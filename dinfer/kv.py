@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.attention import paged_attention
-from dinfer.kernels.rotary import Table, rotate_and_store
-from dinfer.protocols import ModelSpec
+from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
+from dinfer.spec import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
 Slot = TypeVar("Slot", int, Tensor)
@@ -86,7 +86,8 @@ class PagedAttend:
         """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
         return self.pool.v_JPTGE[layer].flatten(0, 1).index_select(0, self.write_X).view(*self.pos_BW.shape, -1)
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         k_PTGE, v_PTGE = self.pool.k_JPTGE[layer], self.pool.v_JPTGE[layer]
-        q_BWHE = rotate_and_store(qkv_BWXE, table, heads, k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1), self.write_X)
+        pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
+        q_BWHE = rotate_and_store(qkv_BWXE, table, norm, heads, *pools, self.write_X)
         return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, self.interval_BW)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase
-from dinfer.kernels.rotary import Table
+from dinfer.kernels.rotary import HeadNorm, Table
 from dinfer.kernels.token_stats import Draw, TokenStats
+from dinfer.spec import ModelSpec, Placement
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
@@ -41,47 +42,6 @@ over, and writes them back for live rows only. So no component minds slots, padd
 
 Options = Mapping[str, Tensor]
 """Per-request options of one component by name, [R, 1] each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """What the rest of dinfer may know of a model. Differences between models are data, not classes."""
-
-    family: str
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int  # width of the gated MLP
-    norm_eps: float
-    rope_theta: float
-    tied_head: bool = False  # the LM head is the embedding table
-    max_length: int  # positions the model was made for
-    mask_id: int
-    eos_id: int  # what an early-stopped tail is filled with
-    stop_ids: tuple[int, ...]  # ids that end an answer, eos_id among them
-    shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
-    causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be an integer, at least 1")
-        if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ValueError(
-                f"{self.family}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and "
-                f"head_dim={self.head_dim} even"
-            )
-        for name, token in (("mask_id", self.mask_id), *(("stop_ids", token) for token in self.stop_ids)):
-            if type(token) is not int or not 0 <= token < self.vocab:
-                raise ValueError(f"{self.family}: {name} must be a token of the vocabulary of {self.vocab}: {token!r}")
-        if self.eos_id not in self.stop_ids or self.mask_id in self.stop_ids:
-            raise ValueError(
-                f"{self.family}: eos_id={self.eos_id} must be one of stop_ids={self.stop_ids}, and "
-                f"mask_id={self.mask_id} none of them"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +73,8 @@ class Attend(Protocol):
     @property
     def pos_BW(self) -> Tensor: ...
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
-        """Rotates queries and keys by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
 
         `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads.
         """
@@ -165,15 +125,6 @@ class Moved:
 
     entered_B: Tensor  # began a new block
     done_B: Tensor  # has nothing more to decode
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a checkpoint's tensor goes: rows `[row, row + shape[0])` of a parameter of the network."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    row: int = 0
 
 
 class Component(ABC):

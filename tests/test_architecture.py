@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LONGEST = 400
 
-CORE = {"canvas", "protocols", "kernels"}
+CORE = {"canvas", "protocols", "kernels", "spec"}
 COMPONENT = CORE | {"registry"}
 # What each module or package of dinfer may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -21,18 +21,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "canvas": set(),
     "registry": set(),
     "problems": set(),
-    "protocols": {"canvas", "kernels"},
-    "layers": {"protocols", "kernels"},
+    "spec": set(),
+    "protocols": {"canvas", "kernels", "spec"},
+    "layers": {"protocols", "kernels", "spec"},
+    "families": {"layers", "protocols", "registry", "spec"},
     "sweeps": COMPONENT | {"protocols"},
     "windows": CORE,
-    "kv": {"protocols", "kernels"},
+    "kv": {"kernels", "spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,
     "caches": COMPONENT | {"windows"},
     "iterations": COMPONENT | {"sweeps"},
-    "models": COMPONENT | {"layers"},
+    "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
-    "checkpoint": {"protocols", "registry"},
+    "checkpoint": {"protocols", "registry", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "step": CORE | {"compose", "guidance", "state"},

@@ -191,7 +191,7 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
         ({"n_heads": 5}, "d_model=32 must be a multiple of n_heads=5"),
         ({"n_kv_heads": 3}, "n_heads=4 must be a multiple of n_kv_heads=3"),
         ({"n_heads": 32, "n_kv_heads": 32}, "head_dim=1 even"),
-        ({"mask_token_id": None}, "mask_id must be a token of the vocabulary of 40: None"),
+        ({"mask_token_id": None}, "no mask_token_id and the tokenizer no mask token: give model.mask_id"),
         ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
         ({"mask_token_id": 38}, "mask_id=38 none of them"),
         ({"eos_token_id": None}, "stop_ids must be .*: None"),

@@ -59,16 +59,20 @@ def test_swiglu(reference: None, dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 32), (5, 1, 64)])
-def test_rotate_and_store(reference: None, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "dim"), [(4, 4, 16, 16), (6, 2, 32, 16), (5, 1, 64, 24)])
+def test_rotate_and_store(
+    reference: None, dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, size: int, dim: int
+) -> None:
     lanes, width, places = 2, 5, 40
     qkv_BWXE = draw(lanes, width, heads + 2 * kv_heads, size, dtype=dtype)
-    table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), size, 1e4, dtype)
+    table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), dim, 1e4, dtype)
+    norm = rotary.HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
     write_X = torch.randperm(places, device=DEVICE)[: lanes * width]
     pools = [draw(places, kv_heads, size, dtype=dtype) for _ in range(2)]
     mine, theirs = [p.clone() for p in pools], [p.clone() for p in pools]
-    got = triton_rotary.rotate_and_store(qkv_BWXE, table, heads, *mine, write_X)
-    want = rotary.rotate_and_store(qkv_BWXE, table, heads, *theirs, write_X)
+    got = triton_rotary.rotate_and_store(qkv_BWXE, table, norm, heads, *mine, write_X)
+    want = rotary.rotate_and_store(qkv_BWXE, table, norm, heads, *theirs, write_X)
     for a, b in zip([got, *mine], [want, *theirs], strict=True):
         torch.testing.assert_close(a, b, **CLOSE[dtype])
 

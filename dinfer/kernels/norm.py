@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
 
 
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, in float32 or more, rounded to the dtype of `x`, and then times the weight.
+
+    So do the published checkpoints' own models: the order shows in bfloat16.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D
+
+
 def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """s = x + delta and s / rms(s) * weight, the statistics in float32. [B, W, D] each; delta None: s = x"""
+    """s = x + delta, and `rms_norm` of it. [B, W, D] each; delta None: s = x"""
     if use_triton(x_BWD):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
         return kernel(x_BWD, delta_BWD, weight_D, eps)
     if delta_BWD is not None:
         x_BWD = x_BWD + delta_BWD
-    return x_BWD, F.rms_norm(x_BWD, weight_D.shape, weight_D, eps)
+    return x_BWD, rms_norm(x_BWD, weight_D, eps)
 
 
 def swiglu(gate_up_BWX: Tensor) -> Tensor:

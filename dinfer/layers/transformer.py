@@ -12,37 +12,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
-from dinfer.kernels.norm import add_rms_norm, swiglu
-from dinfer.kernels.rotary import Table, rotary_table, rotate
+from dinfer.kernels.norm import add_rms_norm
+from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
+from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.protocols import Attend, ModelSpec
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
 
 
 class Block(nn.Module):
-    """Pre-norm attention and gated MLP. Projections that read the same input are one matrix."""
+    """Pre-norm attention and MLP. Projections that read the same input are one matrix."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.layer = spec, layer
         heads = spec.heads + 2 * spec.kv_heads
         self.attn_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
-        self.qkv = nn.Linear(spec.hidden, heads * spec.head_dim, bias=False)
+        self.qkv = nn.Linear(spec.hidden, heads * spec.head_dim, bias=spec.qkv_bias)
+        self.qk_norm = nn.RMSNorm(2 * spec.head_dim) if spec.qk_norm else None  # the weights of q, then those of k
         self.out = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=False)
         self.mlp_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
-        self.gate_up = nn.Linear(spec.hidden, 2 * spec.mlp, bias=False)
-        self.down = nn.Linear(spec.mlp, spec.hidden, bias=False)
+        dense = spec.experts is None or layer in spec.experts.dense
+        self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
-    def forward(
-        self, layer: int, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend) -> tuple[Tensor, Tensor]:
         """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm."""
         spec = self.spec
+        norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, spec.norm_eps)
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, spec.norm_eps)
         qkv_BWXE = self.qkv(h_BWD).unflatten(-1, (-1, spec.head_dim))
-        delta_BWD = self.out(attend(layer, qkv_BWXE, table, spec.heads).flatten(2))
+        delta_BWD = self.out(attend(self.layer, qkv_BWXE, table, norm, spec.heads).flatten(2))
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, spec.norm_eps)
-        return x_BWD, self.down(swiglu(self.gate_up(h_BWD)))
+        return x_BWD, self.mlp(h_BWD, attend.pos_BW)
 
 
 class Transformer(nn.Module):
@@ -55,7 +56,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.head = None if spec.tied_head else nn.Linear(spec.hidden, spec.vocab, bias=False)
 
@@ -73,16 +74,17 @@ class Transformer(nn.Module):
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
-        table = rotary_table(attend.pos_BW, self.spec.head_dim, self.spec.rope_theta, x_BWD.dtype)
+        rope_dim = self.spec.rope_dim or self.spec.head_dim
+        table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
         delta_BWD = None
-        for layer, block in enumerate(self.blocks):
-            x_BWD, delta_BWD = block(layer, x_BWD, delta_BWD, table, attend)
+        for block in self.blocks:
+            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend)
         return x_BWD if delta_BWD is None else x_BWD + delta_BWD
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(h_BLD), weight)
+        return F.linear(add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps)[1], weight)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
@@ -122,7 +124,6 @@ class WholeAttend:
     pos_BW: Tensor
     seen_BWS: Tensor | None
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, heads: int) -> Tensor:
-        kv_heads = (qkv_BWXE.shape[2] - heads) // 2
-        q_BWHE, k_BWGE = rotate(qkv_BWXE[:, :, : heads + kv_heads], table).split((heads, kv_heads), 2)
-        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + kv_heads :], self.seen_BWS)
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
+        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + k_BWGE.shape[2] :], self.seen_BWS)

@@ -136,7 +136,7 @@ def _llada2(prompts: list[list[int]], params: Fields) -> Plan:
     steps, new_tokens = params.take("steps"), params.take("gen_length")
     steps = min(steps, new_tokens // params.take("minimal_topk"))
     decoder = _quota(params.take("block_length"), steps, params.take("threshold"))
-    return replace(_aligned(prompts, params, decoder, "block"), answer=new_tokens)
+    return replace(_aligned(prompts, params, decoder, "none"), answer=new_tokens)
 
 
 def _sdar(prompts: list[list[int]], params: Fields) -> Plan:

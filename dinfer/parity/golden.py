@@ -109,7 +109,9 @@ class Golden:
         config = read_config(path)
         name = next((name for name in MODELS.names() if MODELS.get(name).matches(config)), None)
         if name is not None:
-            return MODELS.build({"name": name, "checkpoint": str(path)})
+            # Some configs are silent about the mask token. Every run brings its own; the logits do not depend on it.
+            mask = {} if "mask_token_id" in config else {"mask_id": 0}
+            return MODELS.build({"name": name, "checkpoint": str(path)} | mask)
         if family in MODELS.names():
             raise GoldenError(f"{folder}/config.json is not of the family {family!r}")
         raise Skip(f"model family {family!r} is not registered")

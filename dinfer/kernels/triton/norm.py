@@ -21,7 +21,8 @@ def _add_rms_norm(x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps, AD
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + column, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
+    tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""RoPE of queries and keys and the write of keys and values, in one pass over the projections."""
+"""QK-norm and RoPE of queries and keys and the write of keys and values, in one pass over the projections."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.rotary import HeadNorm
+
 
 @triton.jit
 def _rotate_and_store(
-    qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     entry = tl.arange(0, E)[None, :]
-    inside = head < H + 2 * G
+    inside, turned = head < H + 2 * G, entry < TURNED
+    partner = tl.where(turned, (entry + TURNED // 2) % TURNED, entry)
     source = qkv_ptr + row * qkv_stride + head * E
     x = tl.load(source + entry, mask=inside, other=0.0)
-    swapped = tl.load(source + (entry + E // 2) % E, mask=inside, other=0.0)
-    cos, sin = tl.load(cos_ptr + row * E + entry), tl.load(sin_ptr + row * E + entry)
-    rotated = (x.to(tl.float32) * cos + swapped.to(tl.float32) * sin).to(x.dtype)
+    swapped = tl.load(source + partner, mask=inside, other=0.0)
+    wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
+    if NORM:  # of queries and keys; each rounding is one of the reference's
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
+        weight = norm_ptr + tl.where(head < H, 0, E)
+        wide = (wide * scale).to(x.dtype).to(tl.float32) * tl.load(weight + entry).to(tl.float32)
+        wide_swapped = (wide_swapped * scale).to(x.dtype).to(tl.float32) * tl.load(weight + partner).to(tl.float32)
+        wide, wide_swapped = wide.to(x.dtype).to(tl.float32), wide_swapped.to(x.dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + row * TURNED + entry, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + row * TURNED + entry, mask=turned, other=0.0)
+    rotated = (wide * cos + wide_swapped * sin).to(x.dtype)
     place = tl.load(write_ptr + row)
     tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
     tl.store(k_ptr + (place * G + head - H) * E + entry, rotated, mask=inside & (head >= H) & (head < H + G))
@@ -28,15 +39,17 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    qkv_BWXE: Tensor, table: tuple[Tensor, Tensor], heads: int, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor
-) -> Tensor:
+    qkv_BWXE: Tensor, table: tuple[Tensor, Tensor], norm: HeadNorm | None, heads: int,
+    k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor,
+) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.rotary.rotate_and_store`."""
     qkv_BWXE = qkv_BWXE.contiguous()
     lanes, width, all_heads, size = qkv_BWXE.shape
     q_BWHE = qkv_BWXE.new_empty(lanes, width, heads, size)
     some = min(8, triton.next_power_of_2(all_heads))
+    weight_X, eps = (q_BWHE, 0.0) if norm is None else (norm.weight_X, norm.eps)
     _rotate_and_store[(lanes * width, triton.cdiv(all_heads, some))](
-        qkv_BWXE, *table, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size,
-        H=heads, G=k_YGE.shape[1], E=size, HEADS=some, num_warps=4,
+        qkv_BWXE, *table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
+        H=heads, G=k_YGE.shape[1], E=size, TURNED=table[0].shape[-1], NORM=norm is not None, HEADS=some, num_warps=4,
     )  # fmt: skip
     return q_BWHE

@@ -1,0 +1,178 @@
+"""What model families have in common: options, the fields of a config.json, and the names of tensors as templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dinfer.layers.transformer import Transformer
+from dinfer.protocols import ModelFamily
+from dinfer.registry import option
+from dinfer.spec import ModelSpec, Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """A checkpoint's tensor names, without ".weight". `{i}` stands for the layer, `{e}` for the expert.
+
+    None: the family has no such tensor. Those that a family has may still be absent in a model without bias, QK-norm
+    or experts: its `ModelSpec` says so.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    attn_norm: str = "model.layers.{i}.input_layernorm"
+    q: str | None = "model.layers.{i}.self_attn.q_proj"
+    k: str | None = "model.layers.{i}.self_attn.k_proj"
+    v: str | None = "model.layers.{i}.self_attn.v_proj"
+    qkv: str | None = None  # instead of the three
+    q_norm: str = "model.layers.{i}.self_attn.q_norm"
+    k_norm: str = "model.layers.{i}.self_attn.k_norm"
+    out: str = "model.layers.{i}.self_attn.o_proj"
+    mlp_norm: str = "model.layers.{i}.post_attention_layernorm"
+    gate: str = "model.layers.{i}.mlp.gate_proj"
+    up: str = "model.layers.{i}.mlp.up_proj"
+    down: str = "model.layers.{i}.mlp.down_proj"
+    router: str = "model.layers.{i}.mlp.gate"
+    choice_bias: str = "model.layers.{i}.mlp.gate.expert_bias"  # the full name
+    expert_gate: str = "model.layers.{i}.mlp.experts.{e}.gate_proj"
+    expert_up: str = "model.layers.{i}.mlp.experts.{e}.up_proj"
+    expert_down: str = "model.layers.{i}.mlp.experts.{e}.down_proj"
+    shared_gate: str = "model.layers.{i}.mlp.shared_experts.gate_proj"
+    shared_up: str = "model.layers.{i}.mlp.shared_experts.up_proj"
+    shared_down: str = "model.layers.{i}.mlp.shared_experts.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFamily(ModelFamily):
+    """A family over the one transformer core. What is particular to it is in `spec` and `names`."""
+
+    checkpoint: str = option("", "hub name, folder, or the name of a model in the box")
+    revision: str | None = option(None, "commit, tag or branch on the hub")
+    stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the checkpoint's eos_token_id")
+    mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        if not all(type(token) is int and token >= 0 for token in self.stop_ids):
+            raise ValueError(f"model.stop_ids={list(self.stop_ids)} must be token ids")
+        if self.mask_id is not None and self.mask_id < 0:
+            raise ValueError(f"model.mask_id={self.mask_id} must be a token id")
+
+    def names(self) -> Names:
+        return Names()
+
+    def network(self, spec: ModelSpec) -> Transformer:
+        return Transformer(spec)
+
+    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
+        return dict(placements(spec, self.names()))
+
+    def tokens(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The special tokens, as fields of `ModelSpec`."""
+        mask_id = config.get("mask_token_id") if self.mask_id is None else self.mask_id
+        if mask_id is None:
+            raise ValueError(
+                "config.json has no mask_token_id and the tokenizer no mask token: give model.mask_id, the id of the "
+                "token that stands for what is still to be decoded"
+            )
+        eos = config["eos_token_id"]
+        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+        more = tuple(token for token in self.stop_ids if token not in eos_ids)
+        return {"mask_id": mask_id, "eos_id": eos_ids[0], "stop_ids": eos_ids + more}
+
+
+def body(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        if not heads or hidden % heads:
+            raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+        head_dim = hidden // heads
+    theta = config.get("rope_theta")
+    if theta is None:  # where transformers 5 keeps it
+        theta = (config.get("rope_parameters") or {})["rope_theta"]
+    return {
+        "vocab": config["vocab_size"],
+        "hidden": hidden,
+        "layers": config["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "norm_eps": config["rms_norm_eps"],
+        "rope_theta": theta,
+        "tied_head": config.get("tie_word_embeddings", False),
+        "max_length": config["max_position_embeddings"],
+    }
+
+
+def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ValueError for a field with a value that would make another network. None: absent or null."""
+    for name, allowed in fields.items():
+        if config.get(name) not in allowed:
+            raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
+
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False, None),
+    "clip_qkv": (None,),
+}
+"""What transformers' names have to say for the core to be the network that is meant."""
+
+
+def placements(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Placement]]:
+    """Every tensor that a checkpoint of this spec must have, and where it goes."""
+    yield f"{names.embedding}.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    yield f"{names.norm}.weight", Placement("norm.weight", (spec.hidden,))
+    if not spec.tied_head:
+        yield f"{names.head}.weight", Placement("head.weight", (spec.vocab, spec.hidden))
+    for i in range(spec.layers):
+        for name, place in _layer(spec, names, i):
+            yield name.replace("{i}", str(i)), place
+
+
+def _layer(spec: ModelSpec, names: Names, layer: int) -> Iterator[tuple[str, Placement]]:
+    ours, d, e = f"blocks.{layer}", spec.hidden, spec.head_dim
+    q, kv = spec.heads * e, spec.kv_heads * e
+    yield f"{names.attn_norm}.weight", Placement(f"{ours}.attn_norm.weight", (d,))
+    yield f"{names.mlp_norm}.weight", Placement(f"{ours}.mlp_norm.weight", (d,))
+    yield f"{names.out}.weight", Placement(f"{ours}.out.weight", (d, q))
+    parts = [(names.qkv, q + 2 * kv)] if names.qkv else [(names.q, q), (names.k, kv), (names.v, kv)]
+    row = 0
+    for part, rows in parts:
+        yield f"{part}.weight", Placement(f"{ours}.qkv.weight", (rows, d), row)
+        if spec.qkv_bias:
+            yield f"{part}.bias", Placement(f"{ours}.qkv.bias", (rows,), row)
+        row += rows
+    if spec.qk_norm:
+        yield f"{names.q_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), 0)
+        yield f"{names.k_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), e)
+    experts = spec.experts
+    if experts is None or layer in experts.dense:
+        yield from _mlp(names.gate, names.up, names.down, f"{ours}.mlp", spec.mlp, d)
+        return
+    yield f"{names.router}.weight", Placement(f"{ours}.mlp.router.weight", (experts.experts, d))
+    if experts.bias:
+        yield names.choice_bias, Placement(f"{ours}.mlp.choice_bias", (experts.experts,))
+    for e in range(experts.experts):
+        gate, up, down = (
+            name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down)
+        )
+        m = experts.width
+        yield f"{gate}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e)
+        yield f"{up}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e + m)
+        yield f"{down}.weight", Placement(f"{ours}.mlp.down", (d, m), d * e)
+    if experts.shared:
+        shared = names.shared_gate, names.shared_up, names.shared_down
+        yield from _mlp(*shared, f"{ours}.mlp.shared", experts.shared, d)
+
+
+def _mlp(gate: str, up: str, down: str, ours: str, width: int, hidden: int) -> Iterator[tuple[str, Placement]]:
+    yield f"{gate}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), 0)
+    yield f"{up}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), width)
+    yield f"{down}.weight", Placement(f"{ours}.down.weight", (hidden, width))

@@ -1,0 +1,79 @@
+"""Mixtures of experts: which experts each token goes to, and what they make of it.
+
+Shape suffixes: N tokens, D hidden size, X experts, C chosen experts of a token, M width of an expert's gated MLP,
+T tokens of a tile, I tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.norm import swiglu
+
+TILE = 16
+
+
+def route(
+    logits_NX: Tensor, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
+    bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The experts of each token and their mixing weights, as `dinfer.spec.ExpertSpec` says. int64, float [N, C] each
+
+    `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
+    """
+    scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
+    rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
+    if allowed_NX is not None:
+        rank_NX = rank_NX.masked_fill(~allowed_NX, -torch.inf)
+    if groups > 1:
+        parts = rank_NX.unflatten(-1, (groups, -1))
+        best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1).topk(groups_chosen, -1, sorted=False).indices
+        kept = torch.zeros(*parts.shape[:-1], dtype=torch.bool, device=parts.device).scatter(-1, best, True)
+        rank_NX = parts.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    experts_NC = rank_NX.topk(chosen, -1, sorted=False).indices
+    weights_NC = scores_NX.gather(-1, experts_NC)
+    if normalize:
+        weights_NC = weights_NC / (weights_NC.sum(-1, keepdim=True) + 1e-20)
+    return experts_NC, weights_NC * scale
+
+
+def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
+    """The experts open to each token where the tokens of a block share `capacity` of them. bool [N, X]
+
+    Those are the experts with the best score that any token of the block gives them (LLaDA2.2). `block_N` numbers the
+    blocks from 0 to N - 1.
+    """
+    best_NX = torch.full_like(scores_NX, -torch.inf)
+    best_NX = best_NX.scatter_reduce(0, block_N[:, None].expand_as(scores_NX), scores_NX, "amax")
+    index_NC = best_NX.topk(capacity, -1, sorted=False).indices
+    open_NX = torch.zeros_like(best_NX, dtype=torch.bool).scatter(-1, index_NC, True)
+    return open_NX.index_select(0, block_N)
+
+
+def expert_mlps(x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts make of it. [N, D]
+
+    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]. Pairs of token and expert are put in
+    order of the expert and cut into tiles that belong to one expert each, so that the shapes do not depend on the
+    choice and no expert is multiplied with tokens that are not its own.
+    """
+    tokens, chosen = experts_NC.shape
+    experts, pairs = gate_up_XMD.shape[0], tokens * chosen
+    flat = experts_NC.flatten()
+    order = flat.argsort(stable=True)
+    count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
+    tiles_X = -(-count_X // TILE)
+    first_pair_X, first_tile_X = count_X.cumsum(0) - count_X, tiles_X.cumsum(0) - tiles_X
+    owner = flat.index_select(0, order)
+    rank = torch.arange(pairs, device=flat.device) - first_pair_X.index_select(0, owner)
+    place = first_tile_X.index_select(0, owner) * TILE + rank  # where in the tiles each pair goes
+    tiles = min(experts, pairs) + pairs // TILE
+    token = torch.div(order, chosen, rounding_mode="floor")
+    rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
+    expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
+    expert_I = expert_I.view(tiles, TILE).amax(-1)
+    hidden_ITM = swiglu(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
+    out = (hidden_ITM @ down_XDM.index_select(0, expert_I).mT).flatten(0, 1).index_select(0, place)
+    weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])

@@ -1,0 +1,76 @@
+"""What follows the attention in a block: a gated MLP, or a mixture of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.norm import swiglu
+from dinfer.spec import ModelSpec
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x); gate and up are one matrix."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x_BWD)))
+
+
+class Experts(nn.Module):
+    """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
+
+    The matrices of all experts are one below the other: gate rows, then up rows of expert 0, then those of expert 1;
+    likewise the rows of `down`.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        if (experts := spec.experts) is None:
+            raise ValueError(f"{spec.family} has no experts")
+        self.experts, self.causal_block = experts, spec.causal_block
+        self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
+        self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
+        self.gate_up = nn.Parameter(torch.empty(experts.experts * 2 * experts.width, spec.hidden))
+        self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
+        self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
+
+    def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
+        """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
+        x_ND, wide = x_BWD.flatten(0, 1), torch.promote_types(x_BWD.dtype, torch.float32)
+        logits_NX = F.linear(x_ND.to(wide), self.router.weight.to(wide))
+        chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
+        out_ND = expert_mlps(
+            x_ND, chosen_NC, weights_NC,
+            self.gate_up.unflatten(0, (self.experts.experts, -1)), self.down.unflatten(0, (self.experts.experts, -1)),
+        )  # fmt: skip
+        out_BWD = out_ND.view_as(x_BWD)
+        return out_BWD if self.shared is None else out_BWD + self.shared(x_BWD, pos_BW)
+
+    def route(self, logits_NX: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and mixing weights of each token. [N, C] each"""
+        experts, allowed_NX = self.experts, None
+        if experts.capacity is not None:
+            scores_NX = logits_NX.sigmoid() if experts.scores == "sigmoid" else logits_NX.softmax(-1)
+            biased_NX = scores_NX if self.choice_bias is None else scores_NX + self.choice_bias
+            allowed_NX = block_experts(biased_NX, blocks_of(pos_BW, self.causal_block or 1), experts.capacity)
+        return route(
+            logits_NX, experts.chosen, sigmoid=experts.scores == "sigmoid", normalize=experts.normalize,
+            scale=experts.scale, bias_X=self.choice_bias, groups=experts.groups, groups_chosen=experts.groups_chosen,
+            allowed_NX=allowed_NX,
+        )  # fmt: skip
+
+
+def blocks_of(pos_BW: Tensor, length: int) -> Tensor:
+    """Which attention block of which row each position is in, as the index of its first token. int64 [B * W]"""
+    lane_BW = torch.arange(pos_BW.shape[0], device=pos_BW.device)[:, None].expand_as(pos_BW)
+    block_BW = torch.div(pos_BW, length, rounding_mode="floor")
+    lane_N, block_N = lane_BW.flatten(), block_BW.flatten()
+    same_NN = (lane_N[:, None] == lane_N) & (block_N[:, None] == block_N)
+    return same_NN.to(torch.int8).argmax(-1)

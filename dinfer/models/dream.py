@@ -1,0 +1,38 @@
+"""Dream: bidirectional masked diffusion grown from Qwen2.5 (arXiv:2508.15487; Dream-v0, Dream-Coder, DiffuCoder).
+
+The logits at a position predict the next token, as they did before the model became a diffusion model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dinfer.families import PLAIN, HubFamily, body, expect
+from dinfer.registry import MODELS, option
+from dinfer.spec import ModelSpec
+
+
+@MODELS.register("dream")
+@dataclass(frozen=True, kw_only=True)
+class Dream(HubFamily):
+    """Dream, Dream-Coder and DiffuCoder checkpoints."""
+
+    paper = "Dream 7B, arXiv:2508.15487"
+
+    checkpoint: str = option("Dream-org/Dream-v0-Instruct-7B", "hub name or folder")
+
+    @classmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        return config.get("model_type") == "Dream"
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        expect(config, PLAIN)
+        return ModelSpec(
+            family="dream",
+            mlp=config["intermediate_size"],
+            qkv_bias=True,
+            shift=1,
+            **body(config),
+            **self.tokens(config),
+        )

@@ -1,0 +1,79 @@
+"""LLaDA2: block diffusion with experts (arXiv:2512.15745; LLaDA2.0-mini and -flash, LLaDA2.1, LLaDA2.2-flash)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dinfer.families import PLAIN, HubFamily, Names, body, expect
+from dinfer.registry import MODELS, option
+from dinfer.spec import ExpertSpec, ModelSpec
+
+EXPECTED = PLAIN | {
+    "use_bias": (False, None),
+    "use_qkv_bias": (False, None),
+    "use_rmsnorm": (True, None),
+    "norm_head": (False, None),
+    "norm_softmax": (False, None),
+    "score_function": ("sigmoid", None),
+}
+ATTENTION = "model.layers.{i}.attention"
+
+
+@MODELS.register("llada2")
+@dataclass(frozen=True, kw_only=True)
+class Llada2(HubFamily):
+    """LLaDA2 checkpoints: block-causal, grouped sigmoid router with a bias for the choice alone, shared expert."""
+
+    paper = "LLaDA2.0, arXiv:2512.15745"
+
+    checkpoint: str = option("inclusionAI/LLaDA2.0-mini", "hub name or folder")
+    block: int = option(32, "length of the attention blocks that the checkpoint was trained with")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"model.block={self.block} must be at least 1")
+
+    @classmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        return config.get("model_type") == "llada2_moe"
+
+    def names(self) -> Names:
+        return Names(
+            embedding="model.word_embeddings", q=None, k=None, v=None, qkv=f"{ATTENTION}.query_key_value",
+            q_norm=f"{ATTENTION}.query_layernorm", k_norm=f"{ATTENTION}.key_layernorm", out=f"{ATTENTION}.dense",
+        )  # fmt: skip
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        expect(config, EXPECTED)
+        fields = body(config)
+        factor, rotary = config.get("partial_rotary_factor", 1.0), config.get("rotary_dim")
+        rope_dim = int(fields["head_dim"] * factor)
+        if rotary is not None and rotary != rope_dim:
+            raise ValueError(
+                f"config.json: rotary_dim={rotary} and partial_rotary_factor={factor} of head_dim={fields['head_dim']} "
+                "contradict each other"
+            )
+        return ModelSpec(
+            family="llada2",
+            mlp=config["intermediate_size"],
+            qk_norm=bool(config.get("use_qk_norm")),
+            rope_dim=rope_dim,
+            causal_block=self.block,
+            experts=ExpertSpec(
+                experts=config["num_experts"],
+                chosen=config["num_experts_per_tok"],
+                width=config["moe_intermediate_size"],
+                scores="sigmoid",
+                normalize=config.get("norm_topk_prob", True),
+                scale=config.get("routed_scaling_factor", 1.0),
+                bias=bool(config.get("moe_router_enable_expert_bias", True)),
+                groups=config["n_group"],
+                groups_chosen=config["topk_group"],
+                shared=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
+                dense=tuple(range(config.get("first_k_dense_replace", 0))),
+            ),
+            **fields,
+            **self.tokens(config),
+        )

@@ -1,0 +1,57 @@
+"""SDAR: block diffusion grown from Qwen3 (arXiv:2510.06303; SDAR-1.7B/4B/8B-Chat, SDAR-30B-A3B, TraDo)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dinfer.families import PLAIN, HubFamily, body, expect
+from dinfer.registry import MODELS, option
+from dinfer.spec import ExpertSpec, ModelSpec
+
+EXPECTED = PLAIN | {"attention_bias": (False, None)}
+
+
+@MODELS.register("sdar")
+@dataclass(frozen=True, kw_only=True)
+class Sdar(HubFamily):
+    """SDAR and TraDo checkpoints, dense or with experts."""
+
+    paper = "SDAR, arXiv:2510.06303"
+
+    checkpoint: str = option("JetLM/SDAR-8B-Chat", "hub name or folder")
+    block: int | None = option(None, "length of the attention blocks; null: the config's block_size, else 4")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"model.block={self.block} must be at least 1")
+
+    @classmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        return config.get("model_type") in ("sdar", "sdar_moe")
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        expect(config, EXPECTED)
+        return ModelSpec(
+            family="sdar",
+            mlp=config["intermediate_size"],
+            qk_norm=True,
+            causal_block=self.block or config.get("block_size") or 4,
+            experts=_experts(config) if "num_experts" in config else None,
+            **body(config),
+            **self.tokens(config),
+        )
+
+
+def _experts(config: dict[str, Any]) -> ExpertSpec:
+    """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so."""
+    layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+    dense = {*(config.get("mlp_only_layers") or ()), *(i for i in range(layers) if (i + 1) % every)}
+    return ExpertSpec(
+        experts=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        normalize=bool(config.get("norm_topk_prob")),
+        dense=tuple(sorted(dense)),
+    )

@@ -1,0 +1,99 @@
+"""What a model is: plain data. Differences between model families are fields here, not classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """A mixture of experts in place of the MLP (DeepSeek-V3, arXiv:2412.19437, whose router has all of this).
+
+    Each token goes to `chosen` of `experts`, by softmax or sigmoid scores of a linear map in float32. `bias` is added
+    for the choice alone. With groups, the experts are cut into that many equal parts, a part's score is the sum of its
+    two best, and only the best `groups_chosen` parts take part. The mixing weights are the scores of the chosen,
+    divided by their sum if `normalize`, times `scale`.
+    """
+
+    experts: int
+    chosen: int
+    width: int  # of each expert's gated MLP
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    groups_chosen: int = 1
+    shared: int = 0  # width of the expert that every token goes to; 0: there is none
+    dense: tuple[int, ...] = ()  # layers that have a plain MLP after all
+    capacity: int | None = None  # experts that the tokens of one attention block may use between them (LLaDA2.2)
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "chosen", "width", "groups", "groups_chosen"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} of the experts must be an integer, at least 1")
+        if self.experts % self.groups or self.groups_chosen > self.groups:
+            raise ValueError(
+                f"{self.experts} experts must divide into groups={self.groups}, of which groups_chosen="
+                f"{self.groups_chosen} are kept"
+            )
+        able = min(self.experts // self.groups * self.groups_chosen, self.capacity or self.experts)
+        if self.chosen > able:
+            raise ValueError(f"chosen={self.chosen} experts a token exceed the {able} there are to choose from")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What the rest of dinfer may know of a model."""
+
+    family: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # width of the gated MLP
+    norm_eps: float
+    rope_theta: float
+    rope_dim: int | None = None  # entries of a head that are rotated, the first ones; None: all
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head, before it is rotated
+    experts: ExpertSpec | None = None
+    tied_head: bool = False  # the LM head is the embedding table
+    max_length: int  # positions the model was made for
+    mask_id: int
+    eos_id: int  # what an early-stopped tail is filled with
+    stop_ids: tuple[int, ...]  # ids that end an answer, eos_id among them
+    shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
+    causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be an integer, at least 1")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{self.family}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and "
+                f"head_dim={self.head_dim} even"
+            )
+        if self.rope_dim is not None and (self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim):
+            raise ValueError(f"{self.family}: rope_dim={self.rope_dim} must be even, 2 to head_dim={self.head_dim}")
+        for name, token in (("mask_id", self.mask_id), *(("stop_ids", token) for token in self.stop_ids)):
+            if type(token) is not int or not 0 <= token < self.vocab:
+                raise ValueError(f"{self.family}: {name} must be a token of the vocabulary of {self.vocab}: {token!r}")
+        if self.eos_id not in self.stop_ids or self.mask_id in self.stop_ids:
+            raise ValueError(
+                f"{self.family}: eos_id={self.eos_id} must be one of stop_ids={self.stop_ids}, and "
+                f"mask_id={self.mask_id} none of them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a checkpoint's tensor goes: rows `[row, row + shape[0])` of a parameter of the network."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    row: int = 0
