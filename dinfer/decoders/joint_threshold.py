@@ -52,11 +52,13 @@ class JointThreshold(Decoder):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         full_R = ~view.masked_RL.any(-1)
         state["post_edits"] += full_R
-        spent_R = full_R & (state["post_edits"] > view.options["post_edits"][:, 0])
+        budget_R = view.options["post_edits"][:, 0]
+        spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
         fill_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat="sglang")
         doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
         doubt_RL &= ~spent_R[:, None]
         edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
         remask_RL = doubt_RL & stats.declined_RL
-        # A change may call for another, so one step more, unless the budget is spent.
-        return Proposal(fill_RL | edit_RL, busy_R=(fill_RL | edit_RL | remask_RL).any(-1), remask_RL=remask_RL)
+        # A change may call for another, so one step more, unless that one would be beyond the budget.
+        busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (state["post_edits"] < budget_R)
+        return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL)
