@@ -30,7 +30,7 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
     """A dataclass field that is an option of a component.
 
     `per_request=True` lets each request bring its own value: it must be an int or a float, and the component reads
-    it from the view it is given, never from `self`.
+    it from the view it is given, never from `self`. Only decoders and samplings are given one.
     """
     if per_request and type(default) not in (int, float):
         raise TypeError(f"a per-request option must default to an int or a float, not {default!r}")
