@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def test_every_component_has_a_file_with_all_its_options_and_defaults(registry: 
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
     assert conf.read(path) == {"name": name, **listed}
     assert [*conf.read(path)][1:] == [*listed], "in the order of the dataclass"
+
+
+@pytest.mark.parametrize("registry,name", COMPONENTS, ids=[f"{r.kind}-{n}" for r, n in COMPONENTS])
+def test_no_option_is_nan(registry: Registry, name: str) -> None:
+    """A comparison with NaN is false, so a check that asks whether a value is out of range lets it through."""
+    for info in options_of(registry.get(name)):
+        if type(info.default) is float:
+            with pytest.raises(ValueError, match=f"{registry.kind}.{info.name}=nan must be "):
+                registry.build({"name": name, info.name: math.nan})
 
 
 @pytest.mark.parametrize("kind,choice", CHOICES, ids=[f"{kind}-{choice}" for kind, choice in CHOICES])

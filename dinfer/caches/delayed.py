@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dinfer.canvas import Canvas, Status
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES, option
+from dinfer.registry import CACHES, check_range, option
 from dinfer.windows import scattered
 
 
@@ -42,9 +42,7 @@ class DelayedCache(CachePolicy):
     around: int = option(2, "greedy: positions recomputed to either side of a token that was just decoded")
 
     def __post_init__(self) -> None:
-        for name in ("interval", "around"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+        check_range("cache", self, "interval", "around", least=0)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
