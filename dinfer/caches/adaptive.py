@@ -99,9 +99,6 @@ class AdaptiveCache(CachePolicy):
         state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
         state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
 
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
-
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         window_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))
         if not self.prompt_interval:

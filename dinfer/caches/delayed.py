@@ -74,9 +74,6 @@ class DelayedCache(CachePolicy):
         flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
         return scattered(lanes, spec, shape, flags_BS)
 
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
-
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         stale_B = moved.entered_B
         if self.interval:
