@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from support.host import Host
@@ -77,11 +79,10 @@ def test_the_matrix_is_not_trivial() -> None:
 
 
 def test_illegal_recipes_say_why() -> None:
-    """Prints the counts; a refusal without a remedy is no help."""
-    refused = [refusal(c) for c in COMBINATIONS if c not in LEGAL]
-    print(f"{len(LEGAL)} legal combinations, {len(refused)} refused")
-    assert len(LEGAL) >= 4 * 2 * 3
-    assert all(reason is not None and len(reason) > 40 for reason in refused)
+    """A refusal without a remedy is no help."""
+    refused = {refusal(c) for c in COMBINATIONS} - {None}
+    assert len(refused) > 3 and len(LEGAL) > len(COMBINATIONS) // 2
+    assert [reason for reason in refused if not re.search(r"Use \w+|must be \w+", str(reason))] == []
 
 
 def test_options_of_one_request_do_not_reach_another() -> None:

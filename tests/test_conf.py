@@ -60,8 +60,11 @@ def test_every_choice_composes_and_builds(kind: str, choice: str) -> None:
 
 
 def test_presets_differ_from_their_family_only_where_they_say() -> None:
-    base = composed("config", "model=llada")["model"]
-    for preset in ("tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"):
+    choices = conf.Schema("generate").choices("model")
+    presets = {choice: family for choice, family in choices.items() if choice != family}
+    assert {"tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"} <= presets.keys()
+    for preset, family in presets.items():
+        base = composed("config", f"model={family}")["model"]
         content = conf.read(conf.folder() / "model" / f"{preset}.yaml")
         own = {key: value for key, value in content.items() if key != "defaults"}
         assert composed("config", f"model={preset}")["model"] == base | own
