@@ -10,6 +10,8 @@ from typing import Any
 from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, options_of, unknown
 
+EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
+
 
 class IncompatibleRecipe(ValueError):
     """The components cannot work together; the message says which, why, and what to use instead."""
@@ -58,7 +60,10 @@ class Recipe:
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
     def _check(self, values: Mapping[str, float]) -> None:
-        """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > EXACT:
+                raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
         if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "

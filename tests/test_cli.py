@@ -91,6 +91,9 @@ WRONG = [
     (["demo", "count=few"], "count='few' must be an integer"),
     (["demo", "families=[cooking]"], "choose some of"),
     (["demo", "compare=[{name: treshold}]"], "unknown decoder 'treshold'"),
+    (["demo", "compare=[3]"], "compare=[3] must be a list of decoders"),
+    (["generate", "a", "runtime=3"], "runtime=3 must be settings"),
+    (["generate", "a", "decoder=fixed", "decoder.steps=99999999999999999999", "CHECKPOINT"], "is too large"),
 ]
 
 

@@ -49,7 +49,9 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
     return None if text is None else str(text)
 
 
-def _runtime(settings: dict[str, Any], device: str) -> Runtime:
+def _runtime(settings: Any, device: str) -> Runtime:
+    if not isinstance(settings, dict):
+        raise ValueError(f"runtime={settings!r} must be settings, such as runtime.rows=8")
     names = list(Runtime.__dataclass_fields__)
     for name in settings:
         if name not in names:
