@@ -10,6 +10,8 @@ from typing import Any
 from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of, unknown
 
+EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
+
 
 class IncompatibleRecipe(ValueError):
     """The components cannot work together; the message says which, why, and what to use instead."""
@@ -36,11 +38,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        for kind, part in (("iteration", self.iteration), ("cache", self.cache)):
-            for info in options_of(part):
+        for kind, silent in (("iteration", self.iteration), ("cache", self.cache)):
+            for info in options_of(silent):
                 if info.per_request:
                     raise TypeError(
-                        f"{kind}.{info.name} of {type(part).__name__} is declared with per_request=True, but only "
+                        f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
                         "decoders and samplings are given a request's own options. Leave per_request out."
                     )
         for part in (self.iteration, self.decoder, self.cache, self.sampling):
@@ -67,7 +69,10 @@ class Recipe:
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
     def _check(self, values: Mapping[str, float]) -> None:
-        """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > EXACT:
+                raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
         if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper than those of e
+
 
 @triton.jit
 def _attend(
@@ -97,7 +99,7 @@ def paged_attention(
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
     _attend[(lanes * groups, tiles, splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
-        out, part, stat, width, pages_BP.shape[1], size**-0.5 * 1.4426950408889634,
+        out, part, stat, width, pages_BP.shape[1], size**-0.5 * LOG2_E,
         H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps, num_stages=2,
     )  # fmt: skip
     if splits > 1:
