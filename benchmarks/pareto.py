@@ -12,6 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+SHAPES = {"blockwise": "o", "smooth": "s", "full": "^"}
+GOOD = 20  # points of accuracy below the best that the right panel shows
+
 
 def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that no other row beats in both accuracy and tokens per forward, by tokens per forward."""
@@ -23,36 +26,52 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:
-    """One mark a recipe: colour by decoder, shape by iteration; the line is the front, labelled."""
+    """One mark a recipe: colour by decoder, shape by iteration. The line is the front, whose recipes are numbered in
+    both panels and named below; the right panel is the upper part of the left one."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
+    from matplotlib.lines import Line2D
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    decoders, shapes = sorted({row["decoder"] for row in rows}), {"blockwise": "o", "smooth": "s", "full": "^"}
-    colours = dict(zip(decoders, pyplot.get_cmap("tab20").colors, strict=False))
-    for decoder in decoders:
-        for iteration, shape in shapes.items():
-            some = [row for row in rows if row["decoder"] == decoder and row["iteration"] == iteration]
-            label = decoder if iteration == "blockwise" else None
-            xs, ys = [row["tpf"] for row in some], [row["accuracy"] for row in some]
-            axes.scatter(xs, ys, s=26, marker=shape, color=colours[decoder], alpha=0.8, label=label, linewidths=0)
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 6.5), layout="constrained")
+    decoders = sorted({row["decoder"] for row in rows})
+    colours = dict(zip(decoders, [*pyplot.get_cmap("tab10").colors, "black", "gold"], strict=False))
     best = front(rows)
-    axes.plot([row["tpf"] for row in best], [row["accuracy"] for row in best], color="0.25", lw=1, zorder=0)
-    for row in best:
-        name = f"{row['decoder']}, {row['cache']}" + (
-            "" if row["iteration"] == "blockwise" else f", {row['iteration']}"
-        )
-        axes.annotate(name, (row["tpf"], row["accuracy"]), fontsize=6, xytext=(4, 3), textcoords="offset points")
-    axes.set(xlabel="tokens per forward (log scale)", ylabel="accuracy, %", xscale="log", title=title)
-    axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
-    axes.xaxis.set_minor_formatter(ticker.ScalarFormatter())
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2, title="decoder (o blockwise, \u25a1 smooth, \u25b3 full)", title_fontsize=7)
+    low = max(row["accuracy"] for row in rows) - GOOD
+    for axes, floor in zip(panels, (0.0, low), strict=True):
+        for row in (row for row in rows if row["accuracy"] >= floor):
+            marker, colour = SHAPES[row["iteration"]], colours[row["decoder"]]
+            axes.scatter(row["tpf"], row["accuracy"], s=24, marker=marker, color=colour, alpha=0.75, linewidths=0)
+        shown = [row for row in best if row["accuracy"] >= floor]
+        axes.plot([row["tpf"] for row in shown], [row["accuracy"] for row in shown], color="0.25", lw=1, zorder=0)
+        for row in shown:
+            name = str(best.index(row) + 1)
+            axes.annotate(name, (row["tpf"], row["accuracy"]), fontsize=8, xytext=(4, 3), textcoords="offset points")
+        axes.set(xlabel="tokens per forward (log scale)", ylabel="accuracy, %", xscale="log")
+        axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        least, most = axes.get_xlim()
+        axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8) if least < tick < most])
+        axes.grid(alpha=0.3)
+    marks = [Line2D([], [], marker="o", ls="", color=colours[name], label=name) for name in decoders]
+    marks += [
+        Line2D([], [], marker=shape, ls="", color="0.5", mfc="none", label=name) for name, shape in SHAPES.items()
+    ]
+    panels[0].legend(handles=marks, fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(0.01, 0.45))
+    names = [f"{i:>2}  {label(row)}: {row['accuracy']:.1f}%, {row['tpf']:.2f}" for i, row in enumerate(best, 1)]
+    half = -(-len(names) // 2)
+    lines = [f"{left:<70}{right}" for left, right in zip(names, [*names[half:], ""], strict=False)]
+    figure.suptitle(title)
+    figure.supxlabel("\n".join(lines[:half]), fontsize=8, family="monospace", x=0.02, ha="left")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=140)
+    figure.savefig(out, dpi=130)
+
+
+def label(row: dict[str, Any]) -> str:
+    """A recipe in words."""
+    parts = (row["iteration"], row["decoder"], row["options"], f"cache={row['cache']}")
+    return " ".join(part for part in parts if part)
 
 
 def main() -> None:
@@ -61,8 +80,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     report = json.loads(given.table.read_text())
-    count = report["rows"][0]["problems"]
-    draw(report["rows"], f"The model in the box, {count} held-out problems", given.out)
+    rows = report["rows"]
+    draw(rows, f"The model in the box, {rows[0]['problems']} held-out problems, {len(rows)} recipes", given.out)
 
 
 if __name__ == "__main__":

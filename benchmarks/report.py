@@ -1,6 +1,8 @@
-"""Writes the README's results from the files in benchmarks/results, so that no figure there is typed by hand.
+"""Writes the tables of README.md and docs/results.md from the files in benchmarks/results.
 
-python -m benchmarks.report
+    python -m benchmarks.report
+
+So no figure there is typed by hand.
 """
 
 from __future__ import annotations
@@ -61,15 +63,56 @@ def steps() -> str:
     return "\n".join(lines)
 
 
+def everything() -> str:
+    """Accuracy, tokens per forward and wall time of every decoder and cache, a table for each iteration."""
+    report = json.loads((RESULTS / "tiny-everything-h200.json").read_text())
+    rows = {(row["iteration"], row["decoder"], row["options"], row["cache"]): row for row in report["rows"]}
+    caches = ("none", "vicinity", "prefix", "dual", "delayed", "adaptive")
+    parts = [
+        f"{len(rows)} recipes, {report['rows'][0]['problems']} problems in one batch, "
+        f"`max_new_tokens={report['setting']['new']}`, float32, {report['hardware']}, torch {report['torch']}, commit "
+        f"{report['commit']}. Each cell: accuracy, tokens per forward, seconds for the batch (eager steps). "
+        "-: refused, or not measured at this setting."
+    ]
+    for iteration in ("blockwise", "smooth", "full"):
+        lines = [
+            f"### `{iteration}`",
+            "",
+            "| decoder | " + " | ".join(f"`{cache}`" for cache in caches) + " |",
+            "| --- |" + " --- |" * len(caches),
+        ]
+        for decoder, options in dict.fromkeys((row[1], row[2]) for row in rows if row[0] == iteration):
+            cells = [_cell(rows.get((iteration, decoder, options, cache))) for cache in caches]
+            lines.append(f"| `{decoder}` {options}".rstrip() + " | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['accuracy']:.1f}%, {row['tpf']:.2f}, {row['seconds']:.2f} s"
+
+
 def rendered(readme: str) -> str:
     """The README with its results section written anew."""
-    body = f"{quality()}\n\n{steps()}\n\n[benchmarks/README.md](benchmarks/README.md) has the commands and all files.\n"
-    return SECTION.sub(lambda found: found[1] + body + found[2], readme)
+    links = (
+        "[docs/results.md](docs/results.md) has every decoder with every iteration and cache, "
+        "[benchmarks/README.md](benchmarks/README.md) the commands and all files."
+    )
+    return _with_section(readme, f"{quality()}\n\n{steps()}\n\n{links}\n")
+
+
+def rendered_results(page: str) -> str:
+    """docs/results.md with its tables written anew."""
+    return _with_section(page, everything() + "\n")
+
+
+def _with_section(text: str, body: str) -> str:
+    return SECTION.sub(lambda found: found[1] + body + found[2], text)
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(rendered(path.read_text()))
+    for path, render in ((ROOT / "README.md", rendered), (ROOT / "docs" / "results.md", rendered_results)):
+        path.write_text(render(path.read_text()))
 
 
 if __name__ == "__main__":

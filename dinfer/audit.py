@@ -26,6 +26,8 @@ from dinfer.pipeline import Pipeline
 from dinfer.protocols import Attend, Phase
 from dinfer.registry import CACHES
 
+EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -223,6 +225,7 @@ def _pooled(samples: Sequence[Sample]) -> dict[str, float]:
 def plot(audit: Audit, path: Path) -> None:
     """Divergence and agreement by step of a block and by block, as PNG. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure  # an extra; needs no display
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2, sharex="col")
@@ -231,15 +234,17 @@ def plot(audit: Audit, path: Path) -> None:
     ):
         above, below = axes[0][column], axes[1][column]
         places = list(means)
-        above.plot(places, [max(m["kl"], 1e-16) for m in means.values()], marker=".", label="mean")
-        above.plot(places, [max(m["kl_worst"], 1e-16) for m in means.values()], ls=":", label="worst")
+        above.plot(places, [max(m["kl"], EQUAL) for m in means.values()], marker=".", label="mean")
+        above.plot(places, [max(m["kl_worst"], EQUAL) for m in means.values()], ls=":", label="worst")
         above.set_yscale("log")
+        above.set_ylim(bottom=EQUAL / 2)
         above.set_ylabel("KL(without || with cache), nats")
         for key, label in (("top1", "most likely token"), ("committed_agreement", "committed tokens")):
             below.plot(places, [m[key] for m in means.values()], marker=".", label=label)
         below.set_ylim(-0.05, 1.05)
         below.set_ylabel("share that agrees")
         below.set_xlabel(name)
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
         above.legend()
         below.legend()
     figure.suptitle(f"{audit.recipe['cache']}\n{audit.recipe['decoder']}", fontsize=9)

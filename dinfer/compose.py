@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, options_of, unknown
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of, unknown
+
+EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
 class IncompatibleRecipe(ValueError):
@@ -19,7 +21,7 @@ class IncompatibleRecipe(ValueError):
 class RequestOption:
     """An option that every request may set for itself."""
 
-    kind: str  # of the component: iteration, decoder, cache or sampling
+    kind: str  # of the component: decoder or sampling
     name: str
     default: int | float
 
@@ -36,6 +38,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
+        for kind, silent in (("iteration", self.iteration), ("cache", self.cache)):
+            for info in options_of(silent):
+                if info.per_request:
+                    raise TypeError(
+                        f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
+                        "decoders and samplings are given a request's own options. Leave per_request out."
+                    )
         for part in (self.iteration, self.decoder, self.cache, self.sampling):
             if (reason := part.unfit(spec)) is not None:
                 raise IncompatibleRecipe(reason)
@@ -46,9 +55,11 @@ class Recipe:
                 "does not edit."
             )
         if spec.causal_block and self.iteration.block % spec.causal_block:
+            below = self.iteration.block // spec.causal_block * spec.causal_block
+            fitting = " or ".join(str(block) for block in (below, below + spec.causal_block) if block)
             raise IncompatibleRecipe(
                 f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
-                f"{spec.causal_block}."
+                f"{spec.causal_block}. Use iteration.block={fitting}."
             )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(
@@ -58,7 +69,10 @@ class Recipe:
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
     def _check(self, values: Mapping[str, float]) -> None:
-        """Raises IncompatibleRecipe for options that the components together cannot honour."""
+        """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > EXACT:
+                raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
         if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
@@ -88,12 +102,7 @@ class Recipe:
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:
-        parts: tuple[tuple[str, Component], ...] = (
-            ("iteration", self.iteration),
-            ("decoder", self.decoder),
-            ("cache", self.cache),
-            ("sampling", self.sampling),
-        )
+        parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))
         return tuple(
             RequestOption(kind, info.name, getattr(part, info.name))
             for kind, part in parts
@@ -129,6 +138,23 @@ class Recipe:
 
 
 def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = "standard") -> Recipe:
-    """A recipe from components, names, or mappings `{"name": ..., option: ...}`."""
-    parts = ITERATIONS.build(iteration), DECODERS.build(decoder), CACHES.build(cache), SAMPLINGS.build(sampling)
-    return Recipe(model, *parts)
+    """A recipe from components, registered or not, names, or mappings `{"name": ..., option: ...}`."""
+    return Recipe(
+        model,
+        _part(ITERATIONS, Iteration, iteration),
+        _part(DECODERS, Decoder, decoder),
+        _part(CACHES, CachePolicy, cache),
+        _part(SAMPLINGS, Sampling, sampling),
+    )
+
+
+def _part(registry: Registry, base: type, given: Any) -> Any:
+    """A component as it is, if it is one of this kind, else what the registry makes of it."""
+    if not isinstance(given, base):
+        return registry.build(given)
+    if not is_dataclass(given):
+        raise TypeError(
+            f"the {registry.kind} {type(given).__name__} must be a dataclass, whose fields are its options: put "
+            "@dataclass(frozen=True, kw_only=True) above it."
+        )
+    return given

@@ -176,16 +176,12 @@ class Pipeline:
         return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
 
     def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
-        prompt = _listed(prompt, f"prompt {index}")
-        spec, ids = self.recipe.model.spec, [_as_int(token, f"prompt {index}: token") for token in prompt]
+        spec, ids = self.recipe.model.spec, self._ids(prompt, f"prompt {index}")
         new_tokens = _as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if not ids:
             raise ValueError(f"prompt {index} is empty: give at least one token")
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
-        outside = next((token for token in ids if not 0 <= token < spec.vocab), None)
-        if outside is not None:
-            raise ValueError(f"prompt {index}: token {outside} is outside the vocabulary of {spec.vocab}")
         if spec.mask_id in ids:
             raise ValueError(
                 f"prompt {index}: the mask token {spec.mask_id} stands at position {ids.index(spec.mask_id)}; a prompt "
@@ -196,31 +192,39 @@ class Pipeline:
                 f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
                 f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
             )
+        return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"))
+
+    def _ids(self, value: Any, what: str) -> list[int]:
+        """Tokens of the vocabulary."""
+        ids, vocab = [_as_int(token, f"{what}: token") for token in _listed(value, what)], self.recipe.model.spec.vocab
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise ValueError(f"{what}: token {outside} is outside the vocabulary of {vocab}")
+        return ids
+
+    def _resolved(self, options: Any, what: str) -> list[float]:
         if not isinstance(options, Mapping):
-            raise ValueError(f"prompt {index}: options must be a mapping of names to values, not {options!r}")
-        return Request(ids, new_tokens, self.recipe.resolve(options))
+            raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
+        return self.recipe.resolve(options)
 
     def _template(self, text: Any) -> list[int]:
         """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
         if not isinstance(text, str):
             raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
-        tokenizer, mask_id = self._need_tokenizer(), self.recipe.model.spec.mask_id
+        tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
         ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
         for piece in parse(text):
-            if isinstance(piece, int) and piece > self.recipe.model.spec.max_length:
-                raise ValueError(f"[MASK:{piece}] exceeds the model's {self.recipe.model.spec.max_length} positions")
-            fed = (
-                [mask_id] * piece if isinstance(piece, int) else tokenizer(piece, add_special_tokens=False)["input_ids"]
-            )
-            ids += fed
+            if isinstance(piece, str):
+                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+            elif piece > spec.max_length:
+                raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
+            else:
+                ids += [spec.mask_id] * piece
         return ids
 
     def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
         what, spec = f"canvas {index}", self.recipe.model.spec
-        ids = [_as_int(token, f"{what}: token") for token in _listed(canvas, what)]
-        outside = next((token for token in ids if not 0 <= token < spec.vocab), None)
-        if outside is not None:
-            raise ValueError(f"{what}: token {outside} is outside the vocabulary of {spec.vocab}")
+        ids = self._ids(canvas, what)
         if spec.mask_id not in ids:
             raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {spec.mask_id}")
         if len(ids) > spec.max_length:
@@ -231,9 +235,7 @@ class Pipeline:
                 f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "
                 "having seen that text. Only gaps at the end can be filled; use a bidirectional model."
             )
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
-        return Request(ids, 0, self.recipe.resolve(options), gaps, stop)
+        return Request(ids, 0, self._resolved(options, what), gaps, stop)
 
     def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
         text = "" if self.tokenizer is None else self.decode(completion.output)
@@ -325,9 +327,8 @@ def _is_conversation(prompt: Any) -> bool:
 
 def _listed(value: Any, name: str) -> list[Any]:
     """The items of a list, tuple, array or tensor."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
-        raise ValueError(f"{name} must be a list, not {value!r:.80}")
-    if getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
+    lists = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
+    if not lists or getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
         raise ValueError(f"{name} must be a list, not {value!r:.80}")
     return list(value)
 

@@ -1,4 +1,4 @@
-"""The contracts of the four swappable components and the data that passes between them.
+"""The contracts of the five swappable components and the data that passes between them.
 
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.step.denoise_step` puts the pieces together.
@@ -217,7 +217,7 @@ class CachePolicy(Component):
     watches: ClassVar[bool] = False  # wants to `observe` how values change
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
-        """State of a row that enters, for canvases of at most `length` positions."""
+        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
 
     def exact(self, causal_block: int | None) -> bool:
@@ -242,9 +242,9 @@ class CachePolicy(Component):
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
 
-    @abstractmethod
     def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        """The positions `[start, end)` whose keys a row may see at all. int64 [B] each"""
+        """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B] each"""
+        return torch.zeros_like(lanes.length_B), lanes.length_B
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
@@ -271,6 +271,7 @@ class Iteration(Component):
     scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
 
     def block_length(self, new_tokens: int) -> int:
@@ -289,7 +290,7 @@ class Iteration(Component):
         """Sees the logits of the whole window, after the commits; only if `scores == "window"`."""
 
     def floor(self, lanes: Lanes) -> Tensor:
-        """Least confidence that a commit must have at this step. float32 [B]"""
+        """Least confidence that a commit must have at this step. float32 or float64 [B]"""
         return torch.zeros_like(lanes.phase_B, dtype=torch.float32)
 
     def must_progress(self, lanes: Lanes) -> Tensor:

@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import math
 import pkgutil
 import types
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
     """A dataclass field that is an option of a component.
 
     `per_request=True` lets each request bring its own value: it must be an int or a float, and the component reads
-    it from the view it is given, never from `self`.
+    it from the view it is given, never from `self`. Only decoders and samplings are given one.
     """
     if per_request and type(default) not in (int, float):
         raise TypeError(f"a per-request option must default to an int or a float, not {default!r}")
@@ -53,6 +54,23 @@ def options_of(component: Any) -> list[OptionInfo]:
         OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False))
         for f in dataclasses.fields(component)
     ]
+
+
+def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
+    """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
+
+    `what` says in the message what the option is, before its range.
+    """
+    allowed = f"between {least} and {most}" if most < math.inf else f"at least {least}" if least else "0 or more"
+    for name in names:
+        value = getattr(component, name)
+        if not least <= value <= most:
+            raise ValueError(f"{kind}.{name}={value} must be {what}{allowed}")
+
+
+def check_probability(kind: str, component: Any, *names: str) -> None:
+    """`check_range` for options that are probabilities."""
+    check_range(kind, component, *names, least=0, most=1, what="a probability, ")
 
 
 def unknown(kind: str, got: object, known: list[str]) -> UnknownName:

@@ -45,9 +45,6 @@ class WindowCache(CachePolicy):
     def exact(self, causal_block: int | None) -> bool:
         return not self.reuses or causal_block is not None
 
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
-
 
 def contiguous(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor, stop_B: Tensor) -> Window:
     """The window `[first, stop)` of each row, which holds the logits of its active region."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -13,3 +14,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("dinfer", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("dinfer")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests recorded under "summary"; also from the workers of pytest-xdist, whose output is not shown."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(value)

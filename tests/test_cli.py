@@ -79,6 +79,8 @@ WRONG = [
         "unknown option of sampling 'standard': 'temperatur'. Did you mean 'temp",
     ),
     (["generate", "a", "decoder=remasking", "sampling.temperature=1", "CHECKPOINT"], "cannot honour sampling.temperat"),
+    (["audit", ""], "the prompt is empty"),
+    (["audit", "a", "prompt=b"], "given twice"),
     (["infill"], "a text with gaps is needed"),
     (["infill", "a", "text=b"], "given twice"),
     (["infill", "no gap", "CHECKPOINT"], "has no gap"),
@@ -89,6 +91,9 @@ WRONG = [
     (["demo", "count=few"], "count='few' must be an integer"),
     (["demo", "families=[cooking]"], "choose some of"),
     (["demo", "compare=[{name: treshold}]"], "unknown decoder 'treshold'"),
+    (["demo", "compare=[3]"], "compare=[3] must be a list of decoders"),
+    (["generate", "a", "runtime=3"], "runtime=3 must be settings"),
+    (["generate", "a", "decoder=fixed", "decoder.steps=99999999999999999999", "CHECKPOINT"], "is too large"),
 ]
 
 
@@ -156,7 +161,7 @@ def test_generate_streams_an_answer_and_its_counts(dinfer: CommandLine, checkpoi
     assert found and 0 < int(found[2]) <= 40
     for way in ("max_new_tokens=40", "--watch"):
         again = dinfer.run(
-            "generate", "-", checkpoint, way, "iteration.block=16", "max_new_tokens=40", stdin="How many?"
+            "generate", "-", checkpoint, way, "iteration.block=16", "max_new_tokens=40", stdin="How many?\n"
         )
         assert again.status == 0
         assert again.out[: -len(again.out.splitlines()[-1]) - 1].endswith(answer.removeprefix("\n"))
@@ -186,6 +191,17 @@ def test_any_question_reaches_the_model_unchanged(dinfer: CommandLine, checkpoin
         assert (said.status, said.err) == (0, ""), text
         assert set(said.asked) == {text}, text
         assert SUMMARY.search(said.out)
+
+
+def test_a_text_on_standard_input_is_the_text(dinfer: CommandLine, checkpoint: str) -> None:
+    lines = [["infill", "-"], ["generate", "-", "max_new_tokens=2"]]
+    for (command, *rest), text in zip(lines, ("a=b [MASK:2]\nc", "decoder=x"), strict=True):
+        piped = dinfer.run(command, *rest, checkpoint, stdin=f"{text}\n")
+        given = dinfer.run(command, checkpoint, *rest[1:], "--", text)
+        assert (piped.status, piped.err) == (0, "")
+        assert piped.out.splitlines()[:-1] == given.out.splitlines()[:-1]
+    twice = dinfer.run("generate", "a", "-", checkpoint, stdin="b")
+    assert twice.status == 2 and "2 texts are given, 'a' and 'b'" in twice.err
 
 
 def test_gaps_are_filled(dinfer: CommandLine, checkpoint: str) -> None:
@@ -239,14 +255,16 @@ def test_a_broken_checkpoint_is_named(dinfer: CommandLine, tmp_path: Path) -> No
 def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkpoint: str, tmp_path: Path) -> None:
     (tmp_path / "decoder").mkdir()
     (tmp_path / "decoder" / "bold.yaml").write_text("defaults: [threshold, _self_]\nthreshold: 0.25\n")
-    shown, ran, wrong = dinfer.run_all([
+    shown, ran, wrong, joined = dinfer.run_all([
         ["generate", "a", "decoder=bold", "--config-dir", str(tmp_path), "--cfg", "job"],
         ["generate", "a", "decoder=bold", "--config-dir", str(tmp_path), checkpoint, "max_new_tokens=2"],
         ["generate", "a", "decoder=bald", "--config-dir", str(tmp_path)],
+        ["generate", "a", "decoder=bold", f"--config-dir={tmp_path}", "--cfg=job"],
     ])  # fmt: skip
     assert shown.status == 0 and "threshold: 0.25" in shown.out and "max_new_tokens: 128" in shown.out
     assert ran.status == 0 and SUMMARY.search(ran.out)
     assert "Did you mean 'bold'?" in wrong.err
+    assert joined == shown
 
 
 def test_watching_paints_on_a_terminal(dinfer: CommandLine, checkpoint: str) -> None:

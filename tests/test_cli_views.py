@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ from rich.console import Console
 
 from dinfer.cli.canvas_view import Origin, frames
 from dinfer.cli.stream import write_answer
-from dinfer.cli.watch import line, picture
+from dinfer.cli.watch import heading, line, picture
 from dinfer.engine.request import Completion, Counts, Update
+from dinfer.protocols import Phase
 
 STOP, MASK = 0, 1
+PHASES = (Phase.FULL, Phase.WINDOW)
 PROMPT = [ord("q"), ord("?")]
 
 
@@ -39,7 +42,7 @@ def steps(*canvases: bytes, block: int = 4) -> list[Update]:
             output = list(canvas.split(b"\x00")[0])
             done = Completion([*PROMPT, *canvas], output, b"\x00" in canvas, Counts(index + 1, 1, 4, len(output), 0.5))
         region = (len(PROMPT), len(PROMPT) + block)
-        updates.append(Update(0, index + 1, index == 0, region, [*PROMPT, *canvas], masked, done))
+        updates.append(Update(0, index + 1, PHASES[min(index, 1)], region, [*PROMPT, *canvas], masked, done))
     return updates
 
 
@@ -75,8 +78,8 @@ def test_frames_tell_where_every_token_came_from() -> None:
     assert origins[0] == [Origin.PROMPT, Origin.FRESH] + [Origin.MASK] * 4
     assert origins[1] == [Origin.PROMPT, Origin.OLD, Origin.FRESH, Origin.STOP] + [Origin.MASK] * 2
     assert [cell.active for cell in second.cells] == [False, True, True, True, True, False]
-    assert (first.step, first.full, first.fresh, first.decoded, first.length) == (1, True, 1, 1, 5)
-    assert (second.step, second.full, second.fresh, second.decoded, second.length) == (2, False, 2, 3, 5)
+    assert (first.step, first.phase, first.fresh, first.decoded, first.length) == (1, Phase.FULL, 1, 1, 5)
+    assert (second.step, second.phase, second.fresh, second.decoded, second.length) == (2, Phase.WINDOW, 2, 3, 5)
     assert second.completion is not None
 
 
@@ -84,6 +87,8 @@ def test_a_line_shows_the_active_block_and_a_picture_marks_it() -> None:
     _, frame = frames(Bytes(), PROMPT, steps(b"a\1\1\1\1", b"a\n\0\1\1"))  # type: ignore[arg-type]
     assert line(frame, 80) == "step   2 window +2    3/5 | a / ·_"
     assert line(frame, 30).endswith("…") and len(line(frame, 30)) == 30
+    assert line(replace(frame, phase=Phase.PREFILL), 80).startswith("step   2 prompt +2")
+    assert "· prompt " in heading(replace(frame, phase=Phase.PREFILL)) and "· window " in heading(frame)
     console = Console(width=80, record=True, file=SimpleNamespace(write=len, flush=lambda: None))  # type: ignore[arg-type]
     console.print(picture(frame))
     shown = console.export_text()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from support.host import Host
@@ -17,9 +22,13 @@ from support.matrix import (
     refusal,
     requests_for,
 )
-from support.models import MASK
+from support.models import MASK, tiny_model
 
+from dinfer.compose import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
+from dinfer.iterations.blockwise import Blockwise
+from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.registry import option
 
 # Every pair of components in each run of the tests; the whole product by `pytest -m "matrix or not matrix"`.
 every_recipe = pytest.mark.parametrize(
@@ -76,12 +85,15 @@ def test_the_matrix_is_not_trivial() -> None:
     assert len(stopped) // 10 < sum(stopped) < len(stopped)
 
 
-def test_illegal_recipes_say_why() -> None:
-    """Prints the counts; a refusal without a remedy is no help."""
-    refused = [refusal(c) for c in COMBINATIONS if c not in LEGAL]
-    print(f"{len(LEGAL)} legal combinations, {len(refused)} refused")
-    assert len(LEGAL) >= 4 * 2 * 3
-    assert all(reason is not None and len(reason) > 40 for reason in refused)
+def test_illegal_recipes_say_why(record_property: Callable[[str, object], None]) -> None:
+    """A refusal without a remedy is no help. The counts are shown when the tests end (see conftest.py)."""
+    refused = {refusal(c) for c in COMBINATIONS} - {None}
+    legal, all_of = (Counter(c.variant for c in some) for some in (LEGAL, COMBINATIONS))
+    counts = ", ".join(f"{name} {legal[name]} of {all_of[name]}" for name in all_of)
+    left = len(COMBINATIONS) - len(LEGAL)
+    record_property("summary", f"composition matrix: {len(LEGAL)} legal recipes, {left} refused; {counts}")
+    assert len(refused) > 3 and len(LEGAL) > len(COMBINATIONS) // 2
+    assert [reason for reason in refused if not re.search(r"Use \w+|must be \w+", str(reason))] == []
 
 
 def test_options_of_one_request_do_not_reach_another() -> None:
@@ -91,3 +103,57 @@ def test_options_of_one_request_do_not_reach_another() -> None:
     low, high = (Request(prompt, 24, recipe.resolve({"threshold": value})) for value in (0.0, 1.0))
     one, other = completions(engine_for(recipe), [low, high])
     assert 2 * one.counts.forwards < other.counts.forwards
+
+
+def test_a_block_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    for block, fitting in ((6, "iteration.block=4 or 8"), (3, "iteration.block=4")):
+        with pytest.raises(IncompatibleRecipe, match=f"Use {fitting}."):
+            compose(
+                tiny_model("block_causal"),
+                iteration={"name": "blockwise", "block": block},
+                decoder="fixed",
+                cache="none",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last(Decoder):
+    """The last masked position: a component of a library's user, registered nowhere."""
+
+    many: int = option(1, "so many at a step", per_request=True)
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        rank_RL = view.masked_RL.flip(-1).cumsum(-1).flip(-1)
+        return Proposal(view.masked_RL & (rank_RL <= view.options["many"]))
+
+
+def test_a_component_need_not_be_registered() -> None:
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder=Last(many=2), cache="none")
+    one, other = completions(
+        engine_for(recipe), [Request([1, 2], 8, recipe.resolve(given)) for given in ({}, {"many": 8})]
+    )
+    assert (one.counts.forwards, other.counts.forwards) == (4, 1)
+
+
+def test_a_component_that_is_no_dataclass_is_refused() -> None:
+    class Plain(Blockwise):
+        pass
+
+    class Bare(Decoder):
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            return Proposal(view.masked_RL)
+
+    compose(tiny_model(), iteration=Plain(), decoder="fixed", cache="none")
+    with pytest.raises(TypeError, match="decoder Bare must be a dataclass"):
+        compose(tiny_model(), iteration="blockwise", decoder=Bare(), cache="none")
+    with pytest.raises(TypeError, match="decoder must be a name"):
+        compose(tiny_model(), iteration="blockwise", decoder=Blockwise(), cache="none")
+
+
+def test_only_decoders_and_samplings_have_options_of_a_request() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Hasty(Blockwise):
+        haste: float = option(0.5, "of each request", per_request=True)
+
+    with pytest.raises(TypeError, match=r"iteration\.haste of Hasty is declared with per_request=True"):
+        compose(tiny_model(), iteration=Hasty(), decoder="fixed", cache="none")

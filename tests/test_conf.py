@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def test_every_component_has_a_file_with_all_its_options_and_defaults(registry: 
     assert [*conf.read(path)][1:] == [*listed], "in the order of the dataclass"
 
 
+@pytest.mark.parametrize("registry,name", COMPONENTS, ids=[f"{r.kind}-{n}" for r, n in COMPONENTS])
+def test_no_option_is_nan(registry: Registry, name: str) -> None:
+    """A comparison with NaN is false, so a check that asks whether a value is out of range lets it through."""
+    for info in options_of(registry.get(name)):
+        if type(info.default) is float:
+            with pytest.raises(ValueError, match=f"{registry.kind}.{info.name}=nan must be "):
+                registry.build({"name": name, info.name: math.nan})
+
+
 @pytest.mark.parametrize("kind,choice", CHOICES, ids=[f"{kind}-{choice}" for kind, choice in CHOICES])
 def test_every_choice_composes_and_builds(kind: str, choice: str) -> None:
     part = composed("config", f"{kind}={choice}")[kind]
@@ -50,8 +60,11 @@ def test_every_choice_composes_and_builds(kind: str, choice: str) -> None:
 
 
 def test_presets_differ_from_their_family_only_where_they_say() -> None:
-    base = composed("config", "model=llada")["model"]
-    for preset in ("tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"):
+    choices = conf.Schema("generate").choices("model")
+    presets = {choice: family for choice, family in choices.items() if choice != family}
+    assert {"tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"} <= presets.keys()
+    for preset, family in presets.items():
+        base = composed("config", f"model={family}")["model"]
         content = conf.read(conf.folder() / "model" / f"{preset}.yaml")
         own = {key: value for key, value in content.items() if key != "defaults"}
         assert composed("config", f"model={preset}")["model"] == base | own

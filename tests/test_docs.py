@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from support.models import tiny_model
 
-from benchmarks.report import rendered
+from benchmarks.report import rendered, rendered_results
 from dinfer.checkpoint import boxed
 from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
@@ -80,14 +80,15 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
     assert pin and f"torch {pin[1]}" in README and f"TORCH ?= torch=={pin[1]}" in (ROOT / "Makefile").read_text()
 
 
-def test_what_the_readme_links_to_is_there() -> None:
-    links = re.findall(r"\]\(((?!https?:)[^)]+)\)", README + TUTORIAL)
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_what_the_documents_link_to_is_there() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", path.read_text())
+        assert [link for link in links if not (path.parent / link).exists()] == [], path
 
 
 def test_the_readmes_figures_are_those_of_the_result_files() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert rendered(readme) == readme, "run `python -m benchmarks.report`"
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert rendered(README) == README and rendered_results(page) == page, "run `python -m benchmarks.report`"
 
 
 def test_the_component_pages_are_those_of_the_docstrings() -> None:

@@ -130,6 +130,7 @@ def test_options_belong_to_their_request(pipe: Pipeline) -> None:
         ({"threshold": None}, ValueError, "must be"),
         ({"least": 0}, ValueError, "least=0 must be at least 1"),
         ({"least": 1.0}, ValueError, "must be"),
+        ({"least": 2**53 + 1}, ValueError, "decoder.least=9007199254740993 is too large"),
         ({"threshold": 0.5, "decoder.threshold": 0.6}, ValueError, "twice"),
         ([{}, {}], ValueError, "options has 2 values for 1 prompts"),
         ("threshold", ValueError, "options must be a mapping"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dinfer.problems import FAMILIES, Problem, extract_answer, generate, is_correct, split_of, stream
+from dinfer.problems import FAMILIES, SPLITS, Problem, extract_answer, generate, is_correct, split_of
 
 _EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 _OPERATE = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
@@ -28,8 +29,26 @@ def test_the_facts_alone_decide_the_split() -> None:
     drafts = [(name, make(rng)) for name, make in FAMILIES.items() for _ in range(200)]
     share = sum(split_of(name, draft.key) == "heldout" for name, draft in drafts) / len(drafts)
     assert 0.05 < share < 0.15
-    for problem, _ in zip(stream("heldout", seed=1), range(100), strict=False):
-        assert problem.family in FAMILIES
+    facts = {split: {purchase(p.question) for p in generate(split, 3000, 0, ["purchases"])} for split in SPLITS}
+    assert not facts["train"] & facts["heldout"]
+
+
+def purchase(question: str) -> tuple[int, ...]:
+    """What is bought at which price and how it is paid, in whichever wording and whoever buys."""
+    numbers = [int(number) for number in re.findall(r"\d+", question)]
+    if "One of the" in question:  # both counts come before both prices
+        numbers[1], numbers[2] = numbers[2], numbers[1]
+    return tuple(numbers)
+
+
+def test_the_problems_are_those_that_the_model_in_the_box_was_trained_on() -> None:
+    """To the letter: another wording or another order of draws needs another model."""
+    for split, count, digest in (
+        ("train", 4000, "2981df4acb5b770a4843c5574cac539d"),
+        ("heldout", 500, "9d72846663bba6f2b8fbe617457d2eac"),
+    ):
+        text = repr([(p.family, p.question, p.solution, p.answer) for p in generate(split, count, seed=0)])
+        assert hashlib.blake2b(text.encode(), digest_size=16).hexdigest() == digest
 
 
 def test_seeds() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dinfer.canvas import Canvas, padded
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES, option
+from dinfer.registry import CACHES, check_range, option
 from dinfer.windows import scattered
 
 FARTHEST = 2.0  # the largest cosine distance
@@ -49,11 +49,8 @@ class AdaptiveCache(CachePolicy):
     ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute")
 
     def __post_init__(self) -> None:
-        for name in ("prompt_interval", "response_interval"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"cache.ratio={self.ratio} must be between 0 and 1")
+        check_range("cache", self, "prompt_interval", "response_interval", least=0)
+        check_range("cache", self, "ratio", least=0, most=1)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
@@ -101,9 +98,6 @@ class AdaptiveCache(CachePolicy):
         distance_BW = (distance_BW * GRAIN).round() / GRAIN
         state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
         state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
-
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         window_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))

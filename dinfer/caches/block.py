@@ -50,9 +50,6 @@ class BlockCache(CachePolicy):
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
 
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
-
     def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
         block = spec.causal_block or 1
         return (lanes.start_B - spec.shift).clamp_min(0) // block * block

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dinfer.canvas import Canvas, Status
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES, option
+from dinfer.registry import CACHES, check_range, option
 from dinfer.windows import scattered
 
 
@@ -42,9 +42,7 @@ class DelayedCache(CachePolicy):
     around: int = option(2, "greedy: positions recomputed to either side of a token that was just decoded")
 
     def __post_init__(self) -> None:
-        for name in ("interval", "around"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+        check_range("cache", self, "interval", "around", least=0)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
@@ -75,9 +73,6 @@ class DelayedCache(CachePolicy):
             flags_BS = flags_BS | near_BS
         flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
         return scattered(lanes, spec, shape, flags_BS)
-
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(lanes.length_B), lanes.length_B
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         stale_B = moved.entered_B

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.protocols import Lanes, ModelSpec, Moved, Phase, State
-from dinfer.registry import CACHES, option
+from dinfer.registry import CACHES, check_range, option
 from dinfer.windows import WindowCache
 
 
@@ -33,9 +33,7 @@ class VicinityCache(WindowCache):
     )
 
     def __post_init__(self) -> None:
-        for name in ("back", "ahead", "warmup", "interval"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"cache.{name}={getattr(self, name)} must be 0 or more")
+        check_range("cache", self, "back", "ahead", "warmup", "interval", least=0)
 
     def reach(self) -> tuple[int, int | None]:
         return self.back, self.ahead

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli import conf
-from dinfer.cli.arguments import split
+from dinfer.cli.arguments import flags_of, split
 from dinfer.cli.errors import reported
 from dinfer.cli.names import check
 
@@ -31,7 +31,7 @@ def launch(
     `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
     """
     # The extra folder matters to the split, which finds it: names in it are settings too.
-    extra = next((Path(args[i + 1]) for i, arg in enumerate(args[:-1]) if arg in ("--config-dir", "-cd")), None)
+    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
     if extra is not None and not extra.is_dir():
         raise ValueError(f"--config-dir {extra}: there is no such folder")
     schema = conf.Schema(command, extra)

@@ -2,13 +2,16 @@
 
 Text never goes through Hydra's grammar, so that it may hold anything. An argument is an override if it begins with
 `name=` and the name is one that the configuration has, or a slip of the pen for one; `--` puts an end to overrides.
+`-` stands for the text on standard input.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dinfer.registry import unknown
@@ -29,6 +32,13 @@ class Arguments:
     multirun: bool = False
 
 
+def flags_of(args: list[str]) -> Iterator[tuple[str, str]]:
+    """What each argument would be as a flag with a value: `--flag=value`, or `--flag` and the argument behind it."""
+    for arg, following in itertools.pairwise([*args, ""]):
+        flag, equals, value = arg.partition("=")
+        yield flag, value if equals else following
+
+
 def split(
     args: list[str], *, roots: list[str], words: list[str], switches: Mapping[str, str], takes_text: bool
 ) -> Arguments:
@@ -46,6 +56,8 @@ def split(
             break
         if arg in switches:
             found.overrides.append(switches[arg])
+        elif arg == "-" and takes_text:
+            texts.append(sys.stdin.read().removesuffix("\n"))  # which `echo` adds, and no one asked
         elif arg in _SWITCHES:
             found.flags.append(arg)
             found.multirun |= arg in ("--multirun", "-m")
@@ -61,7 +73,7 @@ def split(
             raise ValueError(f"{message} Text that begins with a dash goes after `--`." if takes_text else str(message))
         elif (match := _OVERRIDE.fullmatch(arg)) is None:
             texts.append(arg)
-        elif match["root"] in roots or texts or not takes_text or not _is_question(arg, words):
+        elif match["root"] in roots or texts or not takes_text or not _is_question(arg, match["root"], words):
             found.overrides.append(arg)
         else:
             texts.append(arg)
@@ -73,7 +85,6 @@ def split(
     return found
 
 
-def _is_question(arg: str, words: list[str]) -> bool:
+def _is_question(arg: str, root: str, words: list[str]) -> bool:
     """Whether something like `a=b` is a question: a slip of the pen in an override must not be taken for one."""
-    match = _OVERRIDE.fullmatch(arg)
-    return match is None or bool(re.search(r"\s", arg)) or not difflib.get_close_matches(match["root"], words, 1)
+    return bool(re.search(r"\s", arg)) or not difflib.get_close_matches(root, words, 1)

@@ -8,6 +8,7 @@ from enum import Enum
 
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
+from dinfer.protocols import Phase
 
 
 class Origin(Enum):
@@ -35,7 +36,7 @@ class Frame:
 
     cells: list[Cell]
     step: int
-    full: bool  # the step was a pass over the whole canvas
+    phase: Phase  # what the step computed
     block: tuple[int, int]  # [start, end) of the active block, counted from the first generated token
     fresh: int  # tokens that the step decoded
     decoded: int  # tokens decoded so far
@@ -66,7 +67,7 @@ def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> 
         yield Frame(
             cells=cells,
             step=update.forwards,
-            full=update.full,
+            phase=update.phase,
             block=(max(update.region[0] - prompt, 0), update.region[1] - prompt),
             fresh=sum(before[prompt:]) - left,
             decoded=len(tokens) - prompt - left,

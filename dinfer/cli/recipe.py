@@ -36,7 +36,22 @@ def setting(config: dict[str, Any], name: str, hint: Any) -> Any:
     return typed({name: hint}, {name: config[name]})[name]
 
 
-def _runtime(settings: dict[str, Any], device: str) -> Runtime:
+def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
+    """The text on the command line, or else that of the setting `name`; ValueError for both, and for an empty one."""
+    value = config[name]
+    if given is not None and value is not None:
+        raise ValueError(f"the {name} is given twice, as an argument and as {name}=")
+    if isinstance(value, (dict, list)):
+        raise ValueError(f"{name}={value!r} must be a text: give it as an argument of its own")
+    text = value if given is None else given
+    if text is not None and not str(text).strip():
+        raise ValueError(f"the {name} is empty")
+    return None if text is None else str(text)
+
+
+def _runtime(settings: Any, device: str) -> Runtime:
+    if not isinstance(settings, dict):
+        raise ValueError(f"runtime={settings!r} must be settings, such as runtime.rows=8")
     names = list(Runtime.__dataclass_fields__)
     for name in settings:
         if name not in names:

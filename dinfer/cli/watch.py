@@ -17,6 +17,7 @@ from rich.text import Text
 from dinfer.cli.canvas_view import Frame, Origin, frames
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
+from dinfer.protocols import Phase
 
 STYLES = {
     Origin.PROMPT: "blue",
@@ -27,6 +28,7 @@ STYLES = {
 }
 # A mask is about as wide as a token's text will be, with a space at which lines may break: so text moves little.
 MASK, STOP, NEWLINE = "░░ ", "·", "⏎"
+COMPUTED = {Phase.PREFILL: "prompt", Phase.FULL: "whole canvas", Phase.WINDOW: "window"}
 BLOCK = "bold yellow"
 PROMPT_SHOWN = 400  # last characters of a long prompt
 
@@ -85,15 +87,16 @@ def _tell(source: Iterator[Frame]) -> Frame | None:
 
 def heading(frame: Frame) -> str:
     """Where the denoising is, in words."""
-    kind = "whole canvas" if frame.full else "window"  # what was computed
-    return f"step {frame.step:>3} · {kind:<12} · +{frame.fresh} · {frame.decoded}/{frame.length} decoded"
+    return (
+        f"step {frame.step:>3} · {COMPUTED[frame.phase]:<12} · +{frame.fresh} · {frame.decoded}/{frame.length} decoded"
+    )
 
 
 def line(frame: Frame, width: int) -> str:
     """A step in one line: what the active block holds, `_` for a mask."""
     signs = {Origin.MASK: "_", Origin.STOP: STOP}
     text = "".join(signs.get(cell.origin, cell.text) for cell in frame.cells if cell.active)
-    head = f"step {frame.step:>3} {'whole' if frame.full else 'window':<6} +{frame.fresh:<2} "
+    head = f"step {frame.step:>3} {COMPUTED[frame.phase].split()[0]:<6} +{frame.fresh:<2} "
     shown = f"{head}{frame.decoded:>3}/{frame.length} | {' '.join(text.replace(chr(10), ' / ').split())}"
     return shown if len(shown) <= width else shown[: width - 1] + "…"
 

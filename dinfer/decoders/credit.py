@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dinfer.kernels.rules import confident
 from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, check_range, option
 
 
 @DECODERS.register("credit")
@@ -31,24 +31,20 @@ class Credit(Decoder):
     compat: Literal["dinfer"] | None = option(None, "'dinfer': the threshold rule with dInfer's ties")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"decoder.threshold={self.threshold} must be a probability, between 0 and 1")
-        for name in ("alpha", "gamma"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be 0 or more")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decoder.decay={self.decay} must be between 0 and 1")
+        check_probability("decoder", self, "threshold")
+        check_range("decoder", self, "alpha", "gamma", least=0)
+        check_range("decoder", self, "decay", least=0, most=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"credit": torch.zeros(()).expand(block, spec.vocab)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        credit_RLV, option = state["credit"], {name: value[..., None].float() for name, value in view.options.items()}
+        credit_RLV, given = state["credit"], {name: value[..., None].float() for name, value in view.options.items()}
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         confidence_RL, token_RL = logits_RLV.softmax(-1).max(-1)
-        gain_RL1 = confidence_RL[..., None].float().pow(option["gamma"]) * view.masked_RL[..., None]
-        credit_RLV.mul_(option["decay"]).scatter_add_(2, token_RL[..., None], gain_RL1)
-        return logits_RLV + option["alpha"] * credit_RLV.log1p()
+        gain_RL1 = confidence_RL[..., None].float().pow(given["gamma"]) * view.masked_RL[..., None]
+        credit_RLV.mul_(given["decay"]).scatter_add_(2, token_RL[..., None], gain_RL1)
+        return logits_RLV + given["alpha"] * credit_RLV.log1p()
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat=self.compat))

@@ -15,7 +15,7 @@ from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_range, option
 
 NEAR = 2  # steps by which rounding may move the first step that commits a token
 
@@ -47,10 +47,8 @@ class Dream(Decoder):
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"decoder.steps={self.steps} must be at least 1")
-        if self.alg_temp < 0:
-            raise ValueError(f"decoder.alg_temp={self.alg_temp} must be 0 or more")
+        check_range("decoder", self, "steps", least=1)
+        check_range("decoder", self, "alg_temp", least=0)
         if not 0 < self.eps < 1:
             raise ValueError(f"decoder.eps={self.eps} must be between 0 and 1")
 

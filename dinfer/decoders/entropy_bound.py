@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("entropy_bound")
@@ -42,8 +42,7 @@ class EntropyBound(Decoder):
         return ("eos_last",)  # it does not look at confidences
 
     def __post_init__(self) -> None:
-        if self.bound < 0:
-            raise ValueError(f"decoder.bound={self.bound} must be 0 or more")
+        check_range("decoder", self, "bound", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))

@@ -9,7 +9,7 @@ import torch
 
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("factor")
@@ -27,8 +27,7 @@ class Factor(Decoder):
     compat: Literal["fastdllm"] | None = option(None, "'fastdllm': if only the last rank fails, it is committed too")
 
     def __post_init__(self) -> None:
-        if self.factor < 0:
-            raise ValueError(f"decoder.factor={self.factor} must be 0 or more")
+        check_range("decoder", self, "factor", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("fixed")
@@ -33,8 +33,7 @@ class Fixed(Decoder):
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"decoder.steps={self.steps} must be at least 1")
+        check_range("decoder", self, "steps", least=1)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Literal
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.runs import run_leaders
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, option
 
 
 @DECODERS.register("hierarchical")
@@ -29,9 +29,7 @@ class Hierarchical(Decoder):
     ties: Literal["all", "first"] = option("all", "of equals in a run, commit 'all' or the 'first' (dInfer's fast_v2)")
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "low_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be a probability, between 0 and 1")
+        check_probability("decoder", self, "threshold", "low_threshold")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dinfer.kernels.rules import confident
 from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, check_range, option
 
 
 @DECODERS.register("joint_threshold")
@@ -34,11 +35,10 @@ class JointThreshold(Decoder):
     penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "edit_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be a probability, between 0 and 1")
-        if self.post_edits < 0:
-            raise ValueError(f"decoder.post_edits={self.post_edits} must be 0 or more")
+        check_probability("decoder", self, "threshold", "edit_threshold")
+        check_range("decoder", self, "post_edits", least=0)
+        if math.isnan(self.penalty):
+            raise ValueError(f"decoder.penalty={self.penalty} must be a number")
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"post_edits": torch.zeros((), dtype=torch.int64)}

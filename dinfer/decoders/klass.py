@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, check_range, option
 
 TINY = 1e-12  # added to probabilities before the logarithm, as published
 
@@ -36,13 +36,9 @@ class Klass(Decoder):
     least: int = option(1, "commit so many tokens where none is stable", per_request=True)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"decoder.threshold={self.threshold} must be a probability, between 0 and 1")
-        if self.kl_threshold < 0:
-            raise ValueError(f"decoder.kl_threshold={self.kl_threshold} must be 0 or more")
-        for name in ("history", "least"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be at least 1")
+        check_probability("decoder", self, "threshold")
+        check_range("decoder", self, "kl_threshold", least=0)
+        check_range("decoder", self, "history", "least", least=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         # No distribution at all is so far from any other that the first step is never stable.

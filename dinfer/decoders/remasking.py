@@ -8,7 +8,7 @@ from typing import ClassVar
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.runs import run_leaders
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, option
 
 
 @DECODERS.register("remasking")
@@ -30,9 +30,7 @@ class Remasking(Decoder):
     remask_threshold: float = option(0.4, "reconsider decoded tokens below this", per_request=True)
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "low_threshold", "remask_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be a probability, between 0 and 1")
+        check_probability("decoder", self, "threshold", "low_threshold", "remask_threshold")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         doubtful_RL = (stats.top_RL < view.options["remask_threshold"]) & ~view.masked_RL & ~view.given_RL

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dinfer.kernels.rules import confident
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_probability, check_range, option
 
 
 @DECODERS.register("threshold")
@@ -31,10 +31,8 @@ class Threshold(Decoder):
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"decoder.threshold={self.threshold} must be a probability, between 0 and 1")
-        if self.least < 1:
-            raise ValueError(f"decoder.least={self.least} must be at least 1")
+        check_probability("decoder", self, "threshold")
+        check_range("decoder", self, "least", least=1)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         bar_R1 = view.bar(view.options["threshold"])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, option
+from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("wino")
@@ -47,12 +47,8 @@ class Wino(Decoder):
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "keep_threshold", "share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be between 0 and 1")
-        for name in ("fewest", "most"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"decoder.{name}={getattr(self, name)} must be at least 1")
+        check_range("decoder", self, "threshold", "keep_threshold", "share", least=0, most=1)
+        check_range("decoder", self, "fewest", "most", least=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"own": torch.zeros((), dtype=torch.float64).expand(block)}

@@ -166,8 +166,8 @@ class Engine:
                 masked = (self._state.canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
             if done:
                 self._release(slot)
-            full = old["phase_B"] == Phase.FULL
-            yield Update(row.index, now["forwards_B"], full, (old["start_B"], old["end_B"]), tokens, masked, done)
+            region = (old["start_B"], old["end_B"])
+            yield Update(row.index, now["forwards_B"], Phase(old["phase_B"]), region, tokens, masked, done)
 
     def _check_progress(self, row: _Row, now: dict[str, int]) -> None:
         progress = (now["committed_B"], now["block_B"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dinfer.canvas import Phase
+
 
 class NonFiniteLogits(RuntimeError):
     """The model produced NaN or infinite logits for a request."""
@@ -70,8 +72,13 @@ class Update:
 
     index: int  # which request
     forwards: int
-    full: bool  # the step was a pass over the whole canvas
+    phase: Phase  # what the step was: a pass over the prompt, over the whole canvas or over a window
     region: tuple[int, int]  # active positions of the step
     tokens: list[int] | None = None  # the canvas after the step, if asked for
     masked: list[bool] | None = None  # what is still to be decoded, likewise
     completion: Completion | None = None  # after the last step
+
+    @property
+    def full(self) -> bool:
+        """The step was a pass over the whole canvas."""
+        return self.phase == Phase.FULL

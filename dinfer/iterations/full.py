@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
 from dinfer.registry import ITERATIONS
 
@@ -27,4 +29,4 @@ class Full(Iteration):
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
         done_B = after.finished_BK.all(-1)
         lanes.block_B = lanes.block_B + done_B
-        return Moved(done_B & ~done_B, done_B)
+        return Moved(torch.zeros_like(done_B), done_B)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dinfer.canvas import padded
 from dinfer.protocols import BlockAfter, Lanes, Model, ModelSpec, Moved, State
-from dinfer.registry import ITERATIONS, option
+from dinfer.registry import ITERATIONS, check_range, option
 from dinfer.sweeps import BlockSweep
 
 
@@ -38,9 +38,7 @@ class Smooth(BlockSweep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("weight", "weight_init", "weight_growth", "threshold_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"iteration.{name}={getattr(self, name)} must be 0 or more")
+        check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(length + 1, spec.hidden)}  # the last row is scratch

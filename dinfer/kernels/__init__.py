@@ -1,1 +1,1 @@
-"""Tensor functions with one contract each: a plain torch reference, and later a kernel behind the same name."""
+"""Tensor functions with one contract each: a torch reference, and for some a Triton kernel behind the same name."""

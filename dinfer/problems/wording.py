@@ -32,6 +32,11 @@ def choose(rng: Random, *alternatives: str) -> str:
     return alternatives[int(rng.random() * min(WORDINGS, len(alternatives)))]
 
 
+def ask(rng: Random, *templates: str) -> str:
+    """One way to put a question, all equally likely; unlike solutions, questions are not cut to `WORDINGS`."""
+    return rng.choice(templates)
+
+
 def in_some_order(rng: Random, first: T, second: T) -> tuple[T, T]:
     """Two facts of equal standing, in either order."""
     return (second, first) if rng.random() < OTHER_ORDER else (first, second)

@@ -48,7 +48,7 @@ class Combination:
 
 
 def _label(config: tuple[tuple[str, Any], ...]) -> str:
-    name, *rest = (str(value) if key in ("name",) else f"{key}={value}" for key, value in config)
+    name, *rest = (str(value) if key == "name" else f"{key}={value}" for key, value in config)
     return name + "".join(f",{text}" for text in rest if not text.startswith(tuple(f"{key}=" for key in SMALL)))
 
 

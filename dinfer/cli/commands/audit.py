@@ -27,7 +27,7 @@ from rich.table import Table
 
 from dinfer.audit import Audit, audit, plot
 from dinfer.cli.application import launch
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.problems import generate
 
 
@@ -38,7 +38,7 @@ def run(args: list[str]) -> None:
 
 def measure(config: dict[str, Any], question: str | None) -> None:
     """Audits one recipe, prints what it found and writes it."""
-    question = question or setting(config, "prompt", str | None)
+    question = text_of(config, "prompt", question)
     count, new_tokens = setting(config, "count", int), setting(config, "max_new_tokens", int)
     out = setting(config, "out", str | None)
     if count < 1:

@@ -60,7 +60,7 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
 def decoders_of(config: dict[str, Any]) -> list[Any]:
     """The decoders to compare: those of the setting, and the chosen one."""
     entries = config["compare"]
-    if not isinstance(entries, list):
+    if not isinstance(entries, list) or not all(isinstance(entry, (str, dict)) for entry in entries):
         raise ValueError(f"compare={entries!r} must be a list of decoders, such as [{{name: fixed, steps: 8}}]")
     decoders = [DECODERS.build(entry) for entry in entries]
     chosen = DECODERS.build(config["decoder"])

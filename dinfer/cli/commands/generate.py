@@ -22,43 +22,28 @@ Components and their options are overrides; `dinfer list` shows all of them:
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from dinfer.cli.application import launch
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.stream import summary, write_answer
 from dinfer.cli.watch import watch
 
 
 def run(args: list[str]) -> None:
     """Generates one answer for each point of a sweep."""
-    text = None
-    if "-" in args and "--" not in args[: args.index("-")]:
-        text = sys.stdin.read()
-        args = [arg for arg in args if arg != "-"]
-
-    def task(config: dict[str, Any], question: str | None) -> None:
-        generate(config, question if text is None else text)
-
-    launch("generate", args, task, switches={"--watch": "watch=true"}, takes_text=True)
+    launch("generate", args, generate, switches={"--watch": "watch=true"}, takes_text=True)
 
 
 def generate(config: dict[str, Any], question: str | None) -> None:
     """Answers `question`, or else the prompt of the configuration."""
-    prompt = config["prompt"] if question is None else question
+    prompt = text_of(config, "prompt", question)
     if prompt is None:
         raise ValueError('a question is needed: dinfer generate "question"')
-    if question is not None and config["prompt"] is not None:
-        raise ValueError("the question is given twice, as text and as prompt=")
-    if not str(prompt).strip():
-        raise ValueError("the prompt is empty")
-    if isinstance(prompt, (dict, list)):
-        raise ValueError(f"prompt={prompt!r} must be a text: give the question as an argument of its own")
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     pipe = pipeline(config)
-    ids = pipe.encode(str(prompt), chat=chat)
-    updates = pipe.updates(str(prompt), max_new_tokens=new_tokens, chat=chat)
+    ids = pipe.encode(prompt, chat=chat)
+    updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
     completion = watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)
     print(summary(completion.counts))

@@ -15,36 +15,23 @@ All else is as in `dinfer generate`, but for max_new_tokens, which has no meanin
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from dinfer.cli.application import launch
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.stream import summary
 
 
 def run(args: list[str]) -> None:
     """Fills one text for each point of a sweep."""
-    given = None
-    if "-" in args and "--" not in args[: args.index("-")]:
-        given = sys.stdin.read().removesuffix("\n")
-        args = [arg for arg in args if arg != "-"]
-
-    def task(config: dict[str, Any], text: str | None) -> None:
-        infill(config, text if given is None else given)
-
-    launch("infill", args, task, takes_text=True)
+    launch("infill", args, infill, takes_text=True)
 
 
 def infill(config: dict[str, Any], given: str | None) -> None:
     """Fills the gaps of `given`, or else of the text of the configuration."""
-    if given is not None and config["text"] is not None:
-        raise ValueError("the text is given twice, as an argument and as text=")
-    text = config["text"] if given is None else given
+    text = text_of(config, "text", given)
     if text is None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
-    if not isinstance(text, str):
-        raise ValueError(f"text={text!r} must be a text: give it as an argument of its own")
     stop = setting(config, "stop", bool)
     result = pipeline(config).infill(text, stop=stop)
     print(result.text)

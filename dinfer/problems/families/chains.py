@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import choose, commuting
+from dinfer.problems.wording import ask, choose, commuting
 
 _VERBS = {"+": "add", "-": "subtract", "*": "multiply by"}
 
@@ -22,11 +22,10 @@ def chain(rng: Random) -> Draft:
             steps.append((sign, number, result))
             value = result
     told = [f"{_VERBS[sign]} {number}" for sign, number, _ in steps]
-    question = rng.choice(
-        [
-            f"Start with {start}: " + ", ".join(told[:-1]) + f", then {told[-1]}. What is the result?",
-            f"Take the number {start}, then " + ", ".join(told[:-1]) + f" and {told[-1]}. Which number is it?",
-        ]
+    question = ask(
+        rng,
+        f"Start with {start}: " + ", ".join(told[:-1]) + f", then {told[-1]}. What is the result?",
+        f"Take the number {start}, then " + ", ".join(told[:-1]) + f" and {told[-1]}. Which number is it?",
     )
 
     def solve(rng: Random) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import choose
+from dinfer.problems.wording import ask, choose
 
 _PLACES = ("first", "second", "third", "fourth")
 
@@ -48,11 +48,10 @@ def lists(rng: Random) -> Draft:
         rows.append(_OPERATIONS[operation][0](rows[-1]))
     place = rng.randrange(min(len(rows[-1]), len(_PLACES)))
     question = (
-        rng.choice(
-            [
-                f"Take the list {_row(numbers)}. First {told[0]}, then {told[1]}, then {told[2]}.",
-                f"Given is the list {_row(numbers)}; {told[0]}, {told[1]} and {told[2]}.",
-            ]
+        ask(
+            rng,
+            f"Take the list {_row(numbers)}. First {told[0]}, then {told[1]}, then {told[2]}.",
+            f"Given is the list {_row(numbers)}; {told[0]}, {told[1]} and {told[2]}.",
         )
         + f" Which number is {_PLACES[place]}?"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import GOODS, NAMES, choose, commuting, in_some_order
+from dinfer.problems.wording import GOODS, NAMES, ask, choose, commuting, in_some_order
 
 
 def purchase(rng: Random) -> Draft:
@@ -15,12 +15,11 @@ def purchase(rng: Random) -> Draft:
     n, price, m, fee = rng.randint(12, 39), rng.randint(3, 9), rng.randint(12, 39), rng.randint(3, 9)
     total = n * price + m * fee
     note = rng.choice([0, 1000])
-    question = rng.choice(
-        [
-            f"{name} buys {n} {one} at {price} coins each and {m} {other} at {fee} coins each.",
-            f"{name} wants {n} {one} and {m} {other}."
-            f" One of the {one} costs {price} coins, one of the {other} {fee} coins.",
-        ]
+    question = ask(
+        rng,
+        f"{name} buys {n} {one} at {price} coins each and {m} {other} at {fee} coins each.",
+        f"{name} wants {n} {one} and {m} {other}."
+        f" One of the {one} costs {price} coins, one of the {other} {fee} coins.",
     ) + (f" {name} pays with {note} coins. How many coins come back?" if note else f" How many coins does {name} pay?")
 
     def solve(rng: Random) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import GOODS, NAMES, choose, commuting
+from dinfer.problems.wording import GOODS, NAMES, ask, choose, commuting
 
 
 def sharing(rng: Random) -> Draft:
@@ -17,13 +17,12 @@ def sharing(rng: Random) -> Draft:
     start = rng.randint(24, total - 11)
     lost = rng.randint(11, start - 11)
     gift = total - start + lost
-    question = rng.choice(
-        [
-            f"{name} has {start} {goods}, loses {lost} and gets {gift} from {giver}."
-            f" {name} shares all {goods} equally among {friends} friends. How many does each friend get?",
-            f"{giver} gives {gift} {goods} to {name}, who had {start} {goods} but lost {lost}."
-            f" {friends} friends share them equally. How many {goods} are there for each?",
-        ]
+    question = ask(
+        rng,
+        f"{name} has {start} {goods}, loses {lost} and gets {gift} from {giver}."
+        f" {name} shares all {goods} equally among {friends} friends. How many does each friend get?",
+        f"{giver} gives {gift} {goods} to {name}, who had {start} {goods} but lost {lost}."
+        f" {friends} friends share them equally. How many {goods} are there for each?",
     )
 
     def solve(rng: Random) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import NAMES, choose, commuting, in_some_order
+from dinfer.problems.wording import NAMES, ask, choose, commuting, in_some_order
 
 _VEHICLES = ("bus", "train", "car", "ferry", "tram", "bike")
 
@@ -21,13 +21,11 @@ def travel(rng: Random) -> Draft:
         hours, speed, more, pace = more, pace, hours, speed
     differ = rng.random() < 0.4
     far, near = hours * speed, more * pace
-    question = rng.choice(
-        [
-            f"{name} goes {hours} hours by {one} at {speed} km per hour"
-            f" and {more} hours by {other} at {pace} km per hour.",
-            f"The {one} of {name} does {speed} km per hour and the {other} {pace} km per hour."
-            f" {name} takes the {one} for {hours} hours and the {other} for {more} hours.",
-        ]
+    question = ask(
+        rng,
+        f"{name} goes {hours} hours by {one} at {speed} km per hour and {more} hours by {other} at {pace} km per hour.",
+        f"The {one} of {name} does {speed} km per hour and the {other} {pace} km per hour."
+        f" {name} takes the {one} for {hours} hours and the {other} for {more} hours.",
     ) + (f" How much longer is the way by {one}?" if differ else f" How many km does {name} travel?")
 
     def solve(rng: Random) -> list[str]:

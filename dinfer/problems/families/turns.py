@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dinfer.problems.problem import Draft
-from dinfer.problems.wording import NAMES, choose, in_some_order
+from dinfer.problems.wording import NAMES, ask, choose, in_some_order
 
 _COMPASS = ("north", "east", "south", "west")
 _TURNS = {"right": 1, "left": -1, "around": 2}
@@ -22,11 +22,10 @@ def turns(rng: Random) -> Draft:
         moves.append((_COMPASS[facing], turn, _COMPASS[to]))
         facing = to
     told = ", ".join(f"turns {turn}" for _, turn, _ in moves[:-1]) + f" and turns {moves[-1][1]}"
-    question = rng.choice(
-        [
-            f"{name} faces {_COMPASS[first]}, {told}. Which way does {name} face now?",
-            f"At first {name} looks {_COMPASS[first]}. Then {name} {told}. Where does {name} look at the end?",
-        ]
+    question = ask(
+        rng,
+        f"{name} faces {_COMPASS[first]}, {told}. Which way does {name} face now?",
+        f"At first {name} looks {_COMPASS[first]}. Then {name} {told}. Where does {name} look at the end?",
     )
 
     def solve(rng: Random) -> list[str]:
@@ -54,11 +53,10 @@ def walk(rng: Random) -> Draft:
     up, across = max(north, south) - min(north, south), max(east, west) - min(east, west)
     side, edge = "north" if north > south else "south", "east" if east > west else "west"
     told = ", ".join(f"{steps} {way}" for steps, way in legs)
-    question = rng.choice(
-        [
-            f"{name} walks {told}. How far is {name} from the start, counting steps along the streets?",
-            f"From the well {name} goes {told}. How many steps along the streets lead back to the well?",
-        ]
+    question = ask(
+        rng,
+        f"{name} walks {told}. How far is {name} from the start, counting steps along the streets?",
+        f"From the well {name} goes {told}. How many steps along the streets lead back to the well?",
     )
 
     def solve(rng: Random) -> list[str]:
