@@ -307,3 +307,20 @@ def test_entropy_bound_takes_the_largest_prefix_that_fits(score: str, bound: flo
 def test_the_stream_of_a_position_is_uniform() -> None:
     draws = uniform(torch.arange(200)[:, None], torch.arange(100))
     assert abs(float(draws.mean()) - 0.5) < 0.01 and abs(float(draws.var()) - 1 / 12) < 0.003
+
+
+def test_no_step_is_spent_on_edits_beyond_the_budget() -> None:
+    """All masks go at once; then one step of editing that finds nothing, if there may be any."""
+    table = script(1, 8)
+    table[..., 5] = 60.0
+    for post_edits, forwards in ((0, 1), (1, 2), (16, 2)):
+        decoder = {"name": "joint_threshold", "threshold": 0.1, "post_edits": post_edits}
+        assert len(decode(decoder, table)) == forwards
+
+
+@pytest.mark.parametrize("post_edits", [0, 1, 3])
+def test_edits_that_never_settle_end_with_the_budget(post_edits: int) -> None:
+    table = script(64, 8)
+    table[::2, :, 5] = table[1::2, :, 6] = 60.0  # another token at every step
+    decoder = {"name": "joint_threshold", "threshold": 0.1, "post_edits": post_edits}
+    assert len(decode(decoder, table)) == 1 + post_edits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class JointThreshold(Decoder):
     edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)
     post_edits: int = option(16, "steps of editing once no mask is left", per_request=True)
     penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
+    compat: Literal["sglang"] | None = option(
+        None, "'sglang': a block that changed in its last step of editing makes one more forward, which is idle"
+    )
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "edit_threshold")
@@ -52,11 +55,15 @@ class JointThreshold(Decoder):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         full_R = ~view.masked_RL.any(-1)
         state["post_edits"] += full_R
-        spent_R = full_R & (state["post_edits"] > view.options["post_edits"][:, 0])
+        budget_R = view.options["post_edits"][:, 0]
+        spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
         fill_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat="sglang")
         doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
         doubt_RL &= ~spent_R[:, None]
         edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
         remask_RL = doubt_RL & stats.declined_RL
-        # A change may call for another, so one step more, unless the budget is spent.
-        return Proposal(fill_RL | edit_RL, busy_R=(fill_RL | edit_RL | remask_RL).any(-1), remask_RL=remask_RL)
+        # A change may call for another, so one step more, unless that one would be beyond the budget.
+        busy_R = (fill_RL | edit_RL | remask_RL).any(-1)
+        if self.compat is None:
+            busy_R &= state["post_edits"] < budget_R
+        return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL)

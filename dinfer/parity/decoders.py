@@ -90,7 +90,7 @@ def _joint_threshold(params: Fields) -> Rule:
     }  # fmt: skip
     config = {ours: params.take(theirs) for theirs, ours in names.items()}
     given = {"derived": None, "first2": 2}[params.take("prompt")]
-    return Rule({"name": "joint_threshold", **config}, given=given, done="idle after")
+    return Rule({"name": "joint_threshold", "compat": "sglang", **config}, given=given, done="idle after")
 
 
 # Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
