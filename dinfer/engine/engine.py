@@ -216,12 +216,12 @@ class Engine:
         launched: dict[int, _Row] = {}
         spec = self.recipe.model.spec
         for phase in ACTIVE:
-            needs = {slot: self._needs(row, phase) for slot, row in self._rows.items() if row.cursors["phase_B"] == phase}
-            for step in plan(
-                phase, needs, free=self._free, limit=self.runtime.positions, unit=spec.causal_block or 1
-            ):
+            rows = {slot: row for slot, row in self._rows.items() if row.cursors["phase_B"] == phase}
+            needs = {slot: self._needs(row, phase) for slot, row in rows.items()}
+            unit = spec.causal_block or 1
+            for step in plan(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit):
                 self.launcher.launch(self._shape(phase, step.slots, step.width, step.settles), step.slots)
-                launched |= {slot: self._rows[slot] for slot in step.slots}
+                launched |= {slot: rows[slot] for slot in step.slots}
         if launched:
             self._reader.request()
         self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of

@@ -55,9 +55,7 @@ def plan(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit
     narrow = [need.narrow for need in needs.values() if need.narrow is not None]
     if len(narrow) == len(needs) and max(narrow) < widest and len(needs) * widest > free:
         return _cut(list(needs), max(narrow), limit, settles=True)
-    return [
-        step for slots in groups(widths, free) for step in _cut(slots, max(widths[slot] for slot in slots), limit)
-    ]
+    return [step for slots in groups(widths, free) for step in _cut(slots, max(widths[slot] for slot in slots), limit)]
 
 
 def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dinfer.compose import Recipe
-from dinfer.protocols import Phase, StepShape
+from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 from dinfer.step import denoise_step
 
