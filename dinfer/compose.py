@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of, unknown
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
@@ -38,7 +38,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        for kind, silent in (("iteration", self.iteration), ("cache", self.cache)):
+        silent_parts = {"iteration": self.iteration, "cache": self.cache}
+        for kind, part in {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}.items():
+            check_types(kind, part)
+        for kind, silent in silent_parts.items():
             for info in options_of(silent):
                 if info.per_request:
                     raise TypeError(
