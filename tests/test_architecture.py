@@ -43,12 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"engine"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
         "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "state", "step",
     },
-    "cli": {"audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry"},
+    "cli": {
+        "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
+    },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
 OUTSIDE: dict[str, set[str]] = {
