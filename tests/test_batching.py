@@ -75,10 +75,24 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     monkeypatch.setattr("dinfer.engine.engine.free_positions", lambda spec: 0)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.launcher.denoise_step", watching(shapes))
-    got = completions(engine_for(recipe, rows=4), requests)
+    got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
     assert any(shape.settles for shape in shapes)
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
+
+
+@pytest.mark.parametrize("block", [4, 8])
+def test_models_whose_logits_predict_the_next_token_need_both_blocks(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last logits of the block before decode the first position, so there is nothing to settle first."""
+    model = tiny_model("block_causal", causal_block=8, shift=1)
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": block}, decoder="threshold", cache="block")
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.engine.free_positions", lambda spec: 0)
+    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
 
 def watching(shapes: list[StepShape]):

@@ -230,7 +230,8 @@ class Engine:
         cache, spec = self.recipe.cache, self.recipe.model.spec
         now = {name: row.cursors[f"{name}_B"] for name in ("kept", "start", "end", "length")}
         width = cache.width(spec, phase, **now, prompt=row.cursors["prompt_B"], forwards=row.cursors["forwards_B"])
-        return Need(width, cache.narrow(spec, **now) if phase == Phase.WINDOW else None)
+        settles = self.runtime.settle and phase == Phase.WINDOW
+        return Need(width, cache.narrow(spec, **now) if settles else None)
 
     def _shape(self, phase: Phase, slots: list[int], width: int, settles: bool) -> StepShape:
         rows = [self._rows[slot] for slot in slots]
