@@ -58,10 +58,9 @@ def check_key(key: str, chosen: dict[str, list[str]], schema: Schema) -> None:
         return
     if root in GROUPS:
         # In a sweep over components, an option goes to those that have it (`dinfer.cli.points`).
-        options = {choice: schema.options(root, choice) for choice in chosen[root]}
-        if not any(rest.split(".")[0] in ("name", *known) for known in options.values()):
-            known = sorted(set().union(*options.values()))
-            raise unknown(f"option of {root} {' or '.join(map(repr, options))}:", rest, known)
+        options = sorted({name for choice in chosen[root] for name in schema.options(root, choice)})
+        if rest.split(".")[0] not in ("name", *options):
+            raise unknown(f"option of {root} {' or '.join(map(repr, chosen[root]))}:", rest, options)
         return
     known = dotted(schema.settings)
     if root not in schema.settings and root not in schema.roots:
