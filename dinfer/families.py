@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.layers.transformer import Transformer
 from dinfer.protocols import ModelFamily
@@ -84,6 +84,24 @@ class HubFamily(ModelFamily):
         return {"mask_id": mask_id, "eos_id": eos_ids[0], "stop_ids": eos_ids + more}
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockFamily(HubFamily):
+    """A family of block-causal models."""
+
+    trained: ClassVar[int] = 32  # length of the attention blocks of checkpoints whose config is silent about it
+
+    block: int | None = option(None, "length of the attention blocks; null: as the checkpoint was trained")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"model.block={self.block} must be at least 1")
+
+    def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
+        """Length of the attention blocks."""
+        return self.block or config.get(field) or self.trained
+
+
 def body(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -92,9 +110,11 @@ def body(config: Mapping[str, Any]) -> dict[str, Any]:
         if not heads or hidden % heads:
             raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
         head_dim = hidden // heads
-    theta = config.get("rope_theta")
-    if theta is None:  # where transformers 5 keeps it
-        theta = (config.get("rope_parameters") or {})["rope_theta"]
+    theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+    if theta is None:
+        theta = rope["rope_theta"]
     return {
         "vocab": config["vocab_size"],
         "hidden": hidden,

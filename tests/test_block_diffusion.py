@@ -23,12 +23,14 @@ from dinfer.protocols import StepShape
 from dinfer.registry import DECODERS, options_of
 
 BLOCK = 8
-# Attention blocks as long as those of the sweep, shorter, autoregressive, and with logits that predict the next token.
+# Attention blocks as long as those of the sweep, shorter, longer, autoregressive; logits that predict the next token.
 MODELS: dict[str, dict[str, Any]] = {
     "block": {"causal_block": BLOCK},
     "half": {"causal_block": BLOCK // 2},
     "causal": {"causal_block": 1},
     "shifted": {"causal_block": BLOCK // 2, "shift": 1},
+    "parts": {"causal_block": 2 * BLOCK},
+    "shifted_parts": {"causal_block": 2 * BLOCK, "shift": 1},
 }
 SWEEPS: dict[str, dict[str, Any]] = {
     "block_diffusion": {"name": "block_diffusion", "block": BLOCK},
@@ -171,13 +173,8 @@ def test_kept_keys_are_those_of_the_final_tokens(name: str, model: str) -> None:
     host.run_at_random()
     for row, (slot, tokens) in enumerate(zip(host.slots, host.canvases(), strict=True)):
         kept = int(host.state.canvas.cursors_NC[slot, CURSORS.index("kept_B")])
-        start = (len(tokens) - 1) // BLOCK * BLOCK
-        assert (
-            kept
-            == max(start - recipe.model.spec.shift, 0)
-            // recipe.model.spec.causal_block
-            * recipe.model.spec.causal_block
-        )
+        start, attention = (len(tokens) - 1) // BLOCK * BLOCK, recipe.model.spec.causal_block
+        assert kept == start // attention * attention
         for got, want in zip(host.keys(row), whole(recipe, tokens), strict=True):
             assert torch.allclose(got[:, :kept], want[:, :kept], atol=1e-10)
 
@@ -208,7 +205,7 @@ def test_a_recipe_that_would_not_be_exact_is_refused_with_the_remedy() -> None:
         compose(model, iteration="blockwise", decoder="threshold", cache="block")
     with pytest.raises(IncompatibleRecipe, match=r"bidirectional.*iteration=blockwise, with align=true"):
         compose(model, iteration="block_diffusion", decoder="threshold", cache="none")
-    with pytest.raises(IncompatibleRecipe, match=r"iteration.block=6 must be a multiple of .*, 8"):
+    with pytest.raises(IncompatibleRecipe, match=r"iteration.block=6 must be a multiple of .*, 8, or divide"):
         compose(
             tiny_model("block_causal", **MODELS["block"]),
             iteration={"name": "block_diffusion", "block": 6},

@@ -41,23 +41,33 @@ class BlockCache(CachePolicy):
     def width(
         self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
     ) -> int:
-        return (self._settled(spec, start) if phase == Phase.PREFILL else horizon(spec, end, length)) - kept
+        settled = self._settled(spec, start)
+        return settled - kept if phase == Phase.PREFILL else horizon(spec, end, length) - min(kept, settled)
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        stop_B = self.kept(lanes, spec) if shape.phase == Phase.PREFILL else horizon_B(spec, lanes)
-        return contiguous(lanes, spec, shape, lanes.kept_B, stop_B)
+        settled_B = self._settled_B(lanes, spec)
+        if shape.phase == Phase.PREFILL:
+            return contiguous(lanes, spec, shape, lanes.kept_B, settled_B)
+        return contiguous(lanes, spec, shape, torch.minimum(lanes.kept_B, settled_B), horizon_B(spec, lanes))
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
 
     def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
-        block = spec.causal_block or 1
-        return (lanes.start_B - spec.shift).clamp_min(0) // block * block
+        # What was finished when the step began has just been computed, but for a prefill, which leaves out the block
+        # whose logits decode the first position.
+        final_B = lanes.start_B // (spec.causal_block or 1) * (spec.causal_block or 1)
+        return torch.where(lanes.phase_B == int(Phase.PREFILL), self._settled_B(lanes, spec), final_B)
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         return torch.full_like(lanes.phase_B, int(Phase.WINDOW))
 
     def _settled(self, spec: ModelSpec, start: int) -> int:
-        """`kept` on the host: the complete attention blocks before the active region."""
+        """Up to where no logits are needed: the attention blocks before those that decode the active region."""
         block = spec.causal_block or 1
         return max(start - spec.shift, 0) // block * block
+
+    def _settled_B(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
+        """`_settled` on the device. int64 [B]"""
+        block = spec.causal_block or 1
+        return (lanes.start_B - spec.shift).clamp_min(0) // block * block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.families import PLAIN, HubFamily, Names, body, expect
+from dinfer.families import PLAIN, BlockFamily, Names, body, expect
 from dinfer.registry import MODELS, option
 from dinfer.spec import ExpertSpec, ModelSpec
 
@@ -22,18 +22,12 @@ ATTENTION = "model.layers.{i}.attention"
 
 @MODELS.register("llada2")
 @dataclass(frozen=True, kw_only=True)
-class Llada2(HubFamily):
+class Llada2(BlockFamily):
     """LLaDA2 checkpoints: block-causal, grouped sigmoid router with a bias for the choice alone, shared expert."""
 
     paper = "LLaDA2.0, arXiv:2512.15745"
 
     checkpoint: str = option("inclusionAI/LLaDA2.0-mini", "hub name or folder")
-    block: int = option(32, "length of the attention blocks that the checkpoint was trained with")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block < 1:
-            raise ValueError(f"model.block={self.block} must be at least 1")
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -60,7 +54,7 @@ class Llada2(HubFamily):
             mlp=config["intermediate_size"],
             qk_norm=bool(config.get("use_qk_norm")),
             rope_dim=rope_dim,
-            causal_block=self.block,
+            causal_block=self.attention_block(config),
             experts=ExpertSpec(
                 experts=config["num_experts"],
                 chosen=config["num_experts_per_tok"],

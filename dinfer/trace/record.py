@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dinfer import __version__
@@ -18,7 +17,7 @@ from dinfer.compose import Recipe
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request, Update
 from dinfer.pipeline import Pipeline
-from dinfer.protocols import Attend, BlockView, Phase, Proposal, State, TokenStats
+from dinfer.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
 from dinfer.trace.pieces import Pieces
 
@@ -111,15 +110,16 @@ def record(
 def record_request(pipe: Pipeline, request: Request, *, model: str | None = None) -> Trace:
     """Like `record`, for a request as the engine takes it: token ids, with or without gaps."""
     recipe = pipe.recipe
-    shown = _Shown(recipe.decoder)
+    offers: list[Offer] = []  # of the step under way
     fed = _Fed(recipe.model)
-    watched = replace(recipe, model=fed, decoder=shown)  # type: ignore[arg-type]
+    watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
     engine = Engine(watched, Runtime(rows=1), device=recipe.model.device, dtype=recipe.model.dtype)
     steps: list[Step] = []
     tokens, masked = request.prompt + [recipe.model.spec.mask_id] * request.new_tokens, request.masked
     completion = None
     for update in engine.run([request], snapshots=True):
-        steps.append(_step(update, tokens, masked, fed.take(), shown.take(), recipe, steps))
+        steps.append(_step(update, tokens, masked, fed.computed(), list(offers), recipe, steps))
+        offers.clear()
         tokens, masked = update.tokens or tokens, update.masked or masked
         completion = update.completion
     if completion is None:
@@ -183,32 +183,22 @@ class _Fed:
         self._pos = attend.pos_BW[0].tolist()
         return self._model.forward(x_BWD, attend)
 
-    def take(self) -> list[Span]:
-        """The positions as spans."""
+    def computed(self) -> list[Span]:
         return spans(position for position in self._pos if position >= 0)
 
 
-class _Shown:
-    """A decoder that remembers what it was shown."""
+def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:
+    """The same decoder, which puts what it is shown into `offers`."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-        self._offers: list[Offer] = []
+    class Shown(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            columns = (view.pos_RL, stats.token_RL, stats.confidence_RL)
+            wanted_RL = view.masked_RL & stats.finite_RL
+            rows = zip(*(column[wanted_RL].tolist() for column in columns), strict=True)
+            offers[:] = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
+            return super().select(stats, view, state)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
-
-    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        columns = (view.pos_RL, stats.token_RL, stats.confidence_RL)
-        wanted_RL = view.masked_RL & torch.isfinite(stats.confidence_RL)
-        rows = zip(*(column[wanted_RL].tolist() for column in columns), strict=True)
-        self._offers = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
-        return self._decoder.select(stats, view, state)
-
-    def take(self) -> list[Offer]:
-        """What was shown since the last call: nothing in a prefill."""
-        offers, self._offers = self._offers, []
-        return offers
+    return Shown(**{info.name: getattr(decoder, info.name) for info in options_of(decoder)})
 
 
 def spans(positions: Iterable[int]) -> list[Span]:
