@@ -122,6 +122,8 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict
             full = time.perf_counter() - start, sum(blocks.values())
     seconds = time.perf_counter() - start
     counts = [completion.counts for completion in done]
+    block = engine.recipe.iteration.block
+    aligned = all(len(r.prompt) % block == 0 and r.new_tokens % block == 0 for r in requests)
     tokens, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
     return {
         "requests": len(done),
@@ -129,7 +131,7 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "tpf": tokens / forwards,
-        "steady_tokens_per_s": full[1] * engine.recipe.iteration.block / full[0] if full[1] else None,
+        "steady_tokens_per_s": full[1] * block / full[0] if full[1] and aligned else None,
         "tokens_per_denoise_step": tokens / (forwards - sum(c.prefills for c in counts)),
         "first_block_s": spread([*first.values()]),
         "latency_s": spread(latency),
@@ -251,7 +253,8 @@ def main() -> None:
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(
-            f"{in_flight:4d} in flight: {run['tokens_per_s']:.1f} tokens/s, steady {run['steady_tokens_per_s']}, TPF {run['tpf']:.2f}, first block "
+            f"{in_flight:4d} in flight: {run['tokens_per_s']:.1f} tokens/s, steady "
+            f"{run['steady_tokens_per_s'] or 0:.1f}, TPF {run['tpf']:.2f}, first block "
             f"{1e3 * run['first_block_s']['median']:.0f} ms, device {100 * run['device_share']:.0f}%, "
             f"{run['graphs']} graphs, {run['captured_while_timed']} of them while timed",
             flush=True,
