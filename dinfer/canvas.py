@@ -139,11 +139,11 @@ class Canvas:
         phase: Phase = Phase.FULL,
         seed: int = 0,
         stops: bool = True,
-    ) -> None:
+    ) -> dict[str, int]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
-        `phase` what the row needs first; `stops` whether a stop token ends it.
+        `phase` what the row needs first; `stops` whether a stop token ends it. Returns the row's cursors.
         """
         length = len(tokens)
         masked_S = torch.tensor(masked)
@@ -163,6 +163,7 @@ class Canvas:
         self.status_NS[slot] = status_S.to(self.status_NS.device)
         self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
         self.blocks_NKC[slot] = 0
+        return cursors
 
     def release(self, slot: int) -> None:
         """Frees a slot. Host side."""

@@ -56,6 +56,7 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
+    settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Window:
     pos_BW: Tensor  # int64, absolute positions
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
+    settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
 
 
 class Attend(Protocol):
@@ -238,7 +240,17 @@ class CachePolicy(Component):
     def width(
         self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
     ) -> int:
-        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side."""
+        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side.
+
+        A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
+        """
+
+    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+        """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
+
+        A row that has more to compute than what it decodes computes that first, in a pass of its own.
+        """
+        return None
 
     @abstractmethod
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:

@@ -88,22 +88,23 @@ class BatchState:
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
         options: Sequence[float] = (), stops: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> dict[str, int]:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
         `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
-        returns them, those left out at the end have their defaults.
+        returns them, those left out at the end have their defaults. Returns the row's cursors.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
         self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
-        self.canvas.admit(
+        cursors = self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
             phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.sampling_of(given).get("seed", 0)),
             stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)
+        return cursors
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

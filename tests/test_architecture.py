@@ -43,13 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},
+    "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "state", "step",
+        "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "state", "step",
     },
     "cli": {
         "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
@@ -74,7 +76,7 @@ OUTSIDE: dict[str, set[str]] = {
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [
     path
-    for folder in ("dinfer", "evaluations", "benchmarks", "tools", "tests")
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 

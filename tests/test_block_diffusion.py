@@ -14,7 +14,6 @@ from support.models import EOS, MASK, tiny_model
 from dinfer.canvas import ACTIVE, CURSORS, Phase
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Engine
-from dinfer.engine.grouping import FREE, groups
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, NonFiniteLogits, Request
 from dinfer.parity.generation import ALGORITHMS
@@ -223,17 +222,6 @@ def test_a_fault_in_the_prompt_is_found_by_the_first_step() -> None:
         completions(engine, [Request([37] * 9, 8, recipe.resolve({}))])
 
 
-def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
-    assert groups({}) == []
-    assert groups({3: 64}) == [[3]]
-    assert groups({2: 64, 0: 32, 1: 32}) == [[2, 0, 1]]  # order and all
-    many = {slot: 64 if slot % 8 == 0 else 32 for slot in range(16)}
-    narrow, wide = groups(many)
-    assert wide == [0, 8] and sorted(narrow + wide) == list(many) and FREE < 14 * 32
-    assert groups(dict.fromkeys(range(64), 32)) == [list(range(64))]
-    assert groups({0: 10, 1: 500, 2: 2000}) == [[0, 1], [2]]
-
-
 def test_every_phase_has_its_steps() -> None:
     assert set(Phase) - set(ACTIVE) == {Phase.IDLE, Phase.FAULT}
 
@@ -302,5 +290,6 @@ def test_steps_that_are_too_narrow_for_a_row_leave_it_alone(cache: str, sweep: s
         host.step(host.random.choice(ACTIVE), host.slots, width=host.capacity)
         if not host.running():
             break
-    assert host.canvases() == [c.canvas for c in run(recipe)]
-    assert host.forwards() == [c.counts.forwards for c in run(recipe)]
+    want = run(recipe)
+    assert host.canvases() == [c.canvas for c in want]
+    assert host.steps() == [c.counts.forwards - c.counts.prefills for c in want]  # a prefill takes what it is given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class BlockCache(CachePolicy):
     for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. Keys of
     a finished block are those of its last step, when some of its tokens were still masked; the first step of the
     next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
-    references spend a forward of its own on that, after the last block too.
+    references spend a forward of its own on that, after the last block too; so do large batches here with
+    runtime.settle, where a step of twice the width for the sake of a few rows costs more.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
@@ -44,11 +45,21 @@ class BlockCache(CachePolicy):
         settled = self._settled(spec, start)
         return settled - kept if phase == Phase.PREFILL else horizon(spec, end, length) - min(kept, settled)
 
+    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+        return max(horizon(spec, end, length) - self._settled(spec, start), spec.causal_block or 1)
+
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        settled_B = self._settled_B(lanes, spec)
-        if shape.phase == Phase.PREFILL:
-            return contiguous(lanes, spec, shape, lanes.kept_B, settled_B)
-        return contiguous(lanes, spec, shape, torch.minimum(lanes.kept_B, settled_B), horizon_B(spec, lanes))
+        prefill, settled_B = shape.phase == Phase.PREFILL, self._settled_B(lanes, spec)
+        first_B = torch.minimum(lanes.kept_B, settled_B)
+        stop_B = settled_B if prefill else horizon_B(spec, lanes)
+        if not prefill and not shape.settles:
+            return contiguous(lanes, spec, shape, first_B, stop_B)
+        block = spec.causal_block or 1
+        piece_B = torch.minimum(first_B + shape.width // block * block, settled_B)
+        decodes_B = (stop_B - first_B <= shape.width) & (not prefill)
+        window = contiguous(lanes, spec, shape, first_B, torch.where(decodes_B, stop_B, piece_B))
+        able_B = decodes_B | (piece_B > first_B)
+        return replace(window, fits_B=able_B, settled_B=torch.where(decodes_B, -1, piece_B))
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
