@@ -142,6 +142,8 @@ class Component(ABC):
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
+    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+
     @classmethod
     @abstractmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -156,8 +158,8 @@ class ModelFamily(Component):
         """The network, a `Model`; on whatever device is torch's default."""
 
     @abstractmethod
-    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes."""
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes; `fused`: one tensor for all experts of a layer."""
 
 
 class Decoder(Component):

@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT | {"sweeps"},
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
-    "checkpoint": {"protocols", "registry", "spec"},
+    "shards": set(),
+    "adapters": {"shards", "spec"},
+    "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "step": CORE | {"compose", "guidance", "state"},
@@ -63,7 +65,7 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"audit"},
     "triton": {"kernels"},
     "transformers": {"pipeline"},
-    "safetensors": {"checkpoint", "parity", "cli"},
+    "safetensors": {"checkpoint", "shards", "parity", "cli"},
     "huggingface_hub": {"checkpoint"},
     "numpy": {"metrics"},
     "jinja2": set(),
@@ -74,7 +76,7 @@ OUTSIDE: dict[str, set[str]] = {
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [
     path
-    for folder in ("dinfer", "evaluations", "benchmarks", "tools", "tests")
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 

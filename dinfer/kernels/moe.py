@@ -60,12 +60,12 @@ def route(
 def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
     """The experts open to each token where the tokens of a block share `capacity` of them. bool [N, X]
 
-    Those are the experts with the best score that any token of the block gives them (LLaDA2.2). `block_N` numbers the
-    blocks from 0 to N - 1.
+    Those are the experts with the best score that any token of the block gives them, of equals the first (LLaDA2.2,
+    SGLang pull request 31743). `block_N` numbers the blocks from 0 to N - 1.
     """
     best_NX = torch.full_like(scores_NX, -torch.inf)
     best_NX = best_NX.scatter_reduce(0, block_N[:, None].expand_as(scores_NX), scores_NX, "amax")
-    index_NC = best_NX.topk(capacity, -1, sorted=False).indices
+    index_NC = best_NX.argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     open_NX = torch.zeros_like(best_NX, dtype=torch.bool).scatter(-1, index_NC, True)
     return open_NX.index_select(0, block_N)
 

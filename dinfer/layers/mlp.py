@@ -67,9 +67,10 @@ class Experts(nn.Module):
 
 
 def blocks_of(pos_BW: Tensor, length: int) -> Tensor:
-    """Which attention block of which row each position is in, as the index of its first token. int64 [B * W]"""
-    lane_BW = torch.arange(pos_BW.shape[0], device=pos_BW.device)[:, None].expand_as(pos_BW)
-    block_BW = torch.div(pos_BW, length, rounding_mode="floor")
-    lane_N, block_N = lane_BW.flatten(), block_BW.flatten()
-    same_NN = (lane_N[:, None] == lane_N) & (block_N[:, None] == block_N)
-    return same_NN.to(torch.int8).argmax(-1)
+    """Which attention block of which row each position is in, numbered from 0; padding is one of each row. [B * W]"""
+    block_BW = torch.div(pos_BW, length, rounding_mode="floor")  # -1 for padding
+    lane_B1 = torch.arange(pos_BW.shape[0], device=pos_BW.device)[:, None]
+    key_N = (lane_B1 * (block_BW.max() + 2) + block_BW + 1).flatten()
+    sorted_N, order_N = key_N.sort()
+    new_N = torch.cat([torch.zeros_like(sorted_N[:1]), (sorted_N[1:] != sorted_N[:-1]).to(torch.int64)])
+    return torch.empty_like(key_N).scatter(0, order_N, new_N.cumsum(0))

@@ -49,6 +49,7 @@ class Llada2(BlockFamily):
                 f"config.json: rotary_dim={rotary} and partial_rotary_factor={factor} of head_dim={fields['head_dim']} "
                 "contradict each other"
             )
+        capacity = config.get("expert_capacity")
         return ModelSpec(
             family="llada2",
             mlp=config["intermediate_size"],
@@ -63,8 +64,10 @@ class Llada2(BlockFamily):
                 normalize=config.get("norm_topk_prob", True),
                 scale=config.get("routed_scaling_factor", 1.0),
                 bias=bool(config.get("moe_router_enable_expert_bias", True)),
-                groups=config["n_group"],
-                groups_chosen=config["topk_group"],
+                # Where blocks choose their experts (2.2), they do so among all of them.
+                groups=1 if capacity else config["n_group"],
+                groups_chosen=1 if capacity else config["topk_group"],
+                capacity=capacity,
                 shared=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
                 dense=tuple(range(config.get("first_k_dense_replace", 0))),
             ),
