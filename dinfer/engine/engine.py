@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import Runtime, compiled
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
@@ -55,6 +55,8 @@ class Engine:
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
+        if runtime.compile != "none":
+            recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
         self.recipe, self.runtime, self.device, self.dtype = recipe, runtime, device, dtype
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 COMPILE = ("none", "default", "max-autotune")
 
@@ -28,3 +28,13 @@ class Runtime:
                 raise ValueError(f"runtime.{name}={value} must be at least 1")
         if self.compile not in COMPILE:
             raise ValueError(f"runtime.compile={self.compile!r} must be one of {', '.join(COMPILE)}")
+
+
+def compiled(model: Any, mode: str) -> Any:
+    """The model with its body compiled; ValueError for one that has no way to."""
+    if not hasattr(model, "compiled"):
+        raise ValueError(
+            f"runtime.compile={mode}: the model {type(model).__name__} has no method `compiled`. Use "
+            "runtime.compile=none."
+        )
+    return model.compiled(mode)

@@ -40,6 +40,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
 
+    @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
         x_ND = x_BWD.flatten(0, 1)
