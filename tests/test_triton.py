@@ -9,11 +9,12 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import attention, moe, norm, rotary  # noqa: E402
+from dinfer.kernels import attention, moe, norm, rotary, token_stats  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
+from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
@@ -157,3 +158,35 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
         return triton_moe.combine(out_PD, weights_NC[:count])
 
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype, vocab: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits_RLV = draw(2, 6, vocab, dtype=dtype) * 3
+    logits_RLV[0, 0, 3] = 60.0  # the mask token is by far the likeliest
+    logits_RLV[0, 1, 2] = logits_RLV[0, 1, 5] = 50.0  # the first of equals
+    logits_RLV[0, 2, 4] = nan
+    logits_RLV[0, 3, -1] = inf
+    logits_RLV[0, 4] = -inf
+    logits_RLV[0, 4, 3] = 1.0  # nothing but the mask token
+    logits_RLV[1, 0, : vocab - 2] = -inf
+    logits_RLV[1, 1, 6:] = -inf  # whole pieces are empty
+    got = triton_stats.token_stats(logits_RLV, 3, precision, entropy=True, margin=True)
+    want = token_stats.token_stats(logits_RLV, 3, precision, entropy=True, margin=True)
+    assert torch.equal(got[1].isfinite(), want.finite_RL)
+    sure = want.finite_RL
+    assert torch.equal(got[0][sure], want.token_RL[sure])
+    close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
+    assert want.entropy_RL is not None and want.margin_RL is not None
+    for mine, theirs in zip(got[1:], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL)):
+        assert mine is not None and mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine[sure], theirs[sure], **close)
+
+
+def test_token_stats_without_a_mask_token(reference: None) -> None:
+    logits_RLV = draw(1, 3, 40)
+    token_RL, _, mask_RL, _, _ = triton_stats.token_stats(logits_RLV, None, torch.float32, entropy=False, margin=False)
+    assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()

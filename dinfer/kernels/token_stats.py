@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dinfer.kernels.dispatch import use_triton
+
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
@@ -63,6 +65,10 @@ def token_stats(
 
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores.
     """
+    if draw is None and use_triton(logits_RLV):
+        from dinfer.kernels.triton.token_stats import token_stats as kernel
+
+        return TokenStats(*kernel(logits_RLV, mask_id, dtype, entropy=entropy, margin=margin))
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     logits_RLV = logits_RLV.to(dtype, copy=True)

@@ -1,0 +1,106 @@
+"""The statistics of the logits in one pass over them: pieces of the vocabulary first, then each position's pieces."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 4096
+NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) exp, best token's logit, two largest
+
+
+@triton.jit
+def _scan(logits_ptr, piece_ptr, token_ptr, vocab, mask_id, WIDE: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr):
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = piece * P + tl.arange(0, P)
+    x = tl.load(logits_ptr + row * vocab + lane, mask=lane < vocab, other=float("-inf")).to(WIDE)
+    broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
+    x = tl.where(x == x, x, float("-inf"))
+    top = tl.max(x, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    power = tl.exp(x - base)
+    total = tl.sum(power, 0)
+    slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
+    wanted = tl.where(lane == mask_id, float("-inf"), x)
+    best = tl.max(wanted, 0)
+    second = top
+    if MARGIN:
+        second = tl.max(tl.where(tl.arange(0, P) == tl.argmax(x, 0), float("-inf"), x), 0)
+    at = row * tl.num_programs(1) + piece
+    tl.store(token_ptr + at, piece * P + tl.argmax(wanted, 0))
+    tl.store(piece_ptr + at * 6, tl.where(broken, float("nan"), top))
+    tl.store(piece_ptr + at * 6 + 1, total)
+    tl.store(piece_ptr + at * 6 + 2, slope)
+    tl.store(piece_ptr + at * 6 + 3, best)
+    tl.store(piece_ptr + at * 6 + 4, top)
+    tl.store(piece_ptr + at * 6 + 5, second)
+
+
+@triton.jit
+def _gather(
+    logits_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr, vocab, pieces,
+    mask_id, WIDE: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, S)
+    inside = piece < pieces
+    at = piece_ptr + (row * pieces + piece) * 6
+    top = tl.load(at, mask=inside, other=float("-inf"))
+    broken = tl.max((top != top).to(tl.int32), 0) > 0
+    first = tl.load(at + 4, mask=inside, other=float("-inf"))
+    peak = tl.max(first, 0)
+    empty = first == float("-inf")
+    shift = tl.where(empty, 0.0, first - peak)
+    shrink = tl.where(empty, 0.0, tl.exp(shift))
+    part = tl.load(at + 1, mask=inside, other=0.0)
+    total = tl.sum(part * shrink, 0)
+    best = tl.load(at + 3, mask=inside, other=float("-inf"))
+    winner = tl.argmax(best, 0)
+    highest = tl.max(best, 0)
+    spoilt = tl.where(broken, float("nan"), 0.0).to(WIDE)
+    tl.store(out_token_ptr + row, tl.load(token_ptr + row * pieces + winner))
+    lost = tl.where(highest == float("-inf"), float("nan"), spoilt)
+    tl.store(confidence_ptr + row, tl.exp(highest - peak) / total + lost)
+    if MASK:
+        tl.store(mask_ptr + row, tl.exp(tl.load(logits_ptr + row * vocab + mask_id).to(WIDE) - peak) / total + spoilt)
+    else:
+        tl.store(mask_ptr + row, spoilt)
+    if ENTROPY:
+        slope = tl.load(at + 2, mask=inside, other=0.0)
+        tl.store(entropy_ptr + row, tl.log(total) - tl.sum((slope + shift * part) * shrink, 0) / total + spoilt)
+    if MARGIN:
+        other = tl.load(at + 5, mask=inside, other=float("-inf"))
+        second = tl.max(tl.where(piece == tl.argmax(first, 0), other, first), 0)
+        tl.store(margin_ptr + row, (1.0 - tl.exp(second - peak)) / total + spoilt)
+
+
+def token_stats(
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool, margin: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See `dinfer.kernels.token_stats.token_stats`: token, confidence, the mask's, entropy, margin. [R, L] each"""
+    logits_RLV = logits_RLV.contiguous()
+    shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
+    rows, pieces = shape.numel(), triton.cdiv(vocab, PIECE)
+    wide = torch.promote_types(logits_RLV.dtype, dtype)
+    wide = torch.promote_types(wide, torch.float32)
+    piece_RSN = logits_RLV.new_empty(rows, pieces, NUMBERS, dtype=wide)
+    token_RS = logits_RLV.new_empty(rows, pieces, dtype=torch.int64)
+    compute = tl.float64 if wide == torch.float64 else tl.float32
+    mask = -1 if mask_id is None else mask_id
+    _scan[(rows, pieces)](
+        logits_RLV, piece_RSN, token_RS, vocab, mask, WIDE=compute, MARGIN=margin, P=PIECE, num_warps=8
+    )
+    out = [logits_RLV.new_empty(shape, dtype=wide) for _ in range(2 + entropy + margin)]
+    token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
+    confidence_RL, mask_RL = out[:2]
+    entropy_RL = out[2] if entropy else None
+    margin_RL = out[-1] if margin else None
+    _gather[(rows,)](
+        logits_RLV, piece_RSN, token_RS, token_RL, confidence_RL, mask_RL,
+        confidence_RL if entropy_RL is None else entropy_RL, confidence_RL if margin_RL is None else margin_RL,
+        vocab, pieces, mask, WIDE=compute, ENTROPY=entropy, MARGIN=margin, MASK=mask_id is not None,
+        S=triton.next_power_of_2(pieces), num_warps=1,
+    )  # fmt: skip
+    return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL
