@@ -23,6 +23,7 @@ from benchmarks.shapes import SHAPES, shape
 from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
 from dinfer.checkpoint import random_network
+from dinfer.layers.linear import QUANTIZED, quantize
 from dinfer.protocols import Model, StepShape
 
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
+    parser.add_argument("--quantize", choices=QUANTIZED)
     parser.add_argument("--profile", action="store_true", help="print GPU time by kernel")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -115,6 +117,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
+    if given.quantize:
+        quantize(model, given.quantize)
     report["weights_gb"] = weight_bytes(model) / 1e9
     if bandwidth:
         report["copy_tb_per_s"] = bandwidth / 1e12

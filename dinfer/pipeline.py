@@ -15,6 +15,7 @@ from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.infilling import Infilled, gaps_of, parse
+from dinfer.layers.linear import quantize as quantize_network
 from dinfer.registry import MODELS
 
 if TYPE_CHECKING:
@@ -261,13 +262,15 @@ def load(
     sampling: Any = "standard",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
     runtime: Runtime | None = None,
 ) -> Pipeline:
     """A pipeline. Components are names, or mappings with a `name` and options.
 
     `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
-    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `runtime`: None runs up
-    to 32 requests at a time, as CUDA graphs where the device is CUDA.
+    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8" or
+    "int8" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None runs up to
+    32 requests at a time, as CUDA graphs where the device is CUDA.
     """
     where = _device(device)
     if isinstance(dtype, str):
@@ -286,6 +289,8 @@ def load(
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
+    if quantize is not None:
+        quantize_network(network, quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
 

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "infilling": {"engine"},
     "metrics": {"engine"},
     "likelihood": CORE | {"layers"},
-    "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
+    "pipeline": {"checkpoint", "compose", "engine", "infilling", "layers", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},

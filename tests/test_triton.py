@@ -181,7 +181,9 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     assert torch.equal(got[0][sure], want.token_RL[sure])
     close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
     assert want.entropy_RL is not None and want.margin_RL is not None
-    for mine, theirs in zip(got[1:], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL)):
+    for mine, theirs in zip(
+        got[1:], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
+    ):
         assert mine is not None and mine.dtype == theirs.dtype
         torch.testing.assert_close(mine[sure], theirs[sure], **close)
 

@@ -27,6 +27,7 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
         **parts,
         device=device,
         dtype=setting(config, "dtype", str | None),
+        quantize=setting(config, "quantize", str | None),
         runtime=_runtime(config["runtime"], device),
     )
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.linear import FLOAT8, round_rows
 from dinfer.kernels.norm import swiglu
 
 TILE = 16
@@ -72,13 +73,14 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Callable[[Tensor], Tensor] = swiglu,
+    gated: Callable[[Tensor], Tensor] = swiglu, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it. [N, D]
 
     `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
     between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
     so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
+    `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`.
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
@@ -86,8 +88,9 @@ def expert_mlps(
         from dinfer.kernels.triton import moe as kernels
 
         plan = kernels.plan(experts_NC, experts)
-        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs))
-        return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs), weights_NC)
+        up_scale, down_scale = scales or (None, None)
+        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs, up_scale))
+        return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs, down_scale), weights_NC)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -101,7 +104,21 @@ def expert_mlps(
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    hidden_ITM = gated(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
-    out = (hidden_ITM @ down_XDM.index_select(0, expert_I).mT).flatten(0, 1).index_select(0, place)
+    up_scale, down_scale = scales or (None, None)
+    hidden_ITM = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I))
+    out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
+
+
+def _tiles_linear(x_ITK: Tensor, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
+    """Each tile times the matrix of its expert. [I, T, O]"""
+    if scale_XO is None:
+        return x_ITK @ weight_XOK.index_select(0, expert_I).mT
+    wide, rows_ITK = torch.promote_types(x_ITK.dtype, torch.float32), x_ITK
+    if weight_XOK.dtype == FLOAT8:
+        values, scale_IT = round_rows(x_ITK)
+        rows_ITK = values.to(wide) * scale_IT[..., None]
+    weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)
+    out_ITO = (rows_ITK.to(wide) @ weight_IOK.to(wide).mT) * scale_XO.index_select(0, expert_I)[:, None]
+    return out_ITO.to(x_ITK.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
+from dinfer.layers.linear import Linear, rounded
 from dinfer.spec import ModelSpec
 
 
@@ -15,8 +16,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
-        self.down = nn.Linear(width, hidden, bias=False)
+        self.gate_up = Linear(hidden, 2 * width)
+        self.down = Linear(width, hidden)
 
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_BWD)))
@@ -29,6 +30,9 @@ class Experts(nn.Module):
     likewise the rows of `down`.
     """
 
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         if (experts := spec.experts) is None:
@@ -39,6 +43,13 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts.experts * 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
+        self.register_buffer("gate_up_scale", None, persistent=False)
+        self.register_buffer("down_scale", None, persistent=False)
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Rounds the experts' weights, each output's at a scale of its own."""
+        self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
+        self.down, self.down_scale = rounded(self.down, dtype)
 
     @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
@@ -46,12 +57,16 @@ class Experts(nn.Module):
         x_ND = x_BWD.flatten(0, 1)
         logits_NX = wide_linear(x_ND, self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
-        out_ND = expert_mlps(
-            x_ND, chosen_NC, weights_NC,
-            self.gate_up.unflatten(0, (self.experts.experts, -1)), self.down.unflatten(0, (self.experts.experts, -1)),
-        )  # fmt: skip
+        scales = None
+        if self.gate_up_scale is not None and self.down_scale is not None:
+            scales = self._by_expert(self.gate_up_scale), self._by_expert(self.down_scale)
+        weights = self._by_expert(self.gate_up), self._by_expert(self.down)
+        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales)
         out_BWD = out_ND.view_as(x_BWD)
         return out_BWD if self.shared is None else out_BWD + self.shared(x_BWD, pos_BW)
+
+    def _by_expert(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.experts.experts, -1))
 
     def route(self, logits_NX: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""

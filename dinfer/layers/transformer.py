@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
+from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add_rms_norm
 from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
+from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.protocols import Attend, ModelSpec
 
@@ -33,9 +34,9 @@ class Block(nn.Module):
         self.spec, self.layer = spec, layer
         heads = spec.heads + 2 * spec.kv_heads
         self.attn_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
-        self.qkv = nn.Linear(spec.hidden, heads * spec.head_dim, bias=spec.qkv_bias)
+        self.qkv = Linear(spec.hidden, heads * spec.head_dim, bias=spec.qkv_bias)
         self.qk_norm = nn.RMSNorm(2 * spec.head_dim) if spec.qk_norm else None  # the weights of q, then those of k
-        self.out = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=False)
+        self.out = Linear(spec.heads * spec.head_dim, spec.hidden)
         self.mlp_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         dense = spec.experts is None or layer in spec.experts.dense
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
@@ -76,7 +77,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
-        self.head = None if spec.tied_head else nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.head = None if spec.tied_head else Linear(spec.hidden, spec.vocab)
         self.pieces: Pieces = (Block.before, Block.after)
 
     def compiled(self, mode: str) -> Transformer:
@@ -113,8 +114,8 @@ class Transformer(nn.Module):
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps)[1], weight)
+        h_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps)[1]
+        return linear(h_BLD, self.embedding.weight) if self.head is None else self.head(h_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""

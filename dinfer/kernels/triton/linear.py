@@ -1,8 +1,8 @@
-"""Linear maps of few rows: the time is that of reading the weights once.
+"""Linear maps of few rows, whose time is that of reading the weights once.
 
-The weights are the tall operand of the tensor cores' product, so that a few dozen rows are not padded to 64. Where too few
-programs would come of the outputs alone, each output is the sum of two halves of the inputs: the program that comes second
-adds what the first left behind, and a sum of two does not depend on their order.
+The weights are the tall operand of the tensor cores' product, so that a few dozen rows are not padded to 64. Where too
+few programs would come of the outputs alone, each output is the sum of two halves of the inputs: the program that comes
+second adds what the first left behind, and a sum of two does not depend on their order.
 """
 
 from __future__ import annotations
@@ -12,90 +12,113 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NARROW = {torch.float8_e4m3fn: 448}
-"""Largest value of the dtypes that the inputs are rounded to as well, each row's 128 neighbours at a scale of their own."""
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
 
 
 @triton.jit
-def _product(
-    x_ptrs, weight_ptrs, sum, seen, inside, k, width,
-    DEPTH: tl.constexpr, EXACT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    at = k + tl.arange(0, DEPTH)
-    if EXACT:
-        x = tl.load(x_ptrs + k, mask=seen[None, :], other=0.0)
-        weight = tl.load(weight_ptrs + k)
-    else:
-        x = tl.load(x_ptrs + k, mask=seen[None, :] & (at < width)[:, None], other=0.0)
-        weight = tl.load(weight_ptrs + k, mask=inside[:, None] & (at < width)[None, :], other=0.0)
-    if LARGEST:
-        most = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 0), 1e-12)
-        small = (x.to(tl.float32) * (LARGEST / most)[None, :]).to(weight.dtype)
-        sum += tl.dot(weight, small) * (most / LARGEST)[None, :]
-    else:
-        sum = tl.dot(weight.to(x.dtype), x, sum, input_precision=PRECISION)
-    return sum
+def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
+    x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+    tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+def round_rows(x: Tensor) -> Rounded:
+    """See `dinfer.kernels.linear.round_rows`."""
+    x = x.contiguous()
+    made = Rounded(torch.empty_like(x, dtype=FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32))
+    block = triton.next_power_of_2(x.shape[-1])
+    _round_rows[(made.scale.numel(),)](
+        x, *made, x.shape[-1], LARGEST=LARGEST[FLOAT8], BLOCK=block, num_warps=min(max(block // 512, 1), 8)
+    )
+    return made
 
 
 @triton.jit
 def _linear(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, half_ptr, turn_ptr, rows, outputs, width,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, half_ptr, turn_ptr, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
+    X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    part = tl.program_id(2)
+    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
     depth = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + depth[:, None]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * width + depth[None, :]
-    first = part * (width // HALVES)
-    sum = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for k in range(first, first + width // HALVES, DEPTH):
-        sum = _product(x_ptrs, weight_ptrs, sum, seen, inside, k, width, DEPTH, EXACT, LARGEST, PRECISION)
-    place = row.to(tl.int64)[None, :] * outputs + output[:, None]
-    mask = seen[None, :] & inside[:, None]
-    last = True
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    begin = part * (width // HALVES)
+    end = width if HALVES == 1 else begin + width // HALVES
+    for k in range(begin, end, DEPTH):
+        if EXACT:
+            weight = tl.load(weight_ptrs + k)
+            x = tl.load(x_ptrs + k, mask=seen[None, :], other=0.0)
+        else:
+            there = k + depth < end
+            weight = tl.load(weight_ptrs + k, mask=inside[:, None] & there[None, :], other=0.0)
+            x = tl.load(x_ptrs + k, mask=seen[None, :] & there[:, None], other=0.0)
+        total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
     if HALVES == 2:
-        half = half_ptr + ((tile * tl.num_programs(1) + tl.program_id(1)) * 2) * OUTPUTS * ROWS
+        tiles = tile * tl.num_programs(1) + row_tile
         cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(half + part * OUTPUTS * ROWS + cell, sum, cache_modifier=".cg")
+        half_ptr += tiles.to(tl.int64) * 2 * OUTPUTS * ROWS
+        tl.store(half_ptr + part * OUTPUTS * ROWS + cell, total, cache_modifier=".cg")
         tl.debug_barrier()
-        turn = turn_ptr + tile * tl.num_programs(1) + tl.program_id(1)
-        last = tl.atomic_add(turn, 1, sem="acq_rel") == 1
-        if last:
-            sum += tl.load(half + (1 - part) * OUTPUTS * ROWS + cell, cache_modifier=".cg")
-            tl.store(turn, 0)
-    if last:
-        if SCALE:
-            sum *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
-        if BIAS:
-            sum += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptr + place, sum.to(out_ptr.dtype.element_ty), mask=mask)
+        if tl.atomic_add(turn_ptr + tiles, 1, sem="acq_rel") == 0:
+            return
+        total += tl.load(half_ptr + (1 - part) * OUTPUTS * ROWS + cell, cache_modifier=".cg")
+        tl.store(turn_ptr + tiles, 0)
+    if SCALE:
+        total *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
+    if X_SCALE:
+        total *= tl.load(x_scale_ptr + row, mask=seen, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place = out_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
 _TURNS: dict[torch.device, Tensor] = {}
+TURNS = 1 << 14
 
 
-def linear(x_RK: Tensor, weight_OK: Tensor, scale_O: Tensor | None = None, bias_O: Tensor | None = None, config=None) -> Tensor:
-    """See `dinfer.kernels.linear.linear`."""
-    x_RK = x_RK.contiguous()
-    rows, width = x_RK.shape
-    outputs = weight_OK.shape[0]
-    out_RO = x_RK.new_empty(rows, outputs)
-    many, tall, depth, halves, warps, stages = config
-    tiles, row_tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
-    if x_RK.device not in _TURNS:
-        _TURNS[x_RK.device] = torch.zeros(4096, dtype=torch.int32, device=x_RK.device)
-    half = x_RK.new_empty(tiles * row_tiles * halves * tall * many if halves > 1 else 1, dtype=torch.float32)
-    _linear[(tiles, row_tiles, halves)](
-        x_RK, weight_OK, out_RO if scale_O is None else scale_O, out_RO if bias_O is None else bias_O, out_RO,
-        half, _TURNS[x_RK.device], rows, outputs, width,
+def linear(
+    x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None,
+    config: tuple[int, int, int, int, int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.linear.linear`. `config`: rows, outputs and depth of a tile, halves, warps, stages."""
+    outputs, width = weight_OK.shape
+    rows = x.numel() // width
+    out = x.new_empty(*x.shape[:-1], outputs)
+    values, x_scale = round_rows(x) if weight_OK.dtype == FLOAT8 else (x.contiguous(), None)
+    many, tall, depth, halves, warps, stages = config or _config(rows, outputs, width, weight_OK.dtype.itemsize)
+    tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
+    half, turn = out, out
+    if halves == 2:
+        if x.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
+            _TURNS[x.device] = torch.zeros(TURNS, dtype=torch.int32, device=x.device)
+        half, turn = x.new_empty(tiles[0] * tiles[1] * 2 * tall * many, dtype=torch.float32), _TURNS[x.device]
+    _linear[(*tiles, halves)](
+        values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
+        out if bias_O is None else bias_O, out, half, turn, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % (depth * halves) == 0 and outputs % tall == 0,
-        HALVES=halves, SCALE=scale_O is not None, BIAS=bias_O is not None,
-        LARGEST=NARROW.get(weight_OK.dtype, 0), PRECISION="ieee" if x_RK.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
+        HALVES=halves, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out_RO
+    return out
+
+
+def _config(rows: int, outputs: int, width: int, size: int) -> tuple[int, int, int, int, int, int]:
+    """By measurements on an H200 with the shapes of LLaDA-8B."""
+    if rows > 64:
+        return 128, 128, 128 // size, 1, 8, 3
+    many = max(16, triton.next_power_of_2(rows))
+    halves = 2 if outputs <= 8192 and width % 1024 == 0 and width >= 8192 else 1
+    if size == 1:
+        return many, 64, 256 if outputs <= 8192 else 128, halves, 4, 4
+    return many, 64, 128, halves, 4, 6 if outputs <= 8192 else 4

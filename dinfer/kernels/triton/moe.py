@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.triton.linear import round_rows
+
 
 @triton.jit
 def _route(
@@ -114,8 +117,9 @@ def plan(experts_NC: Tensor, experts: int) -> Plan:
 
 @triton.jit
 def _expert_linear(
-    x_ptr, weight_ptr, pairs_ptr, count_ptr, out_ptr, tokens, width, outputs,
-    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, count_ptr, out_ptr, tokens, width, outputs,
+    X_SCALE: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
@@ -139,23 +143,29 @@ def _expert_linear(
                 weight = tl.load(
                     weights + at[:, None], mask=(column < outputs)[None, :] & (at < width)[:, None], other=0.0
                 )
-            sum = tl.dot(x, weight, sum, input_precision=PRECISION)
+            sum = tl.dot(x, weight.to(x.dtype), sum, input_precision=PRECISION)
+        if SCALE:
+            sum *= tl.load(scale_ptr + expert * outputs + column, mask=column < outputs, other=0.0)[None, :]
+        if X_SCALE:
+            sum *= tl.load(x_scale_ptr + pair // PER, mask=there, other=0.0)[:, None]
         out = out_ptr + pair[:, None] * outputs + column[None, :]
         tl.store(out, sum.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < outputs)[None, :])
 
 
-def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int) -> Tensor:
+def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO: Tensor | None = None) -> Tensor:
     """For each pair of token and expert, the expert's matrix times the token's row. [P, O]
 
     `x` has a row for each pair, or one for each token, whose pairs are then neighbours.
     """
-    x, weight_XOK = x.contiguous(), weight_XOK.contiguous()
+    values, x_scale = round_rows(x) if weight_XOK.dtype == FLOAT8 else (x.contiguous(), None)
     experts, outputs, width = weight_XOK.shape
     out_PO = x.new_empty(pairs, outputs)
     rows, columns, depth, warps, stages = _shape(pairs / experts, width)
     _expert_linear[(triton.cdiv(outputs, columns), experts)](
-        x, weight_XOK, *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
-        PER=pairs // x.shape[0], ROWS=rows, COLUMNS=columns, DEPTH=depth,
+        values, out_PO if x_scale is None else x_scale, weight_XOK, out_PO if scale_XO is None else scale_XO,
+        *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
+        X_SCALE=x_scale is not None, SCALE=scale_XO is not None, PER=pairs // x.shape[0],
+        ROWS=rows, COLUMNS=columns, DEPTH=depth,
         EXACT=width % depth == 0 and outputs % columns == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Linear maps with weights as they are, or in 8 bits with a scale for each output.
+
+Shape suffixes: R rows, K inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.kernels.dispatch import use_triton
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = {FLOAT8: 448, torch.int8: 127}
+FEW = 32  # rows up to which the kernel is faster than cuBLAS
+
+
+class Rounded(NamedTuple):
+    """Rows in 8 bits, and what each is to be multiplied with."""
+
+    values: Tensor
+    scale: Tensor  # float32, shape of `values` less the last dimension
+
+
+def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
+    """Each row of the last dimension at a scale of its own, its largest value at the largest of `dtype`."""
+    if dtype == FLOAT8 and use_triton(x):
+        from dinfer.kernels.triton.linear import round_rows as kernel
+
+        return kernel(x)
+    wide, largest = x.float(), LARGEST[dtype]
+    scale = wide.abs().amax(-1).clamp_min(1e-12) / largest
+    scaled = (wide / scale[..., None]).clamp(-largest, largest)
+    return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale)
+
+
+def few(x: Tensor) -> bool:
+    return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
+
+
+def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
+    """x times the weight's transpose. [..., K] -> [..., O]
+
+    With a `scale_O` the weight is in 8 bits. Against float8 weights the rows are rounded to float8 as well, each at a
+    scale of its own, and products are summed in float32; against int8 weights they stay as they are.
+    """
+    if scale_O is None and not (few(x) and use_triton(x)):
+        return F.linear(x, weight_OK, bias_O)
+    if use_triton(x) or scale_O is None:
+        from dinfer.kernels.triton.linear import linear as kernel
+
+        return kernel(x, weight_OK, bias_O, scale_O)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(wide)
+    if weight_OK.dtype == FLOAT8:
+        values, scale = round_rows(x)
+        rows = values.to(wide) * scale[..., None]
+    out = F.linear(rows, weight_OK.to(wide)) * scale_O
+    return (out if bias_O is None else out + bias_O).to(x.dtype)

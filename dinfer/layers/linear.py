@@ -1,0 +1,46 @@
+"""A linear layer whose weights may be in 8 bits, and how a network's layers get there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dinfer.kernels.linear import FLOAT8, linear, round_rows
+
+QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8}
+"""Names of what weights may be rounded to."""
+
+
+class Linear(nn.Linear):
+    """As torch's, for as few rows as a denoising step has; see `dinfer.kernels.linear.linear`."""
+
+    scale: Tensor | None
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.scale)
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Rounds the weights, each output's at a scale of its own."""
+        self.weight, self.scale = rounded(self.weight, dtype)
+
+
+def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
+    """A weight in 8 bits, and the scale of each of its rows."""
+    values, scale = round_rows(weight.detach(), dtype)
+    return nn.Parameter(values, requires_grad=False), scale
+
+
+def quantize(network: nn.Module, name: str) -> None:
+    """Rounds the weights of every linear layer and of all experts to "fp8" or "int8", in place, layer by layer.
+
+    Norms, routers, embeddings and a head that is the embedding stay as they are. Raises ValueError for another name.
+    """
+    if name not in QUANTIZED:
+        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(QUANTIZED)}, or null for none")
+    for module in network.modules():
+        if callable(round_weights := getattr(module, "quantize", None)):
+            round_weights(QUANTIZED[name])
