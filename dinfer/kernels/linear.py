@@ -49,6 +49,11 @@ def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: 
     """
     if scale_O is None and not (few(x) and use_triton(x)):
         return F.linear(x, weight_OK, bias_O)
+    return _linear(x, weight_OK, bias_O, scale_O)
+
+
+@torch.compiler.disable  # what would be traced is the slow reference
+def _linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None) -> Tensor:
     if use_triton(x) or scale_O is None:
         from dinfer.kernels.triton.linear import linear as kernel
 

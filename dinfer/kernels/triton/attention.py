@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.triton.launch import early, follow
+
 LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper than those of e
 
 
@@ -19,8 +21,9 @@ LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper t
 def _attend(
     q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    follow(EARLY)
     SHARE: tl.constexpr = H // G
     lane, group = tl.program_id(0) // G, tl.program_id(0) % G
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -66,7 +69,8 @@ def _attend(
 
 
 @triton.jit
-def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr):
+def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, entry = tl.arange(0, SPLITS), tl.arange(0, E)
     top = tl.load(stat_ptr + (row * SPLITS + split) * 2)
@@ -101,7 +105,8 @@ def paged_attention(
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
         out, part, stat, width, pages_BP.shape[1], size**-0.5 * LOG2_E,
         H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps, num_stages=2,
+        **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:
-        _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1)
+        _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1, **early(q_BWHE))
     return out

@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
+from dinfer.kernels.triton.launch import early, follow
 
 
 @triton.jit
-def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -33,7 +35,13 @@ def round_rows(x: Tensor) -> Rounded:
     made = Rounded(torch.empty_like(x, dtype=FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32))
     block = triton.next_power_of_2(x.shape[-1])
     _round_rows[(made.scale.numel(),)](
-        x, *made, x.shape[-1], LARGEST=LARGEST[FLOAT8], BLOCK=block, num_warps=min(max(block // 512, 1), 8)
+        x,
+        *made,
+        x.shape[-1],
+        LARGEST=LARGEST[FLOAT8],
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8),
+        **early(x),
     )
     return made
 
@@ -43,6 +51,7 @@ def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, half_ptr, turn_ptr, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
     X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -54,6 +63,13 @@ def _linear(
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     begin = part * (width // HALVES)
     end = width if HALVES == 1 else begin + width // HALVES
+    if EARLY and EXACT:  # weights are no kernel's output
+        ahead = (weight_ptr + output.to(tl.int64) * width + begin).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [ahead, tl.full((OUTPUTS,), AHEAD, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    follow(EARLY)
     for k in range(begin, end, DEPTH):
         if EXACT:
             weight = tl.load(weight_ptrs + k)
@@ -83,6 +99,7 @@ def _linear(
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
+AHEAD = 1024  # bytes of each output's weights that are fetched while the kernel before still runs
 _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14
 
@@ -109,6 +126,7 @@ def linear(
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % (depth * halves) == 0 and outputs % tall == 0,
         HALVES=halves, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        AHEAD=min(AHEAD, width // halves * weight_OK.dtype.itemsize), **early(x),
     )  # fmt: skip
     return out
 

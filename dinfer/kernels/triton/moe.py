@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import round_rows
 
 
@@ -22,8 +23,9 @@ from dinfer.kernels.triton.linear import round_rows
 def _route(
     logits_ptr, bias_ptr, experts_ptr, weights_ptr, experts, scale,
     C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < experts
@@ -78,7 +80,7 @@ def route(
         logits_NX, logits_NX if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
         C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias_X is not None,
         BLOCK=triton.next_power_of_2(experts), CHOSEN=triton.next_power_of_2(chosen),
-        GROUPS=triton.next_power_of_2(groups), num_warps=1,
+        GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits_NX),
     )  # fmt: skip
     return experts_NC, weights_NC
 
@@ -91,7 +93,8 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def _plan(experts_ptr, pairs_ptr, count_ptr, pairs, tokens, BLOCK: tl.constexpr):
+def _plan(experts_ptr, pairs_ptr, count_ptr, pairs, tokens, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     expert = tl.program_id(0)
     found = 0
     for first in range(0, pairs, BLOCK):
@@ -111,7 +114,7 @@ def plan(experts_NC: Tensor, experts: int) -> Plan:
         torch.empty(experts, dtype=torch.int32, device=experts_NC.device),
     )
     block = min(1024, triton.next_power_of_2(pairs))
-    _plan[(experts,)](experts_NC.contiguous(), *made, pairs, tokens, BLOCK=block, num_warps=4)
+    _plan[(experts,)](experts_NC.contiguous(), *made, pairs, tokens, BLOCK=block, num_warps=4, **early(experts_NC))
     return made
 
 
@@ -121,7 +124,9 @@ def _expert_linear(
     X_SCALE: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    follow(EARLY)
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(count_ptr + expert)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -168,6 +173,7 @@ def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int, scale_X
         ROWS=rows, COLUMNS=columns, DEPTH=depth,
         EXACT=width % depth == 0 and outputs % columns == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        **early(x),
     )  # fmt: skip
     return out_PO
 
@@ -180,7 +186,8 @@ def _shape(pairs_per_expert: float, width: int) -> tuple[int, int, int, int, int
 
 
 @triton.jit
-def _combine(x_ptr, weights_ptr, out_ptr, width, C: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(x_ptr, weights_ptr, out_ptr, width, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -197,6 +204,6 @@ def combine(x_PD: Tensor, weights_NC: Tensor) -> Tensor:
     out_ND = x_PD.new_empty(tokens, width)
     block = min(triton.next_power_of_2(width), 1024)
     _combine[(tokens, triton.cdiv(width, block))](
-        x_PD, weights_NC.float().contiguous(), out_ND, width, C=chosen, BLOCK=block
+        x_PD, weights_NC.float().contiguous(), out_ND, width, C=chosen, BLOCK=block, **early(x_PD)
     )
     return out_ND

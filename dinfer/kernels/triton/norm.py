@@ -7,9 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.triton.launch import early, follow
+
 
 @triton.jit
-def _add_rms_norm(x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -34,13 +40,14 @@ def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps:
     block = triton.next_power_of_2(width)
     _add_rms_norm[(x_BWD.numel() // width,)](
         x_BWD, delta_BWD, weight_D, sum_BWD, out_BWD, width, eps,
-        ADD=sum_BWD is not x_BWD, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+        ADD=sum_BWD is not x_BWD, BLOCK=block, num_warps=min(max(block // 512, 1), 8), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, out_BWD
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -55,5 +62,7 @@ def swiglu(gate_up_BWX: Tensor) -> Tensor:
     width = gate_up_BWX.shape[-1] // 2
     out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
     block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](gate_up_BWX, out_BWM, width, BLOCK=block)
+    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
+        gate_up_BWX, out_BWM, width, BLOCK=block, **early(gate_up_BWX)
+    )
     return out_BWM

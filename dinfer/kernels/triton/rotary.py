@@ -7,13 +7,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.rotary import HeadNorm
+from dinfer.kernels.triton.launch import early, follow
 
 
 @triton.jit
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride, eps,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     entry = tl.arange(0, E)[None, :]
@@ -51,5 +54,6 @@ def rotate_and_store(
     _rotate_and_store[(lanes * width, triton.cdiv(all_heads, some))](
         qkv_BWXE, *table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
         H=heads, G=k_YGE.shape[1], E=size, TURNED=table[0].shape[-1], NORM=norm is not None, HEADS=some, num_warps=4,
+        **early(qkv_BWXE),
     )  # fmt: skip
     return q_BWHE

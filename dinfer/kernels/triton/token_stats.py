@@ -7,12 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.triton.launch import early, follow
+
 PIECE = 4096
 NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) exp, best token's logit, two largest
 
 
 @triton.jit
-def _scan(logits_ptr, piece_ptr, token_ptr, vocab, mask_id, WIDE: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr):
+def _scan(
+    logits_ptr, piece_ptr, token_ptr, vocab, mask_id,
+    WIDE: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = piece * P + tl.arange(0, P)
     x = tl.load(logits_ptr + row * vocab + lane, mask=lane < vocab, other=float("-inf")).to(WIDE)
@@ -42,7 +48,9 @@ def _scan(logits_ptr, piece_ptr, token_ptr, vocab, mask_id, WIDE: tl.constexpr, 
 def _gather(
     logits_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr, vocab, pieces,
     mask_id, WIDE: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr, S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, S)
     inside = piece < pieces
@@ -90,7 +98,16 @@ def token_stats(
     compute = tl.float64 if wide == torch.float64 else tl.float32
     mask = -1 if mask_id is None else mask_id
     _scan[(rows, pieces)](
-        logits_RLV, piece_RSN, token_RS, vocab, mask, WIDE=compute, MARGIN=margin, P=PIECE, num_warps=8
+        logits_RLV,
+        piece_RSN,
+        token_RS,
+        vocab,
+        mask,
+        WIDE=compute,
+        MARGIN=margin,
+        P=PIECE,
+        num_warps=8,
+        **early(logits_RLV),
     )
     out = [logits_RLV.new_empty(shape, dtype=wide) for _ in range(2 + entropy + margin)]
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
@@ -101,6 +118,6 @@ def token_stats(
         logits_RLV, piece_RSN, token_RS, token_RL, confidence_RL, mask_RL,
         confidence_RL if entropy_RL is None else entropy_RL, confidence_RL if margin_RL is None else margin_RL,
         vocab, pieces, mask, WIDE=compute, ENTROPY=entropy, MARGIN=margin, MASK=mask_id is not None,
-        S=triton.next_power_of_2(pieces), num_warps=1,
+        S=triton.next_power_of_2(pieces), num_warps=1, **early(logits_RLV),
     )  # fmt: skip
     return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL
