@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ from dinfer.registry import REGISTRIES, Registry, options_of
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
+RECIPE = "recipe"  # the group of presets that choose several components at once
 
 
 def folder() -> Path:
@@ -46,12 +48,29 @@ class Schema:
         return {key: value for key, value in merged.items() if key not in ("defaults", "hydra")}
 
     @cached_property
+    def _listed(self) -> dict[str, str]:
+        """The choices in the defaults lists of the command and of what it includes."""
+        found: dict[str, str] = {}
+        for name in (PRIMARY, self.command):
+            found |= choices_in(read(folder() / f"{name}.yaml"))
+        return found
+
+    def chosen(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The choice of each component, given what is chosen explicitly, a recipe among it."""
+        recipe = str(given.get(RECIPE, self._listed.get(RECIPE, "null")))
+        listed = self._listed | (choices_in(read(self.recipes[recipe])) if recipe in self.recipes else {}) | {**given}
+        return {kind: listed[kind] for kind in GROUPS}
+
+    @property
     def defaults(self) -> dict[str, str]:
         """The choice of each component that holds unless overridden."""
-        chosen: dict[str, str] = {}
-        for entry in read(folder() / f"{PRIMARY}.yaml")["defaults"]:
-            chosen |= entry if isinstance(entry, dict) else {}
-        return {kind: chosen[kind] for kind in GROUPS}
+        return self.chosen({})
+
+    @cached_property
+    def recipes(self) -> dict[str, Path]:
+        """The presets of whole recipes, such as `dinfer tune` writes."""
+        folders = [base / RECIPE for base in (folder(), self.extra) if base is not None]
+        return {path.stem: path for base in folders for path in sorted(base.glob("*.yaml"))}
 
     @property
     def roots(self) -> list[str]:
@@ -87,6 +106,12 @@ class Schema:
             base = path.parent / f"{bases[0]}.yaml"
             return self._component(base if base.is_file() else folder() / path.parent.name / base.name)
         return str(content.get("name", path.stem))
+
+
+def choices_in(content: dict[str, Any]) -> dict[str, str]:
+    """What a defaults list chooses: of `override /decoder: fixed`, that decoder is fixed."""
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
+    return {key.removeprefix("override ").lstrip("/"): str(value) for entry in entries for key, value in entry.items()}
 
 
 def read(path: Path) -> dict[str, Any]:
