@@ -232,6 +232,13 @@ class CachePolicy(Component):
         """
         return not self.reuses
 
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
+
+        They must be functions of the tokens before them alone: requests whose prompts begin alike may share them.
+        """
+        return 0
+
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""
         return Phase.FULL
