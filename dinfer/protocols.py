@@ -143,6 +143,9 @@ class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
 
     @classmethod
     @abstractmethod
