@@ -143,6 +143,9 @@ class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
 
     @classmethod
     @abstractmethod
@@ -231,6 +234,13 @@ class CachePolicy(Component):
         must begin where they do (`iteration.align`).
         """
         return not self.reuses
+
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
+
+        They must be functions of the tokens before them alone: requests whose prompts begin alike may share them.
+        """
+        return 0
 
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
     "shards": set(),
+    "catalog": set(),
     "adapters": {"shards", "spec"},
     "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
@@ -57,8 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "state", "step",
     },
     "cli": {
-        "audit", "checkpoint", "compose", "engine", "fronts", "metrics", "pipeline", "plots", "problems", "protocols",
-        "registry", "trace", "tuning",
+        "audit", "catalog", "checkpoint", "compose", "engine", "fronts", "metrics", "pipeline", "plots", "problems",
+        "protocols", "registry", "trace", "tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.

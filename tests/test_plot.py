@@ -111,7 +111,8 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     written(tmp_path, ROWS)
     for name, rows in (
-        ("other", [row("threshold", 0.9, 90, 2, hardware="there")]), ("bad", [row("a", 1, 1, 1) | {"accuracy": "high"}]),
+        ("other", [row("threshold", 0.9, 90, 2, hardware="there")]),
+        ("bad", [row("a", 1, 1, 1) | {"accuracy": "high"}]),
         ("none", [row("a", 1, 1, 1) | {"accuracy": ""}]), ("less", [{"accuracy": 1, "problems": 1}]),
     ):  # fmt: skip
         (tmp_path / name).mkdir()

@@ -36,6 +36,9 @@ class BlockCache(CachePolicy):
             "attention, but this model is bidirectional. Use cache=dual or cache=prefix."
         )
 
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        return self._settled(spec, start)
+
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         return Phase.PREFILL if self._settled(spec, start) else Phase.WINDOW
 

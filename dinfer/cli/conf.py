@@ -56,10 +56,14 @@ class Schema:
         return found
 
     def chosen(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The choice of each component, given what is chosen explicitly, a recipe among it."""
-        recipe = str(given.get(RECIPE, self._listed.get(RECIPE, "null")))
-        listed = self._listed | (choices_in(read(self.recipes[recipe])) if recipe in self.recipes else {}) | {**given}
-        return {kind: listed[kind] for kind in GROUPS}
+        """The choice of each component, given what is chosen explicitly, a recipe among it.
+
+        Presets of models bring components along; those of recipes weigh more, and what is given most.
+        """
+        named = self._listed | {**given}
+        model = self._preset("model", named["model"])
+        recipe = self._preset(RECIPE, named.get(RECIPE, "null"))
+        return {kind: ({**self._listed, **model, **recipe, **given})[kind] for kind in GROUPS}
 
     @property
     def defaults(self) -> dict[str, str]:
@@ -67,15 +71,23 @@ class Schema:
         return self.chosen({})
 
     @cached_property
-    def recipes(self) -> dict[str, Path]:
-        """The presets of whole recipes, such as `dinfer tune` writes."""
-        folders = [base / RECIPE for base in (folder(), self.extra) if base is not None]
-        return {path.stem: path for base in folders for path in sorted(base.glob("*.yaml"))}
+    def recipes(self) -> list[str]:
+        """The presets of several components at once, such as `dinfer tune` writes."""
+        return sorted({path.stem for base in self._folders for path in (base / RECIPE).glob("*.yaml")})
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [base for base in (self.extra, folder()) if base is not None]
+
+    def _preset(self, group: str, name: str) -> dict[str, str]:
+        """The choices of components that a preset brings along."""
+        files = [base / group / f"{name}.yaml" for base in self._folders]
+        found = choices_in(next((read(path) for path in files if path.is_file()), {}))
+        return {kind: choice for kind, choice in found.items() if kind in GROUPS}
 
     @property
     def roots(self) -> list[str]:
-        folders = [path for path in (folder(), self.extra) if path is not None]
-        groups = {path.name for base in folders for path in base.iterdir() if path.is_dir()}
+        groups = {path.name for base in self._folders for path in base.iterdir() if path.is_dir()}
         return sorted({*GROUPS, *groups, *self.settings, "hydra"})
 
     @property
@@ -109,9 +121,13 @@ class Schema:
 
 
 def choices_in(content: dict[str, Any]) -> dict[str, str]:
-    """What a defaults list chooses: of `override /decoder: fixed`, that decoder is fixed."""
+    """What a defaults list chooses: of `override /decoder@_global_.decoder: fixed`, that the decoder is fixed."""
     entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
-    return {key.removeprefix("override ").lstrip("/"): str(value) for entry in entries for key, value in entry.items()}
+    return {
+        key.removeprefix("override ").lstrip("/").partition("@")[0]: str(value)
+        for entry in entries
+        for key, value in entry.items()
+    }
 
 
 def read(path: Path) -> dict[str, Any]:

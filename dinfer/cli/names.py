@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,15 +16,17 @@ from dinfer.registry import unknown
 def check(overrides: list[str], schema: Schema, *, multirun: bool) -> None:
     """Raises ValueError for the first override that this command does not understand."""
     parsed = [parse(text) for text in overrides]
-    picks: dict[str, list[str]] = {}
+    given: dict[str, list[str]] = {}
     for override in parsed:
         if override.is_sweep_override() and not multirun:
             raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
         kind = override.key_or_group
         if kind in (*GROUPS, RECIPE) and not override.is_delete():
-            picks[kind] = picked(override, list(schema.choices(kind) if kind in GROUPS else schema.recipes))
-    recipes = [schema.chosen({RECIPE: name}) for name in picks[RECIPE]] if RECIPE in picks else [schema.defaults]
-    chosen = {kind: picks.get(kind, [recipe[kind] for recipe in recipes]) for kind in GROUPS}
+            given[kind] = picked(override, list(schema.choices(kind) if kind in GROUPS else schema.recipes))
+    # What models and recipes bring along: every pair of those that are named.
+    pairs = itertools.product(*([{kind: name} for name in given[kind]] for kind in ("model", RECIPE) if kind in given))
+    brought = [schema.chosen({kind: name for one in pair for kind, name in one.items()}) for pair in pairs]
+    chosen = {kind: given.get(kind) or list(dict.fromkeys(one[kind] for one in brought)) for kind in GROUPS}
     for override in parsed:
         # What is added to settings that are a mapping (`+space.decoder.steps=[4,8]`) is for the command to judge.
         added = override.is_add() and isinstance(schema.settings.get(override.key_or_group.split(".")[0]), dict)

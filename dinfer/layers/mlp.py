@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.spec import ModelSpec
 
@@ -44,8 +43,8 @@ class Experts(nn.Module):
     @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
-        x_ND, wide = x_BWD.flatten(0, 1), torch.promote_types(x_BWD.dtype, torch.float32)
-        logits_NX = F.linear(x_ND.to(wide), self.router.weight.to(wide))
+        x_ND = x_BWD.flatten(0, 1)
+        logits_NX = wide_linear(x_ND, self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         out_ND = expert_mlps(
             x_ND, chosen_NC, weights_NC,
