@@ -140,22 +140,26 @@ def test_from_the_command_line_to_the_next_command(
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
     chosen = Schema("generate", tmp_path / "conf").chosen({"recipe": "mine"})
-    assert chosen["decoder"] == report["parts"]["decoder"]["name"] == "threshold"
+    assert chosen["decoder"] == "mine" and report["parts"]["decoder"]["name"] == "threshold"
     usage = said.splitlines()[-1].split('"question" ')[1].split()
     assert usage == ["--config-dir", "conf", "recipe=mine"]
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
     assert "tokens per forward" in capsys.readouterr().out
+    # Its options may be changed, and its components exchanged: their options go with them.
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage, "decoder.threshold=0.95", "cache=none"])
+    main(["generate", "a", checkpoint, "max_new_tokens=8", *usage, "decoder=fixed", "decoder.steps=4"])
+    capsys.readouterr()
     for line, message in (
         ([*usage[:2], "recipe=mien"], "unknown recipe 'mien'. Did you mean 'mine'?"),
-        ([*usage, "decoder.steps=3"], "unknown option of decoder 'threshold': 'steps'"),
+        ([*usage, "decoder.steps=3"], "unknown option of decoder 'mine': 'steps'"),
     ):
         with pytest.raises(SystemExit):
             main(["generate", "a", checkpoint, *line])
         assert message in capsys.readouterr().err
     for line, message in (
         (["name=../x"], "name='../x' must be letters"),
-        (["name=careful", "folder=elsewhere"], "there is a recipe of that name"),
+        (["name=careful", "folder=elsewhere"], "is taken by a component or recipe"),
+        (["name=dual"], "is taken by a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
         (["count=0"], "count=0 must be at least 1"),
         (["--max-drop"], "--max-drop needs a value"),
@@ -170,6 +174,6 @@ def test_a_preset_holds_what_is_not_at_its_default(tmp_path: Path) -> None:
     parts = {"decoder": {"name": "threshold", "threshold": 0.9, "least": 2}, "cache": {"name": "none"}}
     preset.write(path, parts, ["why"])
     assert path.read_text() == (
-        "# @package _global_\n# why\ndefaults:\n  - override /decoder: threshold\n  - override /cache: none\n\n"
-        "decoder:\n  least: 2\n"
+        "# @package _global_\n# why\ndefaults:\n  - override /decoder: fast\n  - override /cache: none\n"
     )
+    assert (tmp_path / "decoder" / "fast.yaml").read_text() == "# why\ndefaults: [threshold, _self_]\nleast: 2\n"

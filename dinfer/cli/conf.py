@@ -61,8 +61,8 @@ class Schema:
         Presets of models bring components along; those of recipes weigh more, and what is given most.
         """
         named = self._listed | {**given}
-        model = self._preset("model", named["model"])
-        recipe = self._preset(RECIPE, named.get(RECIPE, "null"))
+        model = self.brought("model", named["model"])
+        recipe = self.brought(RECIPE, named.get(RECIPE, "null"))
         return {kind: ({**self._listed, **model, **recipe, **given})[kind] for kind in GROUPS}
 
     @property
@@ -79,7 +79,7 @@ class Schema:
     def _folders(self) -> list[Path]:
         return [base for base in (self.extra, folder()) if base is not None]
 
-    def _preset(self, group: str, name: str) -> dict[str, str]:
+    def brought(self, group: str, name: str) -> dict[str, str]:
         """The choices of components that a preset brings along."""
         files = [base / group / f"{name}.yaml" for base in self._folders]
         found = choices_in(next((read(path) for path in files if path.is_file()), {}))

@@ -1,4 +1,4 @@
-"""Writes a recipe as a preset of the configuration: `conf/recipe/NAME.yaml`, used as `recipe=NAME`."""
+"""Writes a recipe as presets of the configuration, `conf/recipe/NAME.yaml` and its components: `recipe=NAME`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def target(folder: Path, name: str) -> Path:
     """Where a preset goes. Raises ValueError for a name that cannot be one, or is that of a preset of dinfer's."""
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"name={name!r} must be letters, digits and underscores, with a letter first")
-    if folder.resolve() != conf.folder().resolve() and (conf.folder() / conf.RECIPE / f"{name}.yaml").is_file():
-        raise ValueError(f"name={name}: there is a recipe of that name in {conf.folder()}; choose another")
+    taken = {*conf.Schema(conf.PRIMARY).recipes} if folder.resolve() != conf.folder().resolve() else set()
+    if name in taken | {choice for kind in conf.GROUPS for choice in conf.GROUPS[kind].names()}:
+        raise ValueError(f"name={name} is taken by a component or recipe of dinfer's: choose another")
     return folder / conf.RECIPE / f"{name}.yaml"
 
 
@@ -29,13 +30,24 @@ def changed(kind: str, part: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name != "name" and value != defaults.get(name)}
 
 
-def write(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> None:
-    """Writes the components, with each option that is not at its default. Raises OSError."""
-    lines = ["# @package _global_", *(f"# {line}" for line in heading), "defaults:"]
-    lines += [f"  - override /{kind}: {part['name']}" for kind, part in parts.items()]
-    options = {kind: own for kind, part in parts.items() if (own := changed(kind, part))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n" + (f"\n{OmegaConf.to_yaml(options)}" if options else ""))
+def write(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> list[Path]:
+    """Writes the recipe, and a preset of each component with an option that is not at its default; all files.
+
+    So a component of the recipe can be exchanged like any other, its options with it. Raises OSError.
+    """
+    comments = [f"# {line}" for line in heading]
+    lines, files = ["# @package _global_", *comments, "defaults:"], {}
+    for kind, part in parts.items():
+        own = changed(kind, part)
+        lines.append(f"  - override /{kind}: {path.stem if own else part['name']}")
+        if own:
+            text = f"defaults: [{part['name']}, _self_]\n{OmegaConf.to_yaml(own)}"
+            files[path.parent.parent / kind / path.name] = "\n".join([*comments, text])
+    files[path] = "\n".join(lines) + "\n"
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return list(files)
 
 
 def usage(path: Path, name: str) -> str:

@@ -12,8 +12,8 @@ line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
   verify=3                candidates that may be measured on the held-out problems, the fastest first
   count=200 heldout=200 seed=0 families=null
                           problems for the search, further ones to check what was found, their seed and kinds
-  space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8 +space.decoder.steps=[8,16]
-                          what to search: `dinfer tune --cfg job` shows all of it; space.iteration=null: not that
+  space={...}             what to search: `dinfer tune --cfg job` shows it; space.decoder.name=[threshold,factor]
+                          space.decoder.threshold.low=0.8 +space.decoder.steps=[8,16] space.iteration=null (not that)
   name=tuned folder=conf  the preset is conf/recipe/tuned.yaml, used as recipe=tuned
   out=tune.json           all that was tried, with figures and settings; null: nothing
 
@@ -162,8 +162,8 @@ def finish(config: dict[str, Any], found: Found, path: Path, goal: str) -> None:
     reference = ", ".join(words(kind, config[kind]) for kind in ("iteration", "decoder", "cache"))
     limit = f"At most {config['max_drop']} points lost against {reference}."
     model = config["model"].get("checkpoint") or config["model"]["name"]
-    preset.write(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines])
-    print(f"wrote {path}")
+    for file in preset.write(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
+        print(f"wrote {file}")
     if out is not None:
         report = {"command": " ".join(sys.argv), "settings": config, **found.to_json()}
         Path(out).write_text(json.dumps(report, indent=1) + "\n")
