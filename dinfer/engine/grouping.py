@@ -33,7 +33,7 @@ class Step:
 
 
 def free_positions(spec: ModelSpec) -> int:
-    """Positions that cost no more than a further step: more where a token uses few of the weights that a batch reads."""
+    """Positions that cost as much as a further step: more where a token uses few of the weights that are read."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if (experts := spec.experts) is None:
         return FREE
@@ -56,7 +56,7 @@ def plan(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit
     widths = {slot: need.width for slot, need in needs.items()}
     widest = max(widths.values())
     narrow = [need.narrow for need in needs.values() if need.narrow is not None]
-    # Of the LLaDA2-mini shape, 8 rows take as long in a step of 64 positions each as in one of 32, 16 rows a third more.
+    # Of the LLaDA2-mini shape, 8 rows take as long with 64 positions each as with 32, 16 rows a third more.
     if len(narrow) == len(needs) and max(narrow) < widest and len(needs) * widest > min(free, 2 * FREE):
         return _cut(list(needs), max(narrow), limit, settles=True)
     return [step for slots in groups(widths, free) for step in _cut(slots, max(widths[slot] for slot in slots), limit)]
