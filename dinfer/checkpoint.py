@@ -110,6 +110,7 @@ def load_network(folder: Path, family: ModelFamily, *, dtype: torch.dtype | None
     placements = family.weights(spec)
     with ExitStack() as stack:
         tensors = _open(folder, stack)
+        tensors = {name: file for name, file in tensors.items() if not name.startswith(family.unused)}
         _check(folder, tensors, placements)
         if dtype is None:
             dtype = FLOATS[tensors[next(iter(placements))].get_slice(next(iter(placements))).get_dtype()]
@@ -126,7 +127,7 @@ def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, 
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
     network = _empty(family, spec, dtype, device)
     for name, parameter in network.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "scale")):
             parameter.fill_(1.0)
         elif parameter.dim() == 1:  # a bias
             parameter.normal_(0.0, 0.1)

@@ -65,11 +65,15 @@ def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor)
 
 def horizon(spec: ModelSpec, end: int, length: int) -> int:
     """The first position that no query before `end` sees. Host side."""
+    if spec.encoder:
+        return end
     return length if spec.causal_block is None else min(-(-end // spec.causal_block) * spec.causal_block, length)
 
 
 def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
     """`horizon` behind each row's active region, on the device. int64 [B]"""
+    if spec.encoder:
+        return lanes.end_B
     if spec.causal_block is None:
         return lanes.length_B
     return torch.minimum(-(-lanes.end_B // spec.causal_block) * spec.causal_block, lanes.length_B)

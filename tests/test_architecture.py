@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
-    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {

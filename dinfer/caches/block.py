@@ -1,4 +1,4 @@
-"""Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR)."""
+"""Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class BlockCache(CachePolicy):
     for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. Keys of
     a finished block are those of its last step, when some of its tokens were still masked; the first step of the
     next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
-    references spend a forward of its own on that, after the last block too.
+    references spend a forward of its own on that, after the last block too. Of a model with an encoder, that step
+    encodes the finished block.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
 
     def unfit(self, spec: ModelSpec) -> str | None:
-        if spec.causal_block is not None:
+        if spec.causal_block is not None or spec.encoder:
             return None
         return (
             "cache=block keeps the keys of finished blocks for good, which is exact only under block-causal "

@@ -120,7 +120,7 @@ class Engine:
         state, pages = self._state, self._pages.allocate(need * (1 + guided))
         state.kv.wipe(pages)
         state.kv.assign(slot, pages[:need], pages[need:])
-        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        tokens = request.prompt + [0] * request.new_tokens
         state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,

@@ -27,4 +27,7 @@ class BlockDiffusion(AlignedSweep):
         return (
             "iteration=block_diffusion decodes a block as if nothing came behind it, but this model is bidirectional: "
             "it sees the masks there, and was trained to. Use iteration=blockwise, with align=true for the same blocks."
+            if not spec.encoder
+            else "iteration=block_diffusion lets its first block overlap the prompt, which this model's encoder must "
+            "read as a whole. Use iteration=self_conditioned or blockwise."
         )

@@ -6,6 +6,8 @@ T tokens of a tile, I tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,12 +53,15 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
     return open_NX.index_select(0, block_N)
 
 
-def expert_mlps(x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor) -> Tensor:
+def expert_mlps(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    gated: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it. [N, D]
 
-    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]. Pairs of token and expert are put in
-    order of the expert and cut into tiles that belong to one expert each, so that the shapes do not depend on the
-    choice and no expert is multiplied with tokens that are not its own.
+    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
+    between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
+    so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
@@ -73,7 +78,7 @@ def expert_mlps(x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XM
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    hidden_ITM = swiglu(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
+    hidden_ITM = gated(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
     out = (hidden_ITM @ down_XDM.index_select(0, expert_I).mT).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
