@@ -40,14 +40,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step": CORE | {"compose", "guidance", "state"},
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
+    "metrics": {"engine"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
+    "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "state", "step",
+        "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "sampling",
+        "state", "step",
     },
-    "cli": {"audit", "checkpoint", "compose", "engine", "pipeline", "problems", "protocols", "registry"},
+    "cli": {
+        "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
+    },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
 OUTSIDE: dict[str, set[str]] = {
@@ -59,7 +64,7 @@ OUTSIDE: dict[str, set[str]] = {
     "transformers": {"pipeline"},
     "safetensors": {"checkpoint", "parity", "cli"},
     "huggingface_hub": {"checkpoint"},
-    "numpy": set(),
+    "numpy": {"metrics"},
     "jinja2": set(),
     "vllm": set(),
     "sglang": set(),

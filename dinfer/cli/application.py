@@ -30,11 +30,7 @@ def launch(
 
     `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
     """
-    # The extra folder matters to the split, which finds it: names in it are settings too.
-    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
-    if extra is not None and not extra.is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    schema = conf.Schema(command, extra)
+    schema = schema_of(command, args)
     found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
     check(found.overrides, schema, multirun=found.multirun)
     conf.publish_components()
@@ -51,6 +47,20 @@ def launch(
         sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
         sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
         hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
+
+
+def schema_of(command: str, args: list[str]) -> conf.Schema:
+    """What a command with these arguments may be told; names in a folder of the user's are settings too."""
+    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
+    if extra is not None and not extra.is_dir():
+        raise ValueError(f"--config-dir {extra}: there is no such folder")
+    return conf.Schema(command, extra)
+
+
+def numbered(path: Path) -> Path:
+    """A file of one point of a sweep, which must not be that of another; outside of sweeps the path as it is."""
+    settings = HydraConfig.get()
+    return path.with_stem(f"{path.stem}-{settings.job.num}") if settings.mode == RunMode.MULTIRUN else path
 
 
 def announce() -> None:
