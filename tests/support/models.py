@@ -36,10 +36,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 GEMMA: dict[str, Any] = {
     "model_type": "diffusion_gemma",
     "text_config": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 7,
-        "per_layer_config": {str(i): {"head_dim": 16, "num_key_value_heads": 1} for i in (1, 2)},
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+        "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}},
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 80.0},
