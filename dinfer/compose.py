@@ -57,12 +57,13 @@ class Recipe:
                 f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit."
             )
-        if spec.causal_block and self.iteration.block % spec.causal_block:
-            below = self.iteration.block // spec.causal_block * spec.causal_block
-            fitting = " or ".join(str(block) for block in (below, below + spec.causal_block) if block)
+        block, attention = self.iteration.block, spec.causal_block
+        if attention and block and block % attention and attention % block:
+            below = block // attention * attention
+            fitting = " or ".join(str(fit) for fit in (below, below + attention) if fit)
             raise IncompatibleRecipe(
-                f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
-                f"{spec.causal_block}. Use iteration.block={fitting}."
+                f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
+                f"it. Use iteration.block={fitting}."
             )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(

@@ -64,10 +64,12 @@ def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor)
 
 
 def horizon(spec: ModelSpec, end: int, length: int) -> int:
-    """The first position that no query before `end` sees. Host side."""
+    """The first position that no query sees which decodes a position before `end`. Host side."""
     if spec.encoder:
         return end
-    return length if spec.causal_block is None else min(-(-end // spec.causal_block) * spec.causal_block, length)
+    if spec.causal_block is None:
+        return length
+    return min(-(-max(end - spec.shift, 1) // spec.causal_block) * spec.causal_block, length)
 
 
 def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
@@ -76,4 +78,5 @@ def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
         return lanes.end_B
     if spec.causal_block is None:
         return lanes.length_B
-    return torch.minimum(-(-lanes.end_B // spec.causal_block) * spec.causal_block, lanes.length_B)
+    last_B = (lanes.end_B - spec.shift).clamp_min(1)
+    return torch.minimum(-(-last_B // spec.causal_block) * spec.causal_block, lanes.length_B)

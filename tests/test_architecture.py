@@ -34,20 +34,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT | {"sweeps"},
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
-    "checkpoint": {"protocols", "registry", "spec"},
+    "shards": set(),
+    "adapters": {"shards", "spec"},
+    "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "step": CORE | {"compose", "guidance", "state"},
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},
+    "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "sampling",
+        "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "sampling",
         "state", "step",
     },
     "cli": {
@@ -62,7 +66,7 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"audit"},
     "triton": {"kernels"},
     "transformers": {"pipeline"},
-    "safetensors": {"checkpoint", "parity", "cli"},
+    "safetensors": {"checkpoint", "shards", "parity", "cli"},
     "huggingface_hub": {"checkpoint"},
     "numpy": {"metrics"},
     "jinja2": set(),
@@ -73,7 +77,7 @@ OUTSIDE: dict[str, set[str]] = {
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [
     path
-    for folder in ("dinfer", "evaluations", "benchmarks", "tools", "tests")
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 

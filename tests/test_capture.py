@@ -15,7 +15,6 @@ from dinfer.compose import Recipe
 from dinfer.decoders.threshold import Threshold
 from dinfer.protocols import BlockView, Proposal, State, TokenStats
 
-
 # Of the variant without a mask token, whose steps have more operations, each run of the tests has a part.
 COVERED = [c for c in LEGAL if c.variant != UNIFORM or c in SAMPLE]
 REST = [pytest.param(c, marks=pytest.mark.matrix) for c in LEGAL if c not in COVERED]

@@ -17,8 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import flags_of, split
-from dinfer.cli.errors import reported
+from dinfer.cli.errors import FAILURES, INPUT_ERRORS, debugging, reported
 from dinfer.cli.names import check
+from dinfer.cli.points import Missed
+from dinfer.compose import IncompatibleRecipe
 
 Task = Callable[[dict[str, Any], str | None], None]
 
@@ -35,16 +37,21 @@ def launch(
     check(found.overrides, schema, multirun=found.multirun)
     conf.publish_components()
 
-    def guarded(config: DictConfig) -> None:
+    def guarded(config: DictConfig) -> Missed | None:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        settings = {str(key): value for key, value in values.items()}  # type: ignore[union-attr]
+        if found.multirun:
+            return point(task, settings, found.text)
         # Inside Hydra, which would add lines of its own to an error that reaches it.
         with reported():
-            announce()
-            values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-            task({str(key): value for key, value in values.items()}, found.text)  # type: ignore[union-attr]
+            task(settings, found.text)
+        return None
 
     with TemporaryDirectory(prefix="dinfer-sweep-") as scratch, _errors_raised():
         # Hydra gives every sweep a folder; what a command has to keep, it writes itself.
         sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
+        if any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in found.overrides):
+            sweep = []  # jobs elsewhere need a folder that is there too, and outlives this process
         sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
         hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
 
@@ -63,12 +70,27 @@ def numbered(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-{settings.job.num}") if settings.mode == RunMode.MULTIRUN else path
 
 
-def announce() -> None:
-    """In a sweep, says which of its points comes next."""
-    settings = HydraConfig.get()
-    if settings.mode == RunMode.MULTIRUN:
-        number = "\n" if settings.job.num else ""
-        print(f"{number}# {' '.join(settings.overrides.task)}", flush=True)
+def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | None:
+    """Runs one point of a sweep and returns why it has no result, if it has none: the others run all the same."""
+    job = HydraConfig.get()
+    number = "\n" if job.job.num else ""
+    print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
+    try:
+        task(settings, text)
+    except IncompatibleRecipe as error:
+        return missed(error, failed=False)
+    except (*INPUT_ERRORS, *FAILURES) as error:
+        return missed(error, failed=True)
+    return None
+
+
+def missed(error: BaseException, *, failed: bool) -> Missed:
+    """Says at once why a point has no result."""
+    if failed and debugging():
+        raise error
+    sys.stdout.flush()
+    print(f"dinfer: {error}", file=sys.stderr)
+    return Missed(str(error), failed)
 
 
 @contextmanager

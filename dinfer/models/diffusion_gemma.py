@@ -80,7 +80,8 @@ class DiffusionGemma(HubCheckpoint):
             **self.stops(config | {"eos_token_id": text["eos_token_id"]}),
         )
 
-    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        """As the published checkpoints store it, where the experts of a layer are always one tensor."""
         return dict(_placements(spec))
 
 
