@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,7 +288,7 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
+    return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -302,7 +303,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return where
 
 
-def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
+def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
     if (folder / "tokenizer.json").is_file():
         # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
         from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
@@ -310,9 +312,17 @@ def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     if not (folder / "tokenizer_config.json").is_file():
         return None
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if name is not None and (folder / "vocab.json").is_file():
+        return getattr(transformers, name).from_pretrained(folder)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
+            "its tokenizer is such code, put a tokenizer.json into the folder."
+        ) from error
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -158,6 +158,9 @@ class ModelFamily(Component):
 
     unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
 
     @classmethod
     @abstractmethod

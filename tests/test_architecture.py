@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
     "shards": set(),
+    "catalog": set(),
     "adapters": {"shards", "spec"},
     "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
@@ -55,7 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "state", "step",
     },
     "cli": {
-        "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
+        "audit", "catalog", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols",
+        "registry", "trace",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
