@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"engine"},
     "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
-    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
     "fronts": set(),
     "plots": {"fronts"},
     "tuning": {"compose", "metrics", "registry"},
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
         "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "sampling",
         "state", "step",
     },
     "cli": {
