@@ -30,7 +30,7 @@ class Result:
     """One answer.
 
     `ids` are the generated tokens before the first stop token; `canvas` is prompt and generation as a whole;
-    `trace`, if asked for, is the canvas after every step, the mask id where it was still masked.
+    `trace`, if asked for, is the canvas after every step, the mask id (or a draft, or noise) where it was still masked.
     """
 
     text: str
@@ -114,12 +114,12 @@ class Pipeline:
         trace: bool = False,
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
-        canvases = _listed(canvases, "canvases")
+        mask_id, canvases = self.recipe.model.spec.mask, _listed(canvases, "canvases")
         values = _each({} if options is None else options, len(canvases), "options")
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
         found = []
         for request, (completion, history) in zip(requests, self._run(requests, trace), strict=True):
-            runs = gaps_of(request.prompt, self.recipe.model.spec.mask_id)
+            runs = gaps_of(request.prompt, mask_id)
             gaps = [[completion.canvas[position] for position in run] for run in runs]
             text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
             found.append(Infilled(text, completion.canvas, gaps, texts, completion.counts, history))
@@ -220,17 +220,17 @@ class Pipeline:
             elif piece > spec.max_length:
                 raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
             else:
-                ids += [spec.mask_id] * piece
+                ids += [spec.mask] * piece
         return ids
 
     def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
-        what, spec = f"canvas {index}", self.recipe.model.spec
+        what, spec, mask_id = f"canvas {index}", self.recipe.model.spec, self.recipe.model.spec.mask
         ids = self._ids(canvas, what)
-        if spec.mask_id not in ids:
-            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {spec.mask_id}")
+        if mask_id not in ids:
+            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
         if len(ids) > spec.max_length:
             raise ValueError(f"{what}: {len(ids)} tokens exceed the model's {spec.max_length} positions")
-        gaps = [token == spec.mask_id for token in ids]
+        gaps = [token == mask_id for token in ids]
         if spec.causal_block is not None and not all(gaps[gaps.index(True) :]):
             raise ValueError(
                 f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "

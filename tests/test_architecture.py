@@ -46,12 +46,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"engine"},
     "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
-    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
         "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "sampling",
         "state", "step",
     },
     "cli": {
