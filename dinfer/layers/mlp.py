@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,15 +14,16 @@ from dinfer.spec import ModelSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x); gate and up are one matrix."""
+    """down(silu(gate x) * up x), or with another function of the two; gate and up are one matrix."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, gated: Callable[[Tensor], Tensor] = swiglu) -> None:
         super().__init__()
+        self.gated = gated
         self.gate_up = Linear(hidden, 2 * width)
         self.down = Linear(width, hidden)
 
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_BWD)))
+        return self.down(self.gated(self.gate_up(x_BWD)))
 
 
 class Experts(nn.Module):
