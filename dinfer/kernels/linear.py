@@ -19,10 +19,14 @@ FEW = 32  # rows up to which the kernel is faster than cuBLAS
 
 
 class Rounded(NamedTuple):
-    """Rows in 8 bits, and what each is to be multiplied with."""
+    """Rows in 8 bits, what each is to be multiplied with, and of what dtype they were."""
 
     values: Tensor
     scale: Tensor  # float32, shape of `values` less the last dimension
+    dtype: torch.dtype
+
+
+Rows = Tensor | Rounded
 
 
 def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
@@ -34,34 +38,37 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     wide, largest = x.float(), LARGEST[dtype]
     scale = wide.abs().amax(-1).clamp_min(1e-12) / largest
     scaled = (wide / scale[..., None]).clamp(-largest, largest)
-    return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale)
+    return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale, x.dtype)
 
 
 def few(x: Tensor) -> bool:
     return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
-def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
+def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
     """x times the weight's transpose. [..., K] -> [..., O]
 
     With a `scale_O` the weight is in 8 bits. Against float8 weights the rows are rounded to float8 as well, each at a
-    scale of its own, and products are summed in float32; against int8 weights they stay as they are.
+    scale of its own, unless they already are; products are summed in float32. Against int8 weights they stay as is.
     """
-    if scale_O is None and not (few(x) and use_triton(x)):
+    if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
         return F.linear(x, weight_OK, bias_O)
     return _linear(x, weight_OK, bias_O, scale_O)
 
 
 @torch.compiler.disable  # what would be traced is the slow reference
-def _linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None) -> Tensor:
-    if use_triton(x) or scale_O is None:
+def _linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None) -> Tensor:
+    if weight_OK.dtype == FLOAT8 and isinstance(x, Tensor):
+        x = round_rows(x)
+    if use_triton(x if isinstance(x, Tensor) else x.values):
         from dinfer.kernels.triton.linear import linear as kernel
 
         return kernel(x, weight_OK, bias_O, scale_O)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows = x.to(wide)
-    if weight_OK.dtype == FLOAT8:
-        values, scale = round_rows(x)
-        rows = values.to(wide) * scale[..., None]
-    out = F.linear(rows, weight_OK.to(wide)) * scale_O
+    out = F.linear(widened(x), weight_OK.to(torch.float32))
+    out = out if scale_O is None else out * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)
+
+
+def widened(x: Rows) -> Tensor:
+    """The rows in float32."""
+    return x.float() if isinstance(x, Tensor) else x.values.float() * x.scale[..., None]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, round_rows
+from dinfer.kernels.linear import FLOAT8, Rows, round_rows, widened
 from dinfer.kernels.norm import swiglu
 
 TILE = 16
@@ -73,7 +73,7 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Callable[[Tensor], Tensor] = swiglu, scales: tuple[Tensor, Tensor] | None = None,
+    gated: Callable[[Tensor, bool], Rows] = swiglu, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it. [N, D]
 
@@ -84,12 +84,13 @@ def expert_mlps(
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
+    narrow = down_XDM.dtype == FLOAT8
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 
         plan = kernels.plan(experts_NC, experts)
         up_scale, down_scale = scales or (None, None)
-        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs, up_scale))
+        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs, up_scale), narrow)
         return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs, down_scale), weights_NC)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
@@ -105,20 +106,20 @@ def expert_mlps(
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
     up_scale, down_scale = scales or (None, None)
-    hidden_ITM = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I))
+    hidden_ITM = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), narrow)
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
 
 
-def _tiles_linear(x_ITK: Tensor, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
+def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
     """Each tile times the matrix of its expert. [I, T, O]"""
-    if scale_XO is None:
+    if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT
-    wide, rows_ITK = torch.promote_types(x_ITK.dtype, torch.float32), x_ITK
-    if weight_XOK.dtype == FLOAT8:
-        values, scale_IT = round_rows(x_ITK)
-        rows_ITK = values.to(wide) * scale_IT[..., None]
+    if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
+        x_ITK = round_rows(x_ITK)
     weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)
-    out_ITO = (rows_ITK.to(wide) @ weight_IOK.to(wide).mT) * scale_XO.index_select(0, expert_I)[:, None]
+    out_ITO = widened(x_ITK) @ weight_IOK.float().mT
+    if scale_XO is not None:
+        out_ITO = out_ITO * scale_XO.index_select(0, expert_I)[:, None]
     return out_ITO.to(x_ITK.dtype)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.linear import Rows, round_rows
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -25,28 +26,32 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
 
 
-def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """s = x + delta, and `rms_norm` of it. [B, W, D] each; delta None: s = x"""
+def add_rms_norm(
+    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False
+) -> tuple[Tensor, Rows]:
+    """s = x + delta, and `rms_norm` of it, rounded to float8 if `narrow`. [B, W, D] each; delta None: s = x"""
     if use_triton(x_BWD):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        return kernel(x_BWD, delta_BWD, weight_D, eps)
+        return kernel(x_BWD, delta_BWD, weight_D, eps, narrow)
     if delta_BWD is not None:
         x_BWD = x_BWD + delta_BWD
-    return x_BWD, rms_norm(x_BWD, weight_D, eps)
+    normed_BWD = rms_norm(x_BWD, weight_D, eps)
+    return x_BWD, round_rows(normed_BWD) if narrow else normed_BWD
 
 
-def swiglu(gate_up_BWX: Tensor) -> Tensor:
-    """silu(gate) * up of the two halves of the last dimension. [B, W, 2M] -> [B, W, M]"""
+def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
+    """silu(gate) * up of the halves of the last dimension, rounded to float8 if `narrow`. [B, W, 2M] -> [B, W, M]"""
     if use_triton(gate_up_BWX):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
-        return kernel(gate_up_BWX)
+        return kernel(gate_up_BWX, narrow)
     gate, up = gate_up_BWX.chunk(2, -1)
-    return F.silu(gate) * up
+    return round_rows(F.silu(gate) * up) if narrow else F.silu(gate) * up
 
 
-def geglu(gate_up_BWX: Tensor) -> Tensor:
-    """gelu(gate) * up of the two halves of the last dimension, gelu by its tanh approximation."""
+def geglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
+    """As `swiglu`, with gelu by its tanh approximation."""
     gate, up = gate_up_BWX.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+    gated = F.gelu(gate, approximate="tanh") * up
+    return round_rows(gated) if narrow else gated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.linear import FLOAT8, linear, round_rows
+from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows
 
 QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8}
 """Names of what weights may be rounded to."""
@@ -20,7 +20,12 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.register_buffer("scale", None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def narrow(self) -> bool:
+        """Whether the inputs are rounded to float8, which what makes them may do as well."""
+        return self.weight.dtype == FLOAT8
+
+    def forward(self, x: Rows) -> Tensor:
         return linear(x, self.weight, self.bias, self.scale)
 
     def quantize(self, dtype: torch.dtype) -> None:
@@ -30,8 +35,8 @@ class Linear(nn.Linear):
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
     """A weight in 8 bits, and the scale of each of its rows."""
-    values, scale = round_rows(weight.detach(), dtype)
-    return nn.Parameter(values, requires_grad=False), scale
+    made = round_rows(weight.detach(), dtype)
+    return nn.Parameter(made.values, requires_grad=False), made.scale
 
 
 def quantize(network: nn.Module, name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dinfer.kernels.linear import Rows
 from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.layers.linear import Linear, rounded
@@ -16,14 +17,18 @@ from dinfer.spec import ModelSpec
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), or with another function of the two; gate and up are one matrix."""
 
-    def __init__(self, hidden: int, width: int, gated: Callable[[Tensor], Tensor] = swiglu) -> None:
+    def __init__(self, hidden: int, width: int, gated: Callable[[Tensor, bool], Rows] = swiglu) -> None:
         super().__init__()
         self.gated = gated
         self.gate_up = Linear(hidden, 2 * width)
         self.down = Linear(width, hidden)
 
-    def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate_up(x_BWD)))
+    @property
+    def narrow(self) -> bool:
+        return self.gate_up.narrow
+
+    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor:
+        return self.down(self.gated(self.gate_up(x_BWD), self.down.narrow))
 
 
 class Experts(nn.Module):
@@ -33,6 +38,7 @@ class Experts(nn.Module):
     likewise the rows of `down`.
     """
 
+    narrow = False  # the router wants its inputs as they are
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
 

@@ -56,12 +56,13 @@ class Block(nn.Module):
 
     def before(self, x_BWD: Tensor, delta_BWD: Tensor | None) -> tuple[Tensor, Tensor]:
         """What comes before the attention: the residual stream, and queries, keys and values."""
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps)
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.narrow)
         return x_BWD, self.qkv(h_BWD).unflatten(-1, (-1, self.spec.head_dim))
 
     def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """What comes behind the attention."""
-        x_BWD, h_BWD = add_rms_norm(x_BWD, self.out(seen_BWHE.flatten(2)), self.mlp_norm.weight, self.spec.norm_eps)
+        delta_BWD, eps = self.out(seen_BWHE.flatten(2)), self.spec.norm_eps
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.narrow)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
 
@@ -114,8 +115,9 @@ class Transformer(nn.Module):
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
-        h_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps)[1]
-        return linear(h_BLD, self.embedding.weight) if self.head is None else self.head(h_BLD)
+        narrow = self.head is not None and self.head.narrow
+        normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, narrow)[1]
+        return linear(normed_BLD, self.embedding.weight) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""

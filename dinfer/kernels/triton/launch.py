@@ -1,6 +1,6 @@
 """Launching a kernel while the one before it still runs (programmatic dependent launch, from Hopper on).
 
-A step is hundreds of kernels of a few microseconds. This takes away most of the time between them, when the memory rests.
+A step is hundreds of kernels of a few microseconds. This takes away some of the time between them.
 """
 
 from __future__ import annotations

@@ -17,26 +17,41 @@ from dinfer.kernels.triton.launch import early, follow
 
 
 @triton.jit
+def scaled(x, LARGEST: tl.constexpr):
+    """A row between -LARGEST and LARGEST, and the scale it now has."""
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
+    return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), scale
+
+
+@triton.jit
 def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
-    x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+    x, scale = scaled(x, LARGEST)
     tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + row, scale)
+
+
+def empty_rounded(x: Tensor) -> Rounded:
+    return Rounded(
+        torch.empty_like(x, dtype=FLOAT8, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+        x.dtype,
+    )
 
 
 def round_rows(x: Tensor) -> Rounded:
     """See `dinfer.kernels.linear.round_rows`."""
     x = x.contiguous()
-    made = Rounded(torch.empty_like(x, dtype=FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32))
+    made = empty_rounded(x)
     block = triton.next_power_of_2(x.shape[-1])
     _round_rows[(made.scale.numel(),)](
         x,
-        *made,
+        made.values,
+        made.scale,
         x.shape[-1],
         LARGEST=LARGEST[FLOAT8],
         BLOCK=block,
@@ -105,28 +120,28 @@ TURNS = 1 << 14
 
 
 def linear(
-    x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None,
+    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None,
     config: tuple[int, int, int, int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.linear.linear`. `config`: rows, outputs and depth of a tile, halves, warps, stages."""
+    values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
-    rows = x.numel() // width
-    out = x.new_empty(*x.shape[:-1], outputs)
-    values, x_scale = round_rows(x) if weight_OK.dtype == FLOAT8 else (x.contiguous(), None)
+    rows = values.numel() // width
+    out = values.new_empty(*values.shape[:-1], outputs, dtype=x.dtype)
     many, tall, depth, halves, warps, stages = config or _config(rows, outputs, width, weight_OK.dtype.itemsize)
     tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
     half, turn = out, out
     if halves == 2:
-        if x.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
-            _TURNS[x.device] = torch.zeros(TURNS, dtype=torch.int32, device=x.device)
-        half, turn = x.new_empty(tiles[0] * tiles[1] * 2 * tall * many, dtype=torch.float32), _TURNS[x.device]
+        if values.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
+            _TURNS[values.device] = torch.zeros(TURNS, dtype=torch.int32, device=values.device)
+        half, turn = values.new_empty(tiles[0] * tiles[1] * 2 * tall * many, dtype=torch.float32), _TURNS[values.device]
     _linear[(*tiles, halves)](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
         out if bias_O is None else bias_O, out, half, turn, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % (depth * halves) == 0 and outputs % tall == 0,
         HALVES=halves, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        AHEAD=min(AHEAD, width // halves * weight_OK.dtype.itemsize), **early(x),
+        AHEAD=min(AHEAD, width // halves * weight_OK.dtype.itemsize), **early(values),
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.linear import FLOAT8, Rows
 from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import round_rows
 
@@ -157,23 +157,25 @@ def _expert_linear(
         tl.store(out, sum.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < outputs)[None, :])
 
 
-def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO: Tensor | None = None) -> Tensor:
+def expert_linear(x: Rows, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO: Tensor | None = None) -> Tensor:
     """For each pair of token and expert, the expert's matrix times the token's row. [P, O]
 
     `x` has a row for each pair, or one for each token, whose pairs are then neighbours.
     """
-    values, x_scale = round_rows(x) if weight_XOK.dtype == FLOAT8 else (x.contiguous(), None)
+    if weight_XOK.dtype == FLOAT8 and isinstance(x, Tensor):
+        x = round_rows(x)
+    values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     experts, outputs, width = weight_XOK.shape
-    out_PO = x.new_empty(pairs, outputs)
+    out_PO = values.new_empty(pairs, outputs, dtype=x.dtype)
     rows, columns, depth, warps, stages = _shape(pairs / experts, width)
     _expert_linear[(triton.cdiv(outputs, columns), experts)](
         values, out_PO if x_scale is None else x_scale, weight_XOK, out_PO if scale_XO is None else scale_XO,
         *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
-        X_SCALE=x_scale is not None, SCALE=scale_XO is not None, PER=pairs // x.shape[0],
+        X_SCALE=x_scale is not None, SCALE=scale_XO is not None, PER=pairs // values.shape[0],
         ROWS=rows, COLUMNS=columns, DEPTH=depth,
         EXACT=width % depth == 0 and outputs % columns == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        **early(x),
+        **early(values),
     )  # fmt: skip
     return out_PO
 

@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
 from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.linear import empty_rounded, scaled
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, width, eps,
+    ADD: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
@@ -27,42 +29,64 @@ def _add_rms_norm(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
+    normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    if LARGEST:
+        normed, scale = scaled(normed.to(tl.float32), LARGEST)
+        tl.store(scale_ptr + tl.program_id(0), scale)
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False
+) -> tuple[Tensor, Rows]:
     """See `dinfer.kernels.norm.add_rms_norm`."""
     x_BWD = x_BWD.contiguous()
-    out_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
+    made, out, scale = _empty(x_BWD, narrow)
+    width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta_BWD = x_BWD if delta_BWD is None else delta_BWD.contiguous()
     block = triton.next_power_of_2(width)
     _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta_BWD, weight_D, sum_BWD, out_BWD, width, eps,
-        ADD=sum_BWD is not x_BWD, BLOCK=block, num_warps=min(max(block // 512, 1), 8), **early(x_BWD),
+        x_BWD, delta_BWD, weight_D, sum_BWD, out, scale, width, eps,
+        ADD=sum_BWD is not x_BWD, LARGEST=LARGEST[FLOAT8] if narrow else 0, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8), **early(x_BWD),
     )  # fmt: skip
-    return sum_BWD, out_BWD
+    return sum_BWD, made
+
+
+def _empty(like: Tensor, narrow: bool) -> tuple[Rows, Tensor, Tensor]:
+    """Room for rows, and its tensors."""
+    made = empty_rounded(like) if narrow else torch.empty_like(like, memory_format=torch.contiguous_format)
+    return (made, made, made) if isinstance(made, Tensor) else (made, made.values, made.scale)
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _swiglu(
+    gate_up_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + column, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    gated = (gate.to(tl.float32) * tl.sigmoid(gate.to(tl.float32)) * up).to(gate.dtype)
+    if LARGEST:
+        gated, scale = scaled(gated.to(tl.float32), LARGEST)
+        tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * width + column, gated.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor) -> Tensor:
+def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
     width = gate_up_BWX.shape[-1] // 2
-    out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
-    block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
-        gate_up_BWX, out_BWM, width, BLOCK=block, **early(gate_up_BWX)
-    )
-    return out_BWM
+    made, out, scale = _empty(gate_up_BWX[..., :width], narrow)
+    block = triton.next_power_of_2(width)
+    if not narrow:  # a scale needs the whole row
+        block = min(block, 1024)
+    _swiglu[(out.numel() // width, triton.cdiv(width, block))](
+        gate_up_BWX, out, scale, width, LARGEST=LARGEST[FLOAT8] if narrow else 0, BLOCK=block,
+        num_warps=min(max(block // 512, 4), 16), **early(gate_up_BWX),
+    )  # fmt: skip
+    return made
