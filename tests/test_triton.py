@@ -9,8 +9,9 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import attention, moe, norm, rotary, token_stats  # noqa: E402
+from dinfer.kernels import attention, linear, moe, norm, rotary, token_stats  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
+from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
@@ -192,3 +193,53 @@ def test_token_stats_without_a_mask_token(reference: None) -> None:
     logits_RLV = draw(1, 3, 40)
     token_RL, _, mask_RL, _, _ = triton_stats.token_stats(logits_RLV, None, torch.float32, entropy=False, margin=False)
     assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("config", [None, (16, 64, 32, 1, 4, 2), (32, 64, 32, 2, 4, 2)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96)])
+def test_linear(
+    reference: None, dtype: torch.dtype, quantized: bool, config: tuple[int, ...] | None,
+    rows: int, outputs: int, width: int,
+) -> None:  # fmt: skip
+    """Tiles that do not fit, and sums of two halves, which come out the same each time."""
+    x, weight_OK, bias_O = (
+        draw(1, rows, width, dtype=dtype),
+        draw(outputs, width, dtype=dtype) / width**0.5,
+        draw(outputs),
+    )
+    bias_O, scale_O = bias_O.to(dtype), None
+    if quantized:
+        weight_OK, scale_O, _ = linear.round_rows(weight_OK, torch.int8)
+    got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config)
+    torch.testing.assert_close(got, linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
+    assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
+
+
+@pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")
+@pytest.mark.parametrize("rows", [7, 50, 300])
+def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Rounding by itself and as part of norm and gate; linear maps and experts with weights in float8."""
+    x, delta, weight_D = (draw(*shape, dtype=torch.bfloat16) for shape in ((1, rows, 512), (1, rows, 512), (512,)))
+    weight = linear.round_rows(draw(320, 512))
+    gate_up, down = linear.round_rows(draw(8, 512, 512) / 20), linear.round_rows(draw(8, 512, 256) / 20)
+    experts_NC = torch.rand(rows, 8, device=DEVICE).topk(3).indices
+    weights_NC = torch.rand(rows, 3, device=DEVICE)
+
+    def outcomes() -> list[torch.Tensor]:
+        rounded = [norm.add_rms_norm(x, delta, weight_D, 1e-5, True)[1], norm.swiglu(x, True), linear.round_rows(x)]
+        scales = gate_up.scale, down.scale
+        return [
+            *(linear.widened(some) for some in rounded),
+            linear.linear(rounded[2], weight.values, None, weight.scale),
+            linear.linear(x, weight.values, None, weight.scale),
+            moe.expert_mlps(x[0], experts_NC, weights_NC, gate_up.values, down.values, scales=scales),
+        ]
+
+    with torch.no_grad():
+        got = outcomes()
+        monkeypatch.setenv("DINFER_KERNELS", "torch")
+        want = outcomes()
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
