@@ -17,13 +17,16 @@ class Published:
     family: str
     size: str  # parameters, those active for a token behind the dash
     preset: str  # the choice of `model` with the published decoding, in conf/model
-    mask_id: int
+    mask_id: int | None  # None: uniform noise instead
     eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds
     block: int | None  # length of its attention blocks; None: bidirectional
     shifted: bool = False  # logits predict the next token
+    encoder: bool = False  # reads what is finished causally
 
     @property
     def attention(self) -> str:
+        if self.encoder:
+            return "causal encoder, bidirectional decoder"
         return "bidirectional" if self.block is None else f"block-causal, {self.block}"
 
 
@@ -84,5 +87,10 @@ CATALOG: tuple[Published, ...] = (
     *_all(
         {"ByteDance-Seed/Stable-DiffCoder-8B-Instruct": "8.3B", "ByteDance-Seed/Stable-DiffCoder-8B-Base": "8.3B"},
         family="stable_diffcoder", preset="stable_diffcoder_8b_instruct", mask_id=5, eos_ids=(2,), block=4,
+    ),
+    *_all(
+        {"google/diffusiongemma-26B-A4B-it": "25.2B-A3.8B"},
+        family="diffusion_gemma", preset="diffusion_gemma_26b", mask_id=None, eos_ids=(1, 106), block=None,
+        encoder=True,
     ),
 )  # fmt: skip
