@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas
+from dinfer.canvas import Canvas, Phase
 from dinfer.compose import Recipe
 from dinfer.kv import KVPool
 from dinfer.protocols import State
@@ -87,20 +87,29 @@ class BatchState:
 
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
-        options: Sequence[float] = (), stops: bool = True,
+        options: Sequence[float] = (), stops: bool = True, kept: int = 0,
     ) -> dict[str, int]:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
         `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
-        returns them, those left out at the end have their defaults. Returns the row's cursors.
+        returns them, those left out at the end have their defaults; `kept`: up to where its pages hold the keys of a
+        prompt already. Returns the row's cursors.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
         self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
+        phase = recipe.cache.first_phase(spec, region[0])
+        prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])
+        seed = int(recipe.sampling_of(given).get("seed", 0))
+        blank_S: Tensor | int
+        if spec.mask_id is None:
+            no_steps = torch.tensor(0)
+            blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
+        else:
+            blank_S = spec.mask_id
         cursors = self.canvas.admit(
-            slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
-            phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.sampling_of(given).get("seed", 0)),
-            stops=stops,
+            slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
+            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)

@@ -18,7 +18,7 @@ from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
 from dinfer.compose import Recipe
 from dinfer.engine.grouping import Need, free_positions, plan
 from dinfer.engine.launcher import Launcher
-from dinfer.engine.pages import PageAllocator
+from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime, compiled
@@ -40,6 +40,8 @@ class _Row:
     sampled: bool = False  # its steps have to draw tokens
     guided: bool = False  # it has a second branch
     cursors: dict[str, int] = field(default_factory=dict)  # as last read
+    keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
+    published: int = 0  # how many of these they may by now
     progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
     since: int = 0  # forwards at that time
 
@@ -189,21 +191,48 @@ class Engine:
         request, (slots, length, block, _) = row.request, self._room
         need, slot = self._need(request), next((s for s in range(slots) if s not in self._rows), None)
         fits = request.length <= length and self.recipe.iteration.block_length(request.length - request.start) <= block
-        if slot is None or not fits or need > self._pages.free:
+        if slot is None or not fits or (shared := self._shared(row)) is None:
             return False
-        state, row.pages = self._state, self._pages.allocate(need)
+        self._pages.share(shared)  # first, so that they are not handed out anew
+        if need - len(shared) > self._pages.free:
+            self._pages.release(shared)
+            return False
+        fresh = self._pages.allocate(need - len(shared))
+        state, row.pages, row.published = self._state, shared + fresh, len(shared)
         row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
         own = need // 2 if row.guided else need
-        state.kv.wipe(row.pages)
+        state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[:own], row.pages[own:])
-        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        tokens = request.prompt + [0] * request.new_tokens
         row.cursors = state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
+            kept=len(shared) * self.runtime.page,
         )  # fmt: skip
         row.began = time.perf_counter()
         self._rows[slot] = row
         return True
+
+    def _shared(self, row: _Row) -> list[int] | None:
+        """Pages that hold the beginning of the row's prompt; None: some more are being computed."""
+        if not row.keys and self.runtime.share and not self.recipe.guided(row.request.options):
+            spec, request = self.recipe.model.spec, row.request
+            first, _ = self.recipe.iteration.first_region(request.start, request.length)
+            end = self.recipe.cache.prefilled(spec, first)
+            row.keys = prompt_keys(request.prompt, end, self.runtime.page, spec.causal_block or 1)
+        pages = self._pages.published(row.keys)
+        if any(common(row.keys, other.keys) > len(pages) for other in self._rows.values()):
+            return None
+        while len(pages) * self.runtime.page % (self.recipe.model.spec.causal_block or 1):
+            pages.pop()  # a prefill goes on where an attention block begins
+        return pages
+
+    def _publish(self, row: _Row) -> None:
+        """Lets others share the pages whose keys have just been computed."""
+        ready = min(row.cursors["kept_B"] // self.runtime.page, len(row.keys))
+        for i in range(row.published, ready):
+            self._pages.publish(row.keys[i], row.pages[i])
+        row.published = max(row.published, ready)
 
     def _release(self, slot: int) -> None:
         self._state.canvas.release(slot)
@@ -258,6 +287,7 @@ class Engine:
     def _update(self, slot: int, row: _Row, old: dict[str, int]) -> Update:
         now, tokens, masked = row.cursors, None, None
         error, done = self._error(row, old), None
+        self._publish(row)
         if row.snapshots:
             length, canvas = now["length_B"], self._state.canvas
             tokens = canvas.tokens_NS[slot, :length].tolist()
