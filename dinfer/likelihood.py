@@ -119,11 +119,11 @@ def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool
             live.append((i, list(range(len(pairs[i][0]), sum(map(len, pairs[i]))))))
         texts = [[*pairs[i][0], *pairs[i][1]] for i, _ in live]
         width = max(map(len, texts))
-        tokens_BW = torch.full((len(live), width), spec.mask_id)
+        tokens_BW = torch.full((len(live), width), spec.mask)
         length_B = torch.tensor([len(text) for text in texts])
         for b, ((_, masked), text) in enumerate(zip(live, texts, strict=True)):
             tokens_BW[b, : len(text)] = torch.tensor(text)
-            tokens_BW[b, masked] = spec.mask_id
+            tokens_BW[b, masked] = spec.mask
         pos_BW = torch.arange(width).expand_as(tokens_BW)
         interval = attention_interval(pos_BW, torch.zeros_like(length_B), length_B, spec.causal_block)
         attend = WholeAttend(pos_BW.to(model.device), interval_mask(*interval, width).to(model.device))
@@ -134,8 +134,8 @@ def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool
             first = [place for place in masked if place // step == masked[0] // step]
             logits_LV = model.logits(h_BWD[b : b + 1, torch.tensor(first, device=model.device) - spec.shift])[0]
             sure_LV = logits_LV.double().softmax(-1)
-            mask_L = sure_LV[:, spec.mask_id].clone()
-            sure_LV[:, spec.mask_id] = -1
+            mask_L = sure_LV[:, spec.mask].clone()
+            sure_LV[:, spec.mask] = -1
             top_L, token_L = sure_LV.max(-1)
             best = int((top_L - 2.0 * (mask_L > top_L)).argmax())  # where the mask wins comes last
             found[i] = int(token_L[best]) == texts[b][first[best]]

@@ -285,7 +285,7 @@ class DinferLM(TemplateLM):
         if type(gap) is not int or gap < 1:
             raise ValueError(f"{job.where}: gap={gap!r} must be an integer, at least 1")
         before = self.tok_encode(job.instance.args[0])
-        return [*before, *[self.pipe.model.spec.mask_id] * gap, *self.tok_encode(document["suffix"], False)]
+        return [*before, *[self.pipe.model.spec.mask] * gap, *self.tok_encode(document["suffix"], False)]
 
     def _wish(self, job: _Job) -> Wish:
         try:
