@@ -58,7 +58,8 @@ def described(entry: Published) -> dict[str, Any]:
 def recipe(entry: Published) -> dict[str, str]:
     """The choices of components that its preset brings, or that hold by default."""
     schema = Schema("generate")
-    return {kind: schema.choice(kind, entry.preset) for kind in GROUPS if kind != "model"}
+    chosen = schema.chosen({"model": entry.preset})
+    return {kind: chosen[kind] for kind in GROUPS if kind != "model"}
 
 
 def use(entry: Published) -> str:
