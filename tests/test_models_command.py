@@ -57,7 +57,7 @@ def test_the_table_is_in_order() -> None:
     """Known families, no name twice, and presets that are there."""
     assert len({entry.checkpoint for entry in CATALOG}) == len(CATALOG)
     assert {entry.family for entry in CATALOG} <= set(MODELS.names())
-    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought(name)}
+    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought("model", name)}
     assert brings == set(PRESETS)
     for entry in CATALOG:
         assert entry.mask_id not in entry.eos_ids
