@@ -16,7 +16,6 @@ from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.infilling import Infilled, gaps_of, parse
-from dinfer.layers.linear import quantize as quantize_network
 from dinfer.registry import MODELS
 
 if TYPE_CHECKING:
@@ -291,6 +290,8 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
     if quantize is not None:
+        from dinfer.layers.linear import quantize as quantize_network  # networks are heavy to import
+
         quantize_network(network, quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))

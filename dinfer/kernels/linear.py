@@ -53,11 +53,6 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
     """
     if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
         return F.linear(x, weight_OK, bias_O)
-    return _linear(x, weight_OK, bias_O, scale_O)
-
-
-@torch.compiler.disable  # what would be traced is the slow reference
-def _linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None) -> Tensor:
     if weight_OK.dtype == FLOAT8 and isinstance(x, Tensor):
         x = round_rows(x)
     if use_triton(x if isinstance(x, Tensor) else x.values):

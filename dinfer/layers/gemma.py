@@ -17,6 +17,7 @@ from dinfer.kernels.attention import encoder_intervals, interval_mask, local_int
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import Table, rotary_table
+from dinfer.layers.linear import Linear, rounded
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.protocols import Attend, ModelSpec
@@ -44,9 +45,9 @@ class Attention(nn.Module):
         if local is not None:
             kv_heads, self.head_dim = local.kv_heads, local.head_dim
         self.parts = [spec.heads, kv_heads] if local is None else [spec.heads, kv_heads, kv_heads]
-        self.qkv = nn.Linear(spec.hidden, sum(self.parts) * self.head_dim, bias=False)
+        self.qkv = Linear(spec.hidden, sum(self.parts) * self.head_dim)
         self.q_norm, self.k_norm = Norm(self.head_dim, spec), Norm(self.head_dim, spec)
-        self.out = nn.Linear(spec.heads * self.head_dim, spec.hidden, bias=False)
+        self.out = Linear(spec.heads * self.head_dim, spec.hidden)
 
     def forward(self, x_BWD: Tensor, table: Table, attend: Attend) -> Tensor:
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
@@ -71,6 +72,12 @@ class Experts(nn.Module):
         self.expert_scale = nn.Parameter(torch.ones(experts.experts))
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
+        self.scales: tuple[Tensor, Tensor] | None = None
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Rounds the experts' weights, each output's at a scale of its own."""
+        (self.gate_up, gate_up), (self.down, down) = rounded(self.gate_up, dtype), rounded(self.down, dtype)
+        self.scales = gate_up, down
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -79,7 +86,7 @@ class Experts(nn.Module):
         logits_NX = F.linear(wide_ND, self.router.weight.to(wide_ND.dtype))
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
-        out_ND = expert_mlps(x_BWD.flatten(0, 1), chosen_NC, weights_NC, self.gate_up, self.down, geglu)
+        out_ND = expert_mlps(x_BWD.flatten(0, 1), chosen_NC, weights_NC, self.gate_up, self.down, geglu, self.scales)
         return out_ND.view_as(x_BWD)
 
 

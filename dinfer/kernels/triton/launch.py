@@ -5,6 +5,7 @@ A step is hundreds of kernels of a few microseconds. This takes away some of the
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -27,8 +28,8 @@ def follow(EARLY: tl.constexpr):
 
 
 def early(tensor: Tensor) -> dict[str, Any]:
-    """What a kernel that calls `follow` is launched with."""
-    if tensor.is_cuda and _hopper(tensor.device):
+    """What a kernel that calls `follow` is launched with. `DINFER_EARLY=0` in the environment turns it off."""
+    if os.environ.get("DINFER_EARLY", "1") != "0" and tensor.is_cuda and _hopper(tensor.device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -114,7 +114,7 @@ def _linear(
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
-AHEAD = 1024  # bytes of each output's weights that are fetched while the kernel before still runs
+AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs
 _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14
 
