@@ -107,6 +107,7 @@ class Proposal:
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
+    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
 
 
 @dataclass(frozen=True, slots=True)
