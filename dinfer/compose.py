@@ -77,7 +77,11 @@ class Recipe:
         for name, value in values.items():
             if isinstance(value, int) and abs(value) > EXACT:
                 raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
-        if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
+        if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
+            )
+        if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
                 "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
@@ -99,6 +103,10 @@ class Recipe:
     def sampled(self, options: Sequence[float]) -> bool:
         """Whether a request with these options needs steps that sample."""
         return self.sampling.asks(self.sampling_of(options))
+
+    def most(self, options: Sequence[float]) -> int:
+        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all."""
+        return self.sampling.most(self.sampling_of(options), self.model.spec.vocab)
 
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""

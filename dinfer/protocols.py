@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase
+from dinfer.kernels.random import noise
 from dinfer.kernels.rotary import HeadNorm, Table
 from dinfer.kernels.token_stats import Draw, TokenStats
 from dinfer.spec import ModelSpec, Placement
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State",
-    "StepShape", "TokenStats", "Window",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "SelfConditioned",
+    "State", "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -56,6 +57,7 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
+    most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
 
 
@@ -74,6 +76,8 @@ class Attend(Protocol):
 
     @property
     def pos_BW(self) -> Tensor: ...
+    @property
+    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
 
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
@@ -99,6 +103,14 @@ class Model(Protocol):
     def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
 
 
+class SelfConditioned(Protocol):
+    """What a `Model` with `spec.self_conditioning` can do beside."""
+
+    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
+        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a decoder asks for. The step, not the decoder, writes it."""
@@ -108,6 +120,9 @@ class Proposal:
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
     retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
+    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
+    # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
+    draft_RL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +158,11 @@ class Component(ABC):
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
+    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
 
     @classmethod
     @abstractmethod
@@ -171,7 +190,7 @@ class Decoder(Component):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Which further statistics `select` reads, of "entropy" and "margin"."""
+        """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
@@ -196,7 +215,10 @@ class Decoder(Component):
 
 
 class Sampling(Component):
-    """Decides which token each position is offered. Only asked in steps where some row wants more than the best."""
+    """Decides which token each position is offered. Only asked in steps where some row wants more than the best.
+
+    And, for models without a mask token, what open positions hold.
+    """
 
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
     suppress: tuple[int, ...] = ()
@@ -205,13 +227,27 @@ class Sampling(Component):
         """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
         return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
 
+    def most(self, options: Mapping[str, float], vocab: int) -> int:
+        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all. Host side.
+
+        So the step need not sort the vocabulary.
+        """
+        return 0
+
     @abstractmethod
     def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
         """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
 
     @abstractmethod
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
-        """Draws a token for each position. A row whose options are neutral must come out as without sampling."""
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
+
+        `most`: the largest of `Sampling.most` of the rows, or more.
+        """
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
+        return noise(seed, pos, step, vocab)
 
 
 class CachePolicy(Component):
@@ -290,7 +326,7 @@ class Iteration(Component):
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.sweeps`
-    scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
+    scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
@@ -309,7 +345,11 @@ class Iteration(Component):
         return model.embed(tokens_BW)
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
-        """Sees the logits of the whole window, after the commits; only if `scores == "window"`."""
+        """Sees logits, after the commits; not if `scores == "block"`.
+
+        If it is "window", those of the whole window; if "adjusted", those of the active blocks as the decoder has
+        adjusted them, before any draw.
+        """
 
     def floor(self, lanes: Lanes) -> Tensor:
         """Least confidence that a commit must have at this step. float32 or float64 [B]"""

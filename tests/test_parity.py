@@ -23,7 +23,12 @@ from dinfer.parity.models import real_tokens
 GOLDENS = Path(__file__).parent / "goldens"
 SHARED = Path(__file__).parents[2] / "shared" / "goldens"  # the whole set, where the project is developed
 PASSING = {
-    "models/llada/": 5, "decoders/": 259, "generation/llada/": 133, "generation/llada2_moe/": 28, "generation/dream/": 19,
+    "models/llada/": 5, "decoders/": 259, "generation/llada/": 133, "generation/llada2_moe/": 28,
+    "generation/dream/": 19,
+}  # fmt: skip
+BEYOND = {  # in the whole set alone
+    "models/dream": 3, "models/llada2_moe": 5, "models/sdar": 4, "models/llada_moe": 3, "models/diffusion_gemma": 4,
+    "generation/sdar": 14, "generation/llada_moe": 5, "generation/diffusion_gemma": 3,
 }  # fmt: skip
 SKIPPED: dict[str, int] = {}
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
@@ -70,7 +75,8 @@ def test_everything_in_scope_passes(root: Path) -> None:
         pytest.skip(f"{root} is not here")
     report = check(root)
     assert failures(report) == {}
-    assert {prefix: passed(report, prefix) for prefix in PASSING} == PASSING
+    passing = PASSING if root == GOLDENS else PASSING | BEYOND
+    assert {prefix: passed(report, prefix) for prefix in passing} == passing
     if root == GOLDENS:
         assert dict(report.skips()) == SKIPPED
         assert report.summary == "444 passed, 0 failed, 0 skipped"

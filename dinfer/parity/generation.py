@@ -11,7 +11,7 @@ from typing import Any
 from dinfer.compose import compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request
-from dinfer.parity import likelihood
+from dinfer.parity import likelihood, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
@@ -237,6 +237,8 @@ def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
     folder, family = doc.take("model"), doc.take("family")
     golden.family(folder, family)
+    if "random_canvas" in doc:
+        return uniform.run_generation(golden, doc)
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = (doc.take(name) for name in ("prompt_ids", "mask_id", "eos_id"))
@@ -254,7 +256,8 @@ def run(golden: Golden, doc: Fields) -> str:
         decoder = recorded(decoder, draws, [len(prompt) for prompt in bare], plan.new_tokens)
     recipe = compose(network, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
     requests = [
-        Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row})) for row, prompt in enumerate(bare)
+        Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row}))
+        for row, prompt in enumerate(bare)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]
