@@ -16,7 +16,7 @@ from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry
+from dinfer.registry import CACHES, DECODERS, ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,7 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "sdar_block_diffusion": _sdar,
     "dream_diffusion_generate": _dream,
 }
+
 
 def cases(golden: Golden) -> Iterator[Case]:
     """One case for each JSON file below generation/."""
