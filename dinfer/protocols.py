@@ -265,7 +265,7 @@ class CachePolicy(Component):
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
         `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
-        must begin where they do (`iteration.align`).
+        must begin and end where they do (`iteration.align`, and an `iteration.block` of whole ones).
         """
         return not self.reuses
 

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},
+    "surroundings": set(),
     "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
@@ -78,6 +79,7 @@ OUTSIDE: dict[str, set[str]] = {
     "vllm": set(),
     "sglang": set(),
     "lm_eval": set(),
+    "evaluations": {"cli"},
 }
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [

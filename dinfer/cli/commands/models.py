@@ -72,7 +72,8 @@ def use(entry: Published) -> str:
 def group(preset: str, entries: list[Published]) -> RenderableType:
     """The checkpoints with one preset."""
     first = entries[0]
-    facts = [first.attention, f"mask {first.mask_id}", f"ends with {' or '.join(map(str, first.eos_ids))}"]
+    mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
+    facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids))}"]
     facts += ["logits shifted by one"] * first.shifted
     table = Table.grid(padding=(0, 2))
     for entry in entries:
