@@ -24,7 +24,7 @@ from dinfer.spec import ModelSpec
 SMALLEST_RATIO = 1e-3
 MOST_WRONG = 0.3  # of the unmasked tokens of a block
 
-Guess = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Guess = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Noise:
     def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, guess: Guess | None) -> tuple[Tensor, Tensor]:
         """What is shown, and the weight of the loss at each position. int64, float32 [B, T]
 
-        `guess` gives the network's best tokens for what it is shown, beside the clean row, and their probabilities:
+        `guess` gives the network's best tokens for what it is shown, and their probabilities:
         with it, masks where that is above a random bar are filled with them.
         """
         rows, length = tokens_BT.shape
@@ -49,7 +49,7 @@ class Noise:
         shown_BT = self._spoilt(tokens_BT, prompt_B, response_BT) if self.wrong else tokens_BT
         shown_BT = torch.where(masked_BT, self.spec.mask_id, shown_BT)
         if guess is not None:
-            token_BT, confidence_BT = guess(shown_BT, tokens_BT)
+            token_BT, confidence_BT = guess(shown_BT)
             filled_BT = masked_BT & (confidence_BT > self._per_block(tokens_BT, self._rand))
             shown_BT, masked_BT = torch.where(filled_BT, token_BT, shown_BT), masked_BT & ~filled_BT
         weight_BT = masked_BT / ratio_BT

@@ -49,31 +49,34 @@ def block_diffusion_mask(length: int, block: int, device: torch.device) -> Tenso
     return ((before_SS & clean_S) | (own_SS & (clean_S[:, None] == clean_S)))[None]
 
 
-def logits(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor) -> Tensor:
+def logits(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
     """What the network says of rows as shown, bf16 matrix products on a GPU. [B, T, V]
 
-    A block-causal network sees the clean rows beside them, so that all blocks of a row are trained at once.
+    `seen_BSS`, for a block-causal network, is `block_diffusion_mask`: such a one sees the clean rows beside them, so
+    that all blocks of a row are trained at once.
     """
-    length, block = shown_BT.shape[1], model.spec.causal_block
+    length = shown_BT.shape[1]
     pos_BT = torch.arange(length, device=shown_BT.device).expand_as(shown_BT)
     with torch.autocast(shown_BT.device.type, torch.bfloat16, enabled=shown_BT.is_cuda):
-        if block is None:
+        if seen_BSS is None:
             return model.logits(model(model.embed(shown_BT), Whole(pos_BT, None)))
-        attend = Whole(torch.cat((pos_BT, pos_BT), 1), block_diffusion_mask(length, block, shown_BT.device))
+        attend = Whole(torch.cat((pos_BT, pos_BT), 1), seen_BSS)
         h_BSD = model(model.embed(torch.cat((shown_BT, tokens_BT), 1)), attend)
         return model.logits(h_BSD[:, :length])
 
 
-def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor) -> Tensor:
+def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
     """Cross-entropy at every position. float32 [B, T]"""
-    logits_BTV = logits(model, shown_BT, tokens_BT)
+    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS)
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="none").view_as(tokens_BT)
 
 
 @torch.no_grad()
-def guess(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+def guess(
+    model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The best token but the mask at every position, and its probability. int64, float32 [B, T]"""
-    logits_BTV = logits(model, shown_BT, tokens_BT).float()
+    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS).float()
     mask_V = torch.arange(logits_BTV.shape[-1], device=shown_BT.device) == model.spec.mask_id
     confidence_BT, token_BT = logits_BTV.masked_fill(mask_V, -torch.inf).softmax(-1).max(-1)
     return token_BT, confidence_BT
@@ -126,9 +129,11 @@ class Step:
 
     def loss(self, tokens_BT: Tensor, prompt_B: Tensor, drafts: bool) -> Tensor:
         """The loss of one batch; `drafts`: on the network's own drafts."""
-        guesses = (lambda shown_BT, clean_BT: self.guess(self.model, shown_BT, clean_BT)) if drafts else None
+        block = self.model.spec.causal_block
+        seen_BSS = None if block is None else block_diffusion_mask(tokens_BT.shape[1], block, tokens_BT.device)
+        guesses = (lambda shown_BT: self.guess(self.model, shown_BT, tokens_BT, seen_BSS)) if drafts else None
         shown_BT, weight_BT = self.noise(tokens_BT, prompt_B, guesses)
-        return (self.cross_entropy(self.model, shown_BT, tokens_BT) * weight_BT).sum()
+        return (self.cross_entropy(self.model, shown_BT, tokens_BT, seen_BSS) * weight_BT).sum()
 
     def _train(self, tokens_BT: Tensor, prompt_B: Tensor, drafts: bool) -> None:
         loss = self.loss(tokens_BT.long(), prompt_B.long(), drafts)
