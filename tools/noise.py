@@ -4,8 +4,9 @@ A bidirectional model is trained on whole rows (LLaDA, arXiv:2502.09992), a bloc
 Diffusion, arXiv:2503.09573): each draws a mask ratio t, masks each response token of it with probability t, and
 weighs the loss at masks by 1/t. Prompts are never noised; the EOS that fill a response are tokens like any.
 
-For editing decoders, some unmasked tokens are wrong, as in LLaDA2.1 (arXiv:2602.08676): either drawn at random, or
-drafts of the network itself. Then its answers at all unmasked positions count 1.
+For editing decoders, some blocks have no mask but wrong tokens (LLaDA2.1, arXiv:2602.08676), drawn at random or
+drafted by the network itself, and its answers at all unmasked positions count 1. Never both: where masks stood beside
+its own wrong drafts, a network learnt not to trust what it had decoded, and decoded worse for it.
 
 Shape suffixes: B rows, T positions, K blocks of a row.
 """
@@ -22,9 +23,9 @@ from dinfer.spec import ModelSpec
 
 # t from here to 1; LLaDA's, and for blocks the least that masks a token of a block on average
 SMALLEST_RATIO = 1e-3
-MOST_WRONG = 0.3  # of the unmasked tokens of a block
+MOST_WRONG = 0.3  # of the tokens of a block
 
-Guess = Callable[[Tensor], tuple[Tensor, Tensor]]
+Guess = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +40,17 @@ class Noise:
     def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, guess: Guess | None) -> tuple[Tensor, Tensor]:
         """What is shown, and the weight of the loss at each position. int64, float32 [B, T]
 
-        `guess` gives the network's best tokens for what it is shown, and their probabilities:
-        with it, masks where that is above a random bar are filled with them.
+        `guess` gives the network's best tokens for what it is shown; with it, all masks are filled so.
         """
         rows, length = tokens_BT.shape
         response_BT = torch.arange(length, device=tokens_BT.device) >= prompt_B[:, None]
         ratio_BT = self._per_block(tokens_BT, self._ratios)
-        masked_BT = response_BT & (self._uniform(tokens_BT) < ratio_BT)
-        shown_BT = self._spoilt(tokens_BT, prompt_B, response_BT) if self.wrong else tokens_BT
+        wrong_BT = self._per_block(tokens_BT, self._rand) < self.wrong
+        masked_BT = response_BT & ~wrong_BT & (self._uniform(tokens_BT) < ratio_BT)
+        shown_BT = self._spoilt(tokens_BT, prompt_B, response_BT & wrong_BT) if self.wrong else tokens_BT
         shown_BT = torch.where(masked_BT, self.spec.mask_id, shown_BT)
         if guess is not None:
-            token_BT, confidence_BT = guess(shown_BT)
-            filled_BT = masked_BT & (confidence_BT > self._per_block(tokens_BT, self._rand))
-            shown_BT, masked_BT = torch.where(filled_BT, token_BT, shown_BT), masked_BT & ~filled_BT
+            shown_BT, masked_BT = torch.where(masked_BT, guess(shown_BT), shown_BT), masked_BT & False
         weight_BT = masked_BT / ratio_BT
         if self.wrong:
             weight_BT = weight_BT + (response_BT & ~masked_BT)
@@ -76,12 +75,10 @@ class Noise:
         least = 1 / self.spec.causal_block if self.spec.causal_block else SMALLEST_RATIO
         return least + (1 - least) * even_BK
 
-    def _spoilt(self, tokens_BT: Tensor, prompt_B: Tensor, response_BT: Tensor) -> Tensor:
-        """Responses with wrong tokens: other digits for digits, else tokens from elsewhere in the response."""
+    def _spoilt(self, tokens_BT: Tensor, prompt_B: Tensor, where_BT: Tensor) -> Tensor:
+        """Rows with some wrong tokens: other digits for digits, else tokens from elsewhere in the response."""
         length = tokens_BT.shape[1]
-        chance_BT = self._per_block(tokens_BT, self._rand)
-        rate_BT = (1 - chance_BT / self.wrong).clamp_min(0) * MOST_WRONG  # 0 for blocks that are spared
-        hit_BT = response_BT & (self._uniform(tokens_BT) < rate_BT)
+        hit_BT = where_BT & (self._uniform(tokens_BT) < self._per_block(tokens_BT, self._rand) * MOST_WRONG)
         source_BT = prompt_B[:, None] + self._uniform(tokens_BT) * (length - prompt_B[:, None])
         other_BT = tokens_BT.gather(1, source_BT.long().clamp_max(length - 1))
         digit_BT = self.digits_X[(self._uniform(tokens_BT) * len(self.digits_X)).long()]

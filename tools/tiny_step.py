@@ -72,14 +72,11 @@ def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_
 
 
 @torch.no_grad()
-def guess(
-    model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The best token but the mask at every position, and its probability. int64, float32 [B, T]"""
-    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS).float()
+def guess(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
+    """The best token but the mask at every position. int64 [B, T]"""
+    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS)
     mask_V = torch.arange(logits_BTV.shape[-1], device=shown_BT.device) == model.spec.mask_id
-    confidence_BT, token_BT = logits_BTV.masked_fill(mask_V, -torch.inf).softmax(-1).max(-1)
-    return token_BT, confidence_BT
+    return logits_BTV.masked_fill(mask_V, -torch.inf).argmax(-1)
 
 
 def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
