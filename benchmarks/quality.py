@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -80,6 +81,16 @@ def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     yield from (recipe for recipe in foundation if recipe[1] not in decoders)
 
 
+def label(recipe: tuple[Any, Any, Any]) -> str:
+    """A recipe in words: iteration, decoder, its options, cache."""
+    iteration, decoder, cache = recipe
+    return " ".join([iteration["name"], decoder["name"], options_of(decoder), cache])
+
+
+def options_of(decoder: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in decoder.items() if key != "name")
+
+
 def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], dict[str, int]]:
     """The recipes that compose, and how many others were refused for which reason."""
     legal, refused = [], Counter[str]()
@@ -109,7 +120,7 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     return Row(
         iteration=iteration["name"],
         decoder=decoder["name"],
-        options=" ".join(f"{key}={value}" for key, value in decoder.items() if key != "name"),
+        options=options_of(decoder),
         cache=cache,
         problems=count,
         correct=correct,
@@ -126,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
     parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
+    parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
@@ -137,7 +149,8 @@ def main() -> None:
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
     base = dinfer.load(given.model, device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
-    legal, refused = sifted(base.model, recipes(given.preset, base.model.spec))
+    wanted = (recipe for recipe in recipes(given.preset, base.model.spec) if re.search(given.only, label(recipe)))
+    legal, refused = sifted(base.model, wanted)
     for iteration, cache in {(json.dumps(recipe[0]), recipe[2]) for recipe in legal}:
         measure(base, problems, given.new, (json.loads(iteration), {"name": "threshold", "threshold": 0.5}, cache))
     rows = []
