@@ -5,7 +5,7 @@
 
 Writes OUT.json (with command, commit, hardware, the recipes refused) and OUT.csv. Counts are those of `dinfer.Counts`:
 nothing from the first stop token on counts, forwards are summed over the problems. Every iteration and cache runs once
-before the clock does, so that compiling kernels is nobody's wall time.
+before the clock does, so that compiling kernels is nobody's wall time. `docs/metrics.md` defines the columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ import torch
 
 import dinfer
 from benchmarks.surroundings import surroundings
+from dinfer.metrics import Metrics, Sample
+from dinfer.metrics import measure as metrics_of
 from dinfer.problems import Problem, generate, is_correct
 from dinfer.spec import ModelSpec
 
@@ -49,14 +51,12 @@ class Row:
     decoder: str
     options: str
     cache: str
-    problems: int
-    correct: int
-    accuracy: float  # percent
-    nfe: float  # forwards per problem
-    refreshes: float  # per problem
-    tpf: float  # tokens before the first stop token, per forward
-    tokens: float  # per problem
-    seconds: float  # wall time of the whole batch
+    metrics: Metrics
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line of the table: the recipe, then the figures."""
+        recipe = {name: getattr(self, name) for name in ("iteration", "decoder", "options", "cache")}
+        return recipe | self.metrics.row()
 
 
 def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
@@ -113,23 +113,14 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     began = time.perf_counter()
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens)
     seconds = time.perf_counter() - began
-    correct = sum(is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True))
-    forwards = sum(result.counts.forwards for result in results)
-    tokens = sum(result.counts.tokens for result in results)
-    count = len(problems)
+    pairs = zip(problems, results, strict=True)
+    samples = [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
     return Row(
         iteration=iteration["name"],
         decoder=decoder["name"],
         options=options_of(decoder),
         cache=cache,
-        problems=count,
-        correct=correct,
-        accuracy=round(100 * correct / count, 1),
-        nfe=round(forwards / count, 2),
-        refreshes=round(sum(result.counts.refreshes for result in results) / count, 2),
-        tpf=round(tokens / forwards, 3),
-        tokens=round(tokens / count, 1),
-        seconds=round(seconds, 2),
+        metrics=metrics_of(samples, seconds),
     )
 
 
@@ -158,8 +149,8 @@ def main() -> None:
         row = measure(base, problems, given.new, recipe)
         rows.append(row)
         print(
-            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:9} {row.accuracy:5.1f}% "
-            f"NFE {row.nfe:6.2f}  TPF {row.tpf:6.3f}  {row.seconds:6.2f} s",
+            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:9} {row.metrics.accuracy:5.1f}% "
+            f"NFE {row.metrics.nfe:6.2f}  TPF {row.metrics.tpf:6.3f}  {row.metrics.seconds:6.2f} s",
             flush=True,
         )
         if given.out:
@@ -169,7 +160,7 @@ def main() -> None:
 
 def write(out: Path, rows: list[Row], about: dict[str, Any]) -> None:
     """OUT.json and OUT.csv; after every row, so that a run that is cut short leaves what it measured."""
-    table = [asdict(row) for row in rows]
+    table = [row.to_dict() for row in rows]
     out.with_suffix(".json").write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
     with out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dinfer.checkpoint import family_of
 from dinfer.protocols import ModelFamily, ModelSpec
 from dinfer.registry import MODELS
 
@@ -31,11 +32,46 @@ SMALL = LLADA_8B | {
     "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 128, "vocab_size": 512,
     "embedding_size": 512, "mask_token_id": 511, "eos_token_id": 510,
 }  # fmt: skip
-SHAPES = {"llada-8b": LLADA_8B, "small": SMALL}
+LLADA2_MINI: dict[str, Any] = {
+    "model_type": "llada2_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 5120,
+    "first_k_dense_replace": 1,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 512,
+    "n_group": 8,
+    "topk_group": 4,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 600000,
+    "rms_norm_eps": 1e-6,
+    "use_qk_norm": True,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 16384,
+    "vocab_size": 157184,
+    "mask_token_id": 156895,
+    "eos_token_id": 156892,
+}
+SMALL_LLADA2 = LLADA2_MINI | {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_group": 4,
+    "topk_group": 2, "vocab_size": 512, "mask_token_id": 511, "eos_token_id": 510,
+}  # fmt: skip
+SHAPES = {"llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "small": SMALL, "small-llada2": SMALL_LLADA2}
 
 
 def shape(name: str) -> tuple[ModelFamily, ModelSpec]:
     """The family and the spec of a shape."""
     config = SHAPES[name]
-    family = MODELS.build("llada")
+    family = MODELS.build(family_of(config))
     return family, family.spec(config)

@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
     parser.add_argument("--profile", action="store_true", help="print GPU time by kernel")
     parser.add_argument("--out", type=Path)
@@ -119,7 +120,7 @@ def main() -> None:
         report["copy_tb_per_s"] = bandwidth / 1e12
         report["limit_ms"] = 1e3 * weight_bytes(model) / bandwidth
     recipe = compose(
-        model, iteration={"name": "blockwise", "block": given.block}, decoder="threshold", cache=given.cache
+        model, iteration={"name": given.iteration, "block": given.block}, decoder="threshold", cache=given.cache
     )
     generator = torch.Generator().manual_seed(1)
     low = min(spec.eos_id, spec.mask_id)

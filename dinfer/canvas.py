@@ -137,13 +137,15 @@ class Canvas:
         region: tuple[int, int],
         mask_id: int,
         phase: Phase = Phase.FULL,
+        kept: int = 0,
         seed: int = 0,
         stops: bool = True,
-    ) -> None:
+    ) -> dict[str, int]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
-        `phase` what the row needs first; `stops` whether a stop token ends it.
+        `phase` what the row needs first; `kept` up to where its pages hold the keys
+        already; `stops` whether a stop token ends it. Returns the row's cursors.
         """
         length = len(tokens)
         masked_S = torch.tensor(masked)
@@ -154,7 +156,7 @@ class Canvas:
         cursors = dict.fromkeys(CURSORS, 0)
         cursors |= {"phase_B": int(phase), "prompt_B": prompt, "length_B": length}
         cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
-        cursors |= {"stops_B": int(stops)}
+        cursors |= {"stops_B": int(stops), "kept_B": kept}
         place_S = torch.arange(length)
         next_S = torch.full((self.capacity + 1,), length)
         next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
@@ -163,6 +165,7 @@ class Canvas:
         self.status_NS[slot] = status_S.to(self.status_NS.device)
         self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
         self.blocks_NKC[slot] = 0
+        return cursors
 
     def release(self, slot: int) -> None:
         """Frees a slot. Host side."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of, unknown
+from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
@@ -38,7 +38,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
-        for kind, silent in (("iteration", self.iteration), ("cache", self.cache)):
+        silent_parts = {"iteration": self.iteration, "cache": self.cache}
+        for kind, part in {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}.items():
+            check_types(kind, part)
+        for kind, silent in silent_parts.items():
             for info in options_of(silent):
                 if info.per_request:
                     raise TypeError(
@@ -54,12 +57,13 @@ class Recipe:
                 f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit."
             )
-        if spec.causal_block and self.iteration.block % spec.causal_block:
-            below = self.iteration.block // spec.causal_block * spec.causal_block
-            fitting = " or ".join(str(block) for block in (below, below + spec.causal_block) if block)
+        block, attention = self.iteration.block, spec.causal_block
+        if attention and block and block % attention and attention % block:
+            below = block // attention * attention
+            fitting = " or ".join(str(fit) for fit in (below, below + attention) if fit)
             raise IncompatibleRecipe(
-                f"iteration.block={self.iteration.block} must be a multiple of the model's attention block, "
-                f"{spec.causal_block}. Use iteration.block={fitting}."
+                f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
+                f"it. Use iteration.block={fitting}."
             )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.layers.transformer import Transformer
 from dinfer.protocols import ModelFamily
@@ -40,6 +40,8 @@ class Names:
     expert_gate: str = "model.layers.{i}.mlp.experts.{e}.gate_proj"
     expert_up: str = "model.layers.{i}.mlp.experts.{e}.up_proj"
     expert_down: str = "model.layers.{i}.mlp.experts.{e}.down_proj"
+    fused_gate_up: str = "model.layers.{i}.mlp.w1"  # the full name; all experts of a layer, as dInfer's converter does
+    fused_down: str = "model.layers.{i}.mlp.w2"
     shared_gate: str = "model.layers.{i}.mlp.shared_experts.gate_proj"
     shared_up: str = "model.layers.{i}.mlp.shared_experts.up_proj"
     shared_down: str = "model.layers.{i}.mlp.shared_experts.down_proj"
@@ -51,6 +53,7 @@ class HubFamily(ModelFamily):
 
     checkpoint: str = option("", "hub name, folder, or the name of a model in the box")
     revision: str | None = option(None, "commit, tag or branch on the hub")
+    adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter, merged into the weights when loaded")
     stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the checkpoint's eos_token_id")
     mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
 
@@ -67,8 +70,8 @@ class HubFamily(ModelFamily):
     def network(self, spec: ModelSpec) -> Transformer:
         return Transformer(spec)
 
-    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
-        return dict(placements(spec, self.names()))
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        return dict(placements(spec, self.names(), fused))
 
     def tokens(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The special tokens, as fields of `ModelSpec`."""
@@ -84,6 +87,24 @@ class HubFamily(ModelFamily):
         return {"mask_id": mask_id, "eos_id": eos_ids[0], "stop_ids": eos_ids + more}
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockFamily(HubFamily):
+    """A family of block-causal models."""
+
+    trained: ClassVar[int] = 32  # length of the attention blocks of checkpoints whose config is silent about it
+
+    block: int | None = option(None, "length of the attention blocks; null: as the checkpoint was trained")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"model.block={self.block} must be at least 1")
+
+    def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
+        """Length of the attention blocks."""
+        return self.block or config.get(field) or self.trained
+
+
 def body(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -92,9 +113,11 @@ def body(config: Mapping[str, Any]) -> dict[str, Any]:
         if not heads or hidden % heads:
             raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
         head_dim = hidden // heads
-    theta = config.get("rope_theta")
-    if theta is None:  # where transformers 5 keeps it
-        theta = (config.get("rope_parameters") or {})["rope_theta"]
+    theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+    if theta is None:
+        theta = rope["rope_theta"]
     return {
         "vocab": config["vocab_size"],
         "hidden": hidden,
@@ -125,18 +148,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 """What transformers' names have to say for the core to be the network that is meant."""
 
 
-def placements(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Placement]]:
+def placements(spec: ModelSpec, names: Names, fused: bool) -> Iterator[tuple[str, Placement]]:
     """Every tensor that a checkpoint of this spec must have, and where it goes."""
     yield f"{names.embedding}.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
     yield f"{names.norm}.weight", Placement("norm.weight", (spec.hidden,))
     if not spec.tied_head:
         yield f"{names.head}.weight", Placement("head.weight", (spec.vocab, spec.hidden))
     for i in range(spec.layers):
-        for name, place in _layer(spec, names, i):
+        for name, place in _layer(spec, names, i, fused):
             yield name.replace("{i}", str(i)), place
 
 
-def _layer(spec: ModelSpec, names: Names, layer: int) -> Iterator[tuple[str, Placement]]:
+def _layer(spec: ModelSpec, names: Names, layer: int, fused: bool) -> Iterator[tuple[str, Placement]]:
     ours, d, e = f"blocks.{layer}", spec.hidden, spec.head_dim
     q, kv = spec.heads * e, spec.kv_heads * e
     yield f"{names.attn_norm}.weight", Placement(f"{ours}.attn_norm.weight", (d,))
@@ -159,11 +182,14 @@ def _layer(spec: ModelSpec, names: Names, layer: int) -> Iterator[tuple[str, Pla
     yield f"{names.router}.weight", Placement(f"{ours}.mlp.router.weight", (experts.experts, d))
     if experts.bias:
         yield names.choice_bias, Placement(f"{ours}.mlp.choice_bias", (experts.experts,))
-    for e in range(experts.experts):
+    m = experts.width
+    if fused:
+        yield names.fused_gate_up, Placement(f"{ours}.mlp.gate_up", (experts.experts, 2 * m, d))
+        yield names.fused_down, Placement(f"{ours}.mlp.down", (experts.experts, d, m))
+    for e in range(0 if fused else experts.experts):
         gate, up, down = (
             name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down)
         )
-        m = experts.width
         yield f"{gate}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e)
         yield f"{up}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e + m)
         yield f"{down}.weight", Placement(f"{ours}.mlp.down", (d, m), d * e)

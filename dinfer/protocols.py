@@ -56,6 +56,7 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
+    settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Window:
     pos_BW: Tensor  # int64, absolute positions
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
+    settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
 
 
 class Attend(Protocol):
@@ -140,6 +142,8 @@ class Component(ABC):
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
+    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+
     @classmethod
     @abstractmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -154,8 +158,8 @@ class ModelFamily(Component):
         """The network, a `Model`; on whatever device is torch's default."""
 
     @abstractmethod
-    def weights(self, spec: ModelSpec) -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes."""
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes; `fused`: one tensor for all experts of a layer."""
 
 
 class Decoder(Component):
@@ -228,6 +232,13 @@ class CachePolicy(Component):
         """
         return not self.reuses
 
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
+
+        They must be functions of the tokens before them alone: requests whose prompts begin alike may share them.
+        """
+        return 0
+
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""
         return Phase.FULL
@@ -236,7 +247,17 @@ class CachePolicy(Component):
     def width(
         self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
     ) -> int:
-        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side."""
+        """Positions a step of `phase` computes for a row with these cursors (see `Lanes`). Host side.
+
+        A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
+        """
+
+    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+        """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
+
+        A row that has more to compute than what it decodes computes that first, in a pass of its own.
+        """
+        return None
 
     @abstractmethod
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:

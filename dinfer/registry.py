@@ -91,6 +91,12 @@ def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = 
     return {name: float(value) if hints[name] is float else value for name, value in values.items()}
 
 
+def check_types(kind: str, component: Any) -> None:
+    """Raises ValueError for an option of another type than declared, in a component that Python code built itself."""
+    values = {info.name: getattr(component, info.name) for info in options_of(component)}
+    typed(get_type_hints(type(component)), values, prefix=f"{kind}.")
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:

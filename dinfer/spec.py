@@ -92,7 +92,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a checkpoint's tensor goes: rows `[row, row + shape[0])` of a parameter of the network."""
+    """Where a checkpoint's tensor goes: into a parameter of the network, from `row` on.
+
+    A tensor of three dimensions fills as many rows as its first two have together.
+    """
 
     parameter: str
     shape: tuple[int, ...]

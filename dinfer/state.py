@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas
+from dinfer.canvas import Canvas, Phase
 from dinfer.compose import Recipe
 from dinfer.kv import KVPool
 from dinfer.protocols import State
@@ -87,23 +87,27 @@ class BatchState:
 
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
-        options: Sequence[float] = (), stops: bool = True,
-    ) -> None:  # fmt: skip
+        options: Sequence[float] = (), stops: bool = True, kept: int = 0,
+    ) -> dict[str, int]:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
         `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
-        returns them, those left out at the end have their defaults.
+        returns them, those left out at the end have their defaults; `kept`: up to where its pages hold the keys of a
+        prompt already. Returns the row's cursors.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
         self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
-        self.canvas.admit(
+        phase = recipe.cache.first_phase(spec, region[0])
+        prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])
+        cursors = self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
-            phase=recipe.cache.first_phase(spec, region[0]), seed=int(recipe.sampling_of(given).get("seed", 0)),
+            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=int(recipe.sampling_of(given).get("seed", 0)),
             stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)
+        return cursors
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

@@ -7,10 +7,12 @@ whole, LM head and commits included, once per `StepShape`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from dinfer.canvas import BlockView, Lanes, Phase, Status, span
+from dinfer.canvas import BlockView, Canvas, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
 from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval
@@ -45,12 +47,13 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
-    lanes.kept_B = cache.kept(lanes, spec)
-    if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
-        lanes.forwards_B, lanes.prefills_B = lanes.forwards_B + 1, lanes.prefills_B + 1
-        lanes.phase_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))
-        canvas.store(lanes)
-        return
+    kept_B = cache.kept(lanes, spec)
+    if window.settled_B is not None:
+        settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
+        if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
+            return
+        lanes.live_B = lanes.live_B & (window.settled_B < 0)
+    lanes.kept_B = kept_B
     if iteration.scores == "window":
         logits_BWV = model.logits(h_BWD)
         logits_RLV = take(logits_BWV, window.logits_RL)
@@ -103,6 +106,20 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
     state.decoder.store(slot_B, decoder_state, lanes.live_B)
     state.cache.store(slot_B, cache_state, lanes.live_B)
+
+
+def settle(canvas: Canvas, lanes: Lanes, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> None:
+    """Stores the cursors of rows that had keys computed and decode nothing; a prefill goes on where keys are left."""
+    rest_B = (settled_B < kept_B) & (phase == Phase.PREFILL)
+    passed = replace(
+        lanes,
+        live_B=lanes.live_B & (settled_B >= 0),
+        kept_B=settled_B,
+        forwards_B=lanes.forwards_B + 1,
+        prefills_B=lanes.prefills_B + 1,
+        phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
+    )
+    canvas.store(passed)
 
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes) -> BlockView:

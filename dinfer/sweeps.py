@@ -42,6 +42,10 @@ class AlignedSweep(Iteration):
         """Where the block begins that holds the next position to be decoded. int64 [B]"""
         return torch.div(open_B, self.block, rounding_mode="floor") * self.block
 
+    def next_end(self, open_B: Tensor) -> Tensor:
+        """Where it ends, in a canvas without an end. int64 [B]"""
+        return self.next_start(open_B) + self.block
+
     def stopped(self, after: BlockAfter) -> Tensor:
         """Rows that end at a stop token now. bool [B]"""
         stop_BX = (after.stop_BKL & ~after.given_BKL).flatten(1) & (self.stop != "off")
@@ -53,9 +57,9 @@ class AlignedSweep(Iteration):
         leave_B = after.finished_BK.all(-1)
         done_B = self.stopped(after) | (leave_B & (after.next_B >= lanes.length_B))
         entered_B = leave_B & ~done_B
-        start_B = self.next_start(after.next_B)
-        lanes.start_B = torch.where(entered_B, start_B, lanes.start_B)
-        lanes.end_B = torch.where(entered_B, torch.minimum(start_B + self.block, lanes.length_B), lanes.end_B)
+        end_B = torch.minimum(self.next_end(after.next_B), lanes.length_B)
+        lanes.start_B = torch.where(entered_B, self.next_start(after.next_B), lanes.start_B)
+        lanes.end_B = torch.where(entered_B, end_B, lanes.end_B)
         lanes.block_B = lanes.block_B + leave_B
         return Moved(entered_B, done_B)
 

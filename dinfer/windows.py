@@ -64,12 +64,15 @@ def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor)
 
 
 def horizon(spec: ModelSpec, end: int, length: int) -> int:
-    """The first position that no query before `end` sees. Host side."""
-    return length if spec.causal_block is None else min(-(-end // spec.causal_block) * spec.causal_block, length)
+    """The first position that no query sees which decodes a position before `end`. Host side."""
+    if spec.causal_block is None:
+        return length
+    return min(-(-max(end - spec.shift, 1) // spec.causal_block) * spec.causal_block, length)
 
 
 def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
     """`horizon` behind each row's active region, on the device. int64 [B]"""
     if spec.causal_block is None:
         return lanes.length_B
-    return torch.minimum(-(-lanes.end_B // spec.causal_block) * spec.causal_block, lanes.length_B)
+    last_B = (lanes.end_B - spec.shift).clamp_min(1)
+    return torch.minimum(-(-last_B // spec.causal_block) * spec.causal_block, lanes.length_B)

@@ -34,20 +34,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT | {"sweeps"},
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
-    "checkpoint": {"protocols", "registry", "spec"},
+    "shards": set(),
+    "adapters": {"shards", "spec"},
+    "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "step": CORE | {"compose", "guidance", "state"},
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
+    "metrics": {"engine"},
+    "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "canvas", "checkpoint", "compose", "engine", "iterations", "pipeline", "protocols", "registry", "state", "step",
+        "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "state", "step",
     },
-    "cli": {"audit", "checkpoint", "compose", "engine", "pipeline", "problems", "protocols", "registry"},
+    "cli": {
+        "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
+    },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
 OUTSIDE: dict[str, set[str]] = {
@@ -57,9 +65,9 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"audit"},
     "triton": {"kernels"},
     "transformers": {"pipeline"},
-    "safetensors": {"checkpoint", "parity", "cli"},
+    "safetensors": {"checkpoint", "shards", "parity", "cli"},
     "huggingface_hub": {"checkpoint"},
-    "numpy": set(),
+    "numpy": {"metrics"},
     "jinja2": set(),
     "vllm": set(),
     "sglang": set(),
@@ -68,7 +76,7 @@ OUTSIDE: dict[str, set[str]] = {
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [
     path
-    for folder in ("dinfer", "evaluations", "benchmarks", "tools", "tests")
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -86,6 +87,17 @@ WRONG = [
     (["infill", "no gap", "CHECKPOINT"], "has no gap"),
     (["infill", "a [MASK:0] b", "CHECKPOINT"], "'[MASK:0]' is no gap"),
     (["list", "decoders"], "unknown registry 'decoders'. Did you mean 'decoder'? Known: model, iteration, decoder"),
+    (["trace"], "a question is needed"),
+    (["trace", "a", "out=trace.txt"], "out=trace.txt must end in .html"),
+    (["trace", "a", "out=[]"], "out=[] names no file"),
+    (["trace", "a", "out=no/such/folder/a.html"], "there is no folder no/such/folder"),
+    (
+        ["trace", "a", "compare.decodr=fixed", "CHECKPOINT"],
+        "to compare: 'decodr'. Did you mean 'decoder'",
+    ),
+    (["trace", "a", "compare.decoder=fixd", "CHECKPOINT"], "unknown decoder 'fixd'. Did you mean 'fixed'"),
+    (["trace", "a", "compare.decoder=fixed", "compare.decoder.threshold=1", "CHECKPOINT"], "option of decoder 'fixed'"),
+    (["trace", "a", "compare=fixed"], "does not say what to change"),
     (["demo", "why?"], "this command takes no text"),
     (["demo", "count=0"], "count=0 must be at least 1"),
     (["demo", "count=few"], "count='few' must be an integer"),
@@ -324,3 +336,21 @@ def test_the_model_in_the_box_answers_from_the_wheel(dinfer: CommandLine) -> Non
     said = dinfer.run("generate", problem.question, "decoder=fixed")
     assert (said.status, said.err) == (0, "")
     assert "Answer:" in said.out and SUMMARY.search(said.out)
+
+
+def test_trace_writes_a_page_and_its_data_for_two_recipes(dinfer: CommandLine, checkpoint: str, tmp_path: Path) -> None:
+    settings = [checkpoint, "max_new_tokens=16", "decoder.threshold=0.5", "iteration.block=8"]
+    files = f"out=[{tmp_path}/a.html,{tmp_path}/a.json]"
+    said = dinfer.run("trace", "</script> a=b", *settings, files, "compare.decoder=fixed", "compare.decoder.steps=4")
+    assert (said.status, said.err) == (0, "")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["prompt"] == "</script> a=b"
+    first, second = (run["recipe"] for run in found["runs"])
+    assert (first["decoder"]["name"], first["decoder"]["threshold"]) == ("threshold", 0.5)
+    assert (second["decoder"]["name"], second["decoder"]["steps"]) == ("fixed", 4)
+    assert first["cache"] == second["cache"] and second["iteration"]["block"] == 8
+    assert "<!doctype html>" in (tmp_path / "a.html").read_text()
+    swept = dinfer.run("trace", "a", *settings, f"out={tmp_path}/b.json", "-m", "cache=none,dual")
+    assert swept.status == 0
+    caches = [json.loads((tmp_path / f"b-{i}.json").read_text())["runs"][0]["recipe"]["cache"]["name"] for i in (0, 1)]
+    assert caches == ["none", "dual"]

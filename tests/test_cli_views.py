@@ -40,7 +40,9 @@ def steps(*canvases: bytes, block: int = 4) -> list[Update]:
         done = None
         if index == len(canvases) - 1:
             output = list(canvas.split(b"\x00")[0])
-            done = Completion([*PROMPT, *canvas], output, b"\x00" in canvas, Counts(index + 1, 1, 4, len(output), 0.5))
+            done = Completion(
+                [*PROMPT, *canvas], output, b"\x00" in canvas, Counts(index + 1, 0, 1, 4, len(output), 0.5)
+            )
         region = (len(PROMPT), len(PROMPT) + block)
         updates.append(Update(0, index + 1, PHASES[min(index, 1)], region, [*PROMPT, *canvas], masked, done))
     return updates

@@ -25,6 +25,7 @@ from support.matrix import (
 from support.models import MASK, tiny_model
 
 from dinfer.compose import IncompatibleRecipe, compose
+from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
@@ -133,6 +134,11 @@ def test_a_component_need_not_be_registered() -> None:
         engine_for(recipe), [Request([1, 2], 8, recipe.resolve(given)) for given in ({}, {"many": 8})]
     )
     assert (one.counts.forwards, other.counts.forwards) == (4, 1)
+
+
+def test_options_of_a_component_built_in_python_are_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"decoder\.score='bogus' must be 'low_confidence' or 'random'"):
+        compose(tiny_model(), iteration="blockwise", decoder=Fixed(score="bogus"), cache="none")  # type: ignore[arg-type]
 
 
 def test_a_component_that_is_no_dataclass_is_refused() -> None:

@@ -69,6 +69,12 @@ def test_the_readmes_library_example_runs(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip().endswith("steps")
 
 
+@pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")
+def test_the_example_of_traces_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks((ROOT / "docs" / "trace.md").read_text(), "python")[0], "trace.md", "exec"), {})
+    assert "Block(index=0" in capsys.readouterr().out
+
+
 def test_the_readmes_table_names_every_component() -> None:
     for registry in REGISTRIES:
         row = next(line for line in README.splitlines() if line.startswith(f"| `{registry.kind}`"))

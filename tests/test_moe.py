@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import tiny_spec
 
 from dinfer.kernels.moe import block_experts, expert_mlps, route
-from dinfer.layers.mlp import blocks_of
+from dinfer.layers.mlp import Experts, blocks_of
 from dinfer.spec import ExpertSpec
 
 
@@ -67,12 +70,45 @@ def test_softmax_weights_are_not_normalised_unless_asked() -> None:
 def test_tokens_of_a_block_share_its_experts() -> None:
     pos = torch.tensor([[0, 1, 4, 5], [4, 5, -1, -1]])
     block = blocks_of(pos, 4)
-    assert block.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]  # rows apart, padding apart
+    assert block.tolist() == [0, 0, 1, 1, 3, 3, 2, 2]  # rows apart, padding apart
     scores = torch.rand(8, 6, generator=rng(3))
     open_NX = block_experts(scores, block, 2)
     assert (open_NX.sum(-1) == 2).all()
     best = torch.maximum(scores[0], scores[1]).topk(2).indices
     assert open_NX[0, best].all() and open_NX[1, best].all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 99), st.integers(2, 8), st.booleans())
+def test_block_routing_is_its_rule_one_block_at_a_time(seed: int, capacity: int, ties: bool) -> None:
+    """By corrected scores, with the best of all tokens of a block; the mixing weights are those of the plain scores."""
+    spec = replace(tiny_spec("block_causal"), experts=ExpertSpec(
+        experts=8, chosen=2, width=4, scores="sigmoid", normalize=True, scale=2.5, bias=True, capacity=capacity,
+    ))  # fmt: skip
+    layer, g = Experts(spec), rng(seed)
+    torch.nn.init.normal_(layer.choice_bias, generator=g)
+    pos = torch.stack([torch.randperm(11, generator=g), torch.arange(3, 14)])
+    logits = torch.randn(22, 8, generator=g)
+    if ties:
+        logits = logits.round()
+        torch.nn.init.zeros_(layer.choice_bias)
+    with torch.no_grad():
+        chosen, weights = layer.route(logits, pos)
+        scores = logits.sigmoid()
+        corrected = scores + layer.choice_bias
+    for row in (0, 1):
+        for block in range(4):
+            own = [11 * row + i for i in range(11) if pos[row, i] // 4 == block]
+            if not own:
+                continue
+            best = corrected[own].amax(0).tolist()
+            allowed = sorted(range(8), key=lambda x: (-best[x], x))[:capacity]
+            for token in own:
+                want = sorted((corrected[token, x].item() for x in allowed), reverse=True)[:2]
+                assert set(chosen[token].tolist()) <= set(allowed)
+                assert sorted(corrected[token, chosen[token]].tolist(), reverse=True) == want
+                plain = scores[token, chosen[token]]
+                torch.testing.assert_close(weights[token], plain / plain.sum() * 2.5)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import attention, norm, rotary  # noqa: E402
+from dinfer.kernels import attention, moe, norm, rotary  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
+from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 
@@ -97,3 +98,62 @@ def test_paged_attention(
     got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, splits)
     want = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
     torch.testing.assert_close(got, want, **CLOSE[dtype])
+
+
+ROUTERS = {
+    "softmax": {"sigmoid": False, "normalize": False, "scale": 1.0},
+    "normalized": {"sigmoid": False, "normalize": True, "scale": 1.0},
+    "grouped": {"sigmoid": True, "normalize": True, "scale": 2.5, "groups": 4, "groups_chosen": 2, "biased": True},
+    "groups of one": {"sigmoid": True, "normalize": False, "scale": 1.0, "groups": 24, "groups_chosen": 5},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route(reference: None, name: str) -> None:
+    router = {"groups": 1, "groups_chosen": 1} | ROUTERS[name]
+    bias_X = draw(24) if router.pop("biased", False) else None
+    logits_NX = draw(33, 24)
+    got = triton_moe.route(logits_NX, 5, bias_X=bias_X, **router)
+    want = moe.route(logits_NX, 5, bias_X=bias_X, **router)
+    for experts, weights, (theirs, their_weights) in zip(*got, zip(*want, strict=True), strict=True):
+        order, their_order = experts.argsort(), theirs.argsort()
+        assert experts[order].tolist() == theirs[their_order].tolist()
+        torch.testing.assert_close(weights[order], their_weights[their_order])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
+    (1, 8, 2, 64, 32), (33, 8, 2, 40, 24), (20, 64, 6, 130, 48), (300, 4, 3, 64, 64),
+])  # fmt: skip
+def test_expert_mlps(
+    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int
+) -> None:
+    x_ND = draw(tokens, hidden, dtype=dtype)
+    gate_up_XMD = draw(experts, 2 * width, hidden, dtype=dtype) / hidden**0.5
+    down_XDM = draw(experts, hidden, width, dtype=dtype) / width**0.5
+    weights_NX = draw(tokens, experts).softmax(-1)
+    weights_NX[:, 0] = 0  # nobody's expert
+    weights_NC, experts_NC = weights_NX.topk(chosen)
+    plan = triton_moe.plan(experts_NC, experts)
+    assert plan.count_X[0] == 0 and plan.count_X.sum() == tokens * chosen
+    hidden_PM = norm.swiglu(triton_moe.expert_linear(x_ND, gate_up_XMD, plan, tokens * chosen))
+    got = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down_XDM, plan, tokens * chosen), weights_NC)
+    torch.testing.assert_close(
+        got, moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM), **CLOSE[dtype]
+    )
+
+
+@pytest.mark.parametrize("neighbours", [1, 40])
+def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> None:
+    """Bit for bit, as long as tiles have the same shape."""
+    x_ND, gate_up_XMD, down_XDM = draw(41, 64), draw(64, 32, 64), draw(64, 64, 16)
+    experts_NC = torch.rand(41, 64, device=DEVICE).topk(3).indices
+    weights_NC = torch.rand(41, 3, device=DEVICE)
+
+    def run(count: int) -> torch.Tensor:
+        plan = triton_moe.plan(experts_NC[:count], 64)
+        hidden_PM = norm.swiglu(triton_moe.expert_linear(x_ND[:count], gate_up_XMD, plan, 3 * count))
+        out_PD = triton_moe.expert_linear(hidden_PM, down_XDM, plan, 3 * count)
+        return triton_moe.combine(out_PD, weights_NC[:count])
+
+    assert torch.equal(run(neighbours + 1)[0], run(1)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class BlockCache(CachePolicy):
     for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. Keys of
     a finished block are those of its last step, when some of its tokens were still masked; the first step of the
     next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
-    references spend a forward of its own on that, after the last block too.
+    references spend a forward of its own on that, after the last block too; so do large batches here with
+    runtime.settle, where a step of twice the width for the sake of a few rows costs more.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
@@ -35,29 +36,52 @@ class BlockCache(CachePolicy):
             "attention, but this model is bidirectional. Use cache=dual or cache=prefix."
         )
 
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        return self._settled(spec, start)
+
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         return Phase.PREFILL if self._settled(spec, start) else Phase.WINDOW
 
     def width(
         self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
     ) -> int:
-        return (self._settled(spec, start) if phase == Phase.PREFILL else horizon(spec, end, length)) - kept
+        settled = self._settled(spec, start)
+        return settled - kept if phase == Phase.PREFILL else horizon(spec, end, length) - min(kept, settled)
+
+    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+        return max(horizon(spec, end, length) - self._settled(spec, start), spec.causal_block or 1)
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        stop_B = self.kept(lanes, spec) if shape.phase == Phase.PREFILL else horizon_B(spec, lanes)
-        return contiguous(lanes, spec, shape, lanes.kept_B, stop_B)
+        prefill, settled_B = shape.phase == Phase.PREFILL, self._settled_B(lanes, spec)
+        first_B = torch.minimum(lanes.kept_B, settled_B)
+        stop_B = settled_B if prefill else horizon_B(spec, lanes)
+        if not prefill and not shape.settles:
+            return contiguous(lanes, spec, shape, first_B, stop_B)
+        block = spec.causal_block or 1
+        piece_B = torch.minimum(first_B + shape.width // block * block, settled_B)
+        decodes_B = (stop_B - first_B <= shape.width) & (not prefill)
+        window = contiguous(lanes, spec, shape, first_B, torch.where(decodes_B, stop_B, piece_B))
+        able_B = decodes_B | (piece_B > first_B)
+        return replace(window, fits_B=able_B, settled_B=torch.where(decodes_B, -1, piece_B))
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
 
     def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
-        block = spec.causal_block or 1
-        return (lanes.start_B - spec.shift).clamp_min(0) // block * block
+        # What was finished when the step began has just been computed, but for a prefill, which leaves out the block
+        # whose logits decode the first position.
+        final_B = lanes.start_B // (spec.causal_block or 1) * (spec.causal_block or 1)
+        return torch.where(lanes.phase_B == int(Phase.PREFILL), self._settled_B(lanes, spec), final_B)
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         return torch.full_like(lanes.phase_B, int(Phase.WINDOW))
 
     def _settled(self, spec: ModelSpec, start: int) -> int:
-        """`kept` on the host: the complete attention blocks before the active region."""
+        """Up to where no logits are needed: the attention blocks before those that decode the active region."""
         block = spec.causal_block or 1
         return max(start - spec.shift, 0) // block * block
+
+    def _settled_B(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
+        """`_settled` on the device. int64 [B]"""
+        block = spec.causal_block or 1
+        return (lanes.start_B - spec.shift).clamp_min(0) // block * block

@@ -17,8 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import flags_of, split
-from dinfer.cli.errors import reported
+from dinfer.cli.errors import FAILURES, INPUT_ERRORS, debugging, reported
 from dinfer.cli.names import check
+from dinfer.cli.points import Missed
+from dinfer.compose import IncompatibleRecipe
 
 Task = Callable[[dict[str, Any], str | None], None]
 
@@ -30,35 +32,65 @@ def launch(
 
     `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
     """
-    # The extra folder matters to the split, which finds it: names in it are settings too.
-    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
-    if extra is not None and not extra.is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    schema = conf.Schema(command, extra)
+    schema = schema_of(command, args)
     found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
     check(found.overrides, schema, multirun=found.multirun)
     conf.publish_components()
 
-    def guarded(config: DictConfig) -> None:
+    def guarded(config: DictConfig) -> Missed | None:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        settings = {str(key): value for key, value in values.items()}  # type: ignore[union-attr]
+        if found.multirun:
+            return point(task, settings, found.text)
         # Inside Hydra, which would add lines of its own to an error that reaches it.
         with reported():
-            announce()
-            values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-            task({str(key): value for key, value in values.items()}, found.text)  # type: ignore[union-attr]
+            task(settings, found.text)
+        return None
 
     with TemporaryDirectory(prefix="dinfer-sweep-") as scratch, _errors_raised():
         # Hydra gives every sweep a folder; what a command has to keep, it writes itself.
         sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
+        if any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in found.overrides):
+            sweep = []  # jobs elsewhere need a folder that is there too, and outlives this process
         sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
         hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
 
 
-def announce() -> None:
-    """In a sweep, says which of its points comes next."""
+def schema_of(command: str, args: list[str]) -> conf.Schema:
+    """What a command with these arguments may be told; names in a folder of the user's are settings too."""
+    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
+    if extra is not None and not extra.is_dir():
+        raise ValueError(f"--config-dir {extra}: there is no such folder")
+    return conf.Schema(command, extra)
+
+
+def numbered(path: Path) -> Path:
+    """A file of one point of a sweep, which must not be that of another; outside of sweeps the path as it is."""
     settings = HydraConfig.get()
-    if settings.mode == RunMode.MULTIRUN:
-        number = "\n" if settings.job.num else ""
-        print(f"{number}# {' '.join(settings.overrides.task)}", flush=True)
+    return path.with_stem(f"{path.stem}-{settings.job.num}") if settings.mode == RunMode.MULTIRUN else path
+
+
+def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | None:
+    """Runs one point of a sweep and returns why it has no result, if it has none: the others run all the same."""
+    job = HydraConfig.get()
+    number = "\n" if job.job.num else ""
+    print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
+    try:
+        task(settings, text)
+    except IncompatibleRecipe as error:
+        return missed(error, failed=False)
+    except (*INPUT_ERRORS, *FAILURES) as error:
+        return missed(error, failed=True)
+    return None
+
+
+def missed(error: BaseException, *, failed: bool) -> Missed:
+    """Says at once why a point has no result."""
+    if failed and debugging():
+        raise error
+    sys.stdout.flush()
+    print(f"dinfer: {error}", file=sys.stderr)
+    return Missed(str(error), failed)
 
 
 @contextmanager

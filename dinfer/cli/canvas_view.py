@@ -9,6 +9,7 @@ from enum import Enum
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
 from dinfer.protocols import Phase
+from dinfer.trace.pieces import Pieces
 
 
 class Origin(Enum):
@@ -47,7 +48,7 @@ class Frame:
 def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> Iterator[Frame]:
     """One frame for each step."""
     prompt, stop_ids = len(prompt_ids), pipe.model.spec.stop_ids
-    pieces = _Pieces(pipe)
+    pieces = Pieces(pipe)
     before: list[bool] | None = None
     for update in updates:
         tokens, masked = update.tokens or [], update.masked or []
@@ -75,18 +76,3 @@ def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> 
             completion=update.completion,
         )
         before = masked
-
-
-class _Pieces:
-    """The text that each token adds: a tokenizer may drop the space before a token that stands alone."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
-        self._anchor = pipe.encode("a", chat=False)
-        self._known: dict[int, str] = {}
-
-    def of(self, token: int) -> str:
-        if token not in self._known:
-            whole = self._pipe.decode([*self._anchor, token])
-            self._known[token] = whole[len(self._pipe.decode(self._anchor)) :]
-        return self._known[token]

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dinfer.compose import Recipe
+from dinfer.metrics import Metrics, Sample, measure
 from dinfer.pipeline import Pipeline
 from dinfer.problems import Problem, is_correct
 from dinfer.registry import DECODERS, options_of
@@ -22,11 +23,7 @@ class Score:
     """What one decoder made of the problems."""
 
     decoder: str
-    correct: int
-    problems: int
-    forwards: int
-    tokens: int  # before the first stop token of each answer
-    seconds: float
+    metrics: Metrics
 
 
 def compare(
@@ -48,18 +45,17 @@ def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens
     part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
     ids = [part.encode(problem.question) for problem in problems]
     task = progress.add_task(label(decoder), total=len(problems), forwards=0)
-    correct = forwards = tokens = 0
+    samples: list[Sample] = []
     began = time.perf_counter()
     done = [0.0] * len(problems)  # the share of each problem that is behind it
     for update in part.engine.run(part.requests(ids, new_tokens, None)):
         done[update.index] = max(update.region[0] - len(ids[update.index]), 0) / new_tokens
         if update.completion is not None:
             done[update.index] = 1
-            correct += is_correct(problems[update.index], part.decode(update.completion.output))
-            forwards += update.completion.counts.forwards
-            tokens += update.completion.counts.tokens
+            right = is_correct(problems[update.index], part.decode(update.completion.output))
+            samples.append(Sample.of(update.completion.counts, update.completion.stopped, float(right)))
         progress.update(task, completed=int(sum(done)), forwards=update.forwards)
-    return Score(label(decoder), correct, len(problems), forwards, tokens, time.perf_counter() - began)
+    return Score(label(decoder), measure(samples, time.perf_counter() - began))
 
 
 def label(decoder: Any) -> str:
@@ -83,14 +79,15 @@ def table(scores: Sequence[Score], recipe: Recipe) -> Table:
     for name in ("accuracy", "correct", "NFE", "TPF", "tokens/s", "seconds"):
         found.add_column(name, justify="right", no_wrap=True)
     for score in scores:
+        figures = score.metrics
         found.add_row(
             score.decoder,
-            f"{100 * score.correct / score.problems:.1f}%",
-            f"{score.correct}/{score.problems}",
-            f"{score.forwards / score.problems:.1f}",
-            f"{score.tokens / score.forwards:.2f}",
-            f"{score.tokens / score.seconds:.0f}",
-            f"{score.seconds:.1f}",
+            f"{figures.accuracy:.1f}%",
+            f"{figures.correct:.0f}/{figures.problems}",
+            f"{figures.nfe:.1f}",
+            f"{figures.tpf:.2f}",
+            f"{figures.tps:.0f}",
+            f"{figures.seconds:.1f}",
         )
     cache, iteration = type(recipe.cache).__name__, recipe.iteration
     found.caption = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dinfer.registry import REGISTRIES, Registry, options_of
 
@@ -29,6 +29,13 @@ class Schema:
 
     command: str
     extra: Path | None = None
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Schema:
+        """The schema of a running Hydra application."""
+        sources = config.hydra.runtime.config_sources
+        extra = [Path(source.path) for source in sources if source.provider == "command-line"]
+        return cls(config.hydra.job.config_name, next(iter(extra), None))
 
     @cached_property
     def settings(self) -> dict[str, Any]:

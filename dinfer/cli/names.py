@@ -57,10 +57,10 @@ def check_key(key: str, chosen: dict[str, list[str]], schema: Schema) -> None:
     if root == "hydra" or (not rest and root in schema.roots):
         return
     if root in GROUPS:
-        for choice in chosen[root]:
-            options = schema.options(root, choice)
-            if rest.split(".")[0] not in ("name", *options):
-                raise unknown(f"option of {root} {choice!r}:", rest, options)
+        # In a sweep over components, an option goes to those that have it (`dinfer.cli.points`).
+        options = sorted({name for choice in chosen[root] for name in schema.options(root, choice)})
+        if rest.split(".")[0] not in ("name", *options):
+            raise unknown(f"option of {root} {' or '.join(map(repr, chosen[root]))}:", rest, options)
         return
     known = dotted(schema.settings)
     if root not in schema.settings and root not in schema.roots:

@@ -39,7 +39,9 @@ class JointThreshold(Decoder):
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "edit_threshold")
-        check_range("decoder", self, "post_edits", least=0)
+        check_range(
+            "decoder", self, "post_edits", least=0, most=255
+        )  # the engine stops a row that gains nothing for 256
         if math.isnan(self.penalty):
             raise ValueError(f"decoder.penalty={self.penalty} must be a number")
 

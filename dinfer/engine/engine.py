@@ -1,7 +1,8 @@
 """The host loop: admits requests to slots, launches the steps they need, and collects what is finished.
 
-Requests enter and leave between steps. The loop reads one small tensor of cursors a round and launches one step for
-each phase that some row is in; all else stays on the device.
+Requests enter and leave between steps. In each round the loop launches one step or few for each phase that some row
+is in, and reads one small tensor of cursors; all else stays on the device. With CUDA graphs the next round is
+launched as soon as the cursors are there, and whatever the host does with the last one overlaps it.
 """
 
 from __future__ import annotations
@@ -9,179 +10,319 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
 from dinfer.compose import Recipe
-from dinfer.engine.grouping import groups
+from dinfer.engine.grouping import Need, free_positions, plan
 from dinfer.engine.launcher import Launcher
-from dinfer.engine.pages import PageAllocator
+from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
+from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.runtime import Runtime, compiled
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
-WIDTH_CURSORS = ("kept", "prompt", "forwards", "start", "end", "length")  # that `CachePolicy.width` may read
-STALL_LIMIT = 256  # steps of one row without a commit or a new block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
-    """How the engine runs, whatever the recipe."""
-
-    rows: int = 32  # requests in flight
-    page: int = 16  # positions per page of keys and values
-    graphs: bool = False  # run each step as a CUDA graph
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "page"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"runtime.{name}={getattr(self, name)} must be at least 1")
+STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request in a slot."""
+    """A request, waiting or in a slot."""
 
     index: int
     request: Request
-    pages: list[int]
-    began: float
-    sampled: bool  # its steps have to draw tokens
-    guided: bool  # it has a second branch
-    progress: tuple[int, int] = (-1, -1)  # tokens committed and blocks finished, when they last changed
+    snapshots: bool
+    pages: list[int] = field(default_factory=list)
+    began: float = 0.0
+    sampled: bool = False  # its steps have to draw tokens
+    guided: bool = False  # it has a second branch
+    cursors: dict[str, int] = field(default_factory=dict)  # as last read
+    keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
+    published: int = 0  # how many of these they may by now
+    progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
     since: int = 0  # forwards at that time
 
 
 class Engine:
-    """Runs requests through one recipe. Memory is allocated on first use and grows with the largest batch."""
+    """Runs requests through one recipe, as many at a time as there is room for; the others wait their turn.
+
+    `run` takes a list of requests. Those who serve a model `add` requests at any time, call `step` while there is
+    something to do, and `cancel`. What a request gives depends on nothing but itself. One thread at a time.
+
+    Without `runtime.max_length` memory is allocated on first use, and grows when nothing is running: a request that is
+    longer than all before it waits until then.
+    """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
+        if runtime.compile != "none":
+            recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
         self.recipe, self.runtime, self.device, self.dtype = recipe, runtime, device, dtype
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
-        self._rows: dict[int, _Row] = {}
+        self._free = free_positions(recipe.model.spec)
+        self._waiting: deque[_Row] = deque()
+        self._rows: dict[int, _Row] = {}  # by slot, in the order of admission
+        self._round: dict[int, _Row] = {}  # rows that the device works on
+        self._count = 0
         self._running = False
         self._room: tuple[int, ...] = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
 
-    @torch.inference_mode()
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests that have not finished."""
+        return bool(self._rows or self._waiting)
+
     def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
-        """Yields every row after each of its steps, the last time with its completion.
+        """Yields every row after each of its steps, the last time with its completion; `index` is its place here.
 
         Raises NonFiniteLogits or StalledRow for the row concerned. Whatever ends the loop, all slots are free after.
-        One run at a time: RuntimeError while another one is neither exhausted nor closed.
+        RuntimeError while other requests have not finished.
         """
-        if self._running:
+        if self._running or self.busy:
             raise RuntimeError("this engine is busy: exhaust or close the iterator of its running requests first")
+        for request in requests:
+            self._check(request)
         self._running = True
-        pending = deque(enumerate(requests))
         try:
-            self._reserve(requests)
-            while pending or self._rows:
-                while pending and self._admit(*pending[0]):
-                    pending.popleft()
-                before = self._cursors()
-                for phase in ACTIVE:
-                    widths = {s: self._width(before[s]) for s in self._rows if before[s]["phase_B"] == phase}
-                    for slots in groups(widths):
-                        width, length = max(widths[s] for s in slots), max(before[s]["length_B"] for s in slots)
-                        self.launcher.launch(self._shape(phase, slots, width, length), slots)
-                yield from self._collect(before, self._cursors(), snapshots)
+            self._waiting.extend(_Row(i, request, snapshots) for i, request in enumerate(requests))
+            while self.busy:
+                for update in self._step():
+                    if update.error is not None:
+                        raise update.error
+                    yield update
         finally:
             self._running = False
-            for slot in list(self._rows):
-                self._release(slot)
+            self._clear()
 
-    def _reserve(self, requests: Sequence[Request]) -> None:
-        """Makes sure that the state has room; a larger one replaces it, and its graphs, between runs."""
-        longest = max((r.length for r in requests), default=0)
-        slots, length = min(len(requests), self.runtime.rows), -(-longest // 64) * 64
-        block = self.recipe.iteration.block_length(max((r.length - r.start for r in requests), default=1))
+    def add(self, request: Request, *, snapshots: bool = False) -> int:
+        """Puts a request in the queue and returns the number by which `step` and `cancel` know it.
+
+        `snapshots`: its updates hold the canvas after each step. Raises ValueError for one that will never fit.
+        """
+        self._idle("add")
+        self._check(request)
+        self._waiting.append(_Row(self._count, request, snapshots))
+        self._count += 1
+        return self._count - 1
+
+    def step(self) -> list[Update]:
+        """One round: every row that is ready takes a step, some of those waiting may be admitted before.
+
+        Returns the rows that took one. A row that fails has its `error` there and leaves; the others go on.
+        """
+        self._idle("step")
+        return self._step()
+
+    @torch.inference_mode()
+    def cancel(self, index: int) -> bool:
+        """Takes a request out, whether it waits or runs: its slot and pages are free. False: it is not there."""
+        waiting = next((row for row in self._waiting if row.index == index), None)
+        slot = next((slot for slot, row in self._rows.items() if row.index == index), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+        elif slot is not None:
+            self._release(slot)
+        return waiting is not None or slot is not None
+
+    def _idle(self, what: str) -> None:
+        if self._running:
+            raise RuntimeError(f"this engine is busy: exhaust or close the iterator of its run before you {what}")
+
+    @torch.inference_mode()
+    def _step(self) -> list[Update]:
+        if not self._round:
+            self._launch()
+        updates = self._collect()
+        if self.runtime.graphs:  # before the caller sees the updates, so that what he does with them takes no time
+            self._launch()
+        return updates
+
+    @torch.inference_mode()
+    def _clear(self) -> None:
+        self._waiting.clear()
+        for slot in list(self._rows):
+            self._release(slot)
+
+    def _check(self, request: Request) -> None:
+        """Raises ValueError for a request that no empty engine has room for."""
+        need, most = self._need(request), self.runtime.pages
+        if self.runtime.max_length is not None and request.length > self.runtime.max_length:
+            raise ValueError(
+                f"a request of {request.length} positions exceeds runtime.max_length={self.runtime.max_length}: raise "
+                "it, or leave it out"
+            )
+        if most is not None and need > most:
+            raise ValueError(
+                f"a request of {request.length} positions needs {need} pages of keys and values, and runtime.pages="
+                f"{most}: raise it, or leave it out"
+            )
+
+    def _need(self, request: Request) -> int:
+        """Pages that a request takes up."""
+        return -(-request.length // self.runtime.page) * (1 + self.recipe.guided(request.options))
+
+    def _grow(self) -> None:
+        """Makes sure that there is room for what waits; a larger state replaces the old one, and its graphs."""
+        requests, runtime = [row.request for row in self._waiting], self.runtime
+        block = self.recipe.iteration.block_length(max(r.length - r.start for r in requests))
         branches = 1 + any(self.recipe.guided(request.options) for request in requests)
+        slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
+        if runtime.max_length is not None:
+            slots, length = runtime.rows, runtime.max_length
+            block = max(block, self.recipe.iteration.block_length(length))
         want, have = (slots, length, block, branches), self._room
         if all(map(int.__le__, want, have)):
             return
         slots, length, block, branches = room = tuple(map(max, want, have))
-        pages = branches * slots * -(-length // self.runtime.page)
+        pages = runtime.pages or branches * slots * -(-length // runtime.page)
         self._state = BatchState.alloc(
-            self.recipe, slots, length,
-            page=self.runtime.page, pages=pages, dtype=self.dtype, device=self.device, block=block,
+            self.recipe, slots, length, page=runtime.page, pages=pages, dtype=self.dtype, device=self.device,
+            block=block,
         )  # fmt: skip
         self._pages = PageAllocator(pages)
-        self.launcher = Launcher(self.recipe, self._state, graphs=self.runtime.graphs)
+        self._reader = CursorReader(self._state.canvas.cursors_NC)
+        self.launcher = Launcher(self.recipe, self._state, graphs=runtime.graphs)
         self._room = room  # last: should memory run out, what there was is still good
 
-    def _admit(self, index: int, request: Request) -> bool:
-        need, guided = -(-request.length // self.runtime.page), self.recipe.guided(request.options)
-        slot = next((s for s in range(self._room[0]) if s not in self._rows), None)
-        if slot is None or need * (1 + guided) > self._pages.free:
+    def _admit(self, row: _Row) -> bool:
+        request, (slots, length, block, _) = row.request, self._room
+        need, slot = self._need(request), next((s for s in range(slots) if s not in self._rows), None)
+        fits = request.length <= length and self.recipe.iteration.block_length(request.length - request.start) <= block
+        if slot is None or not fits or (shared := self._shared(row)) is None:
             return False
-        state, pages = self._state, self._pages.allocate(need * (1 + guided))
-        state.kv.wipe(pages)
-        state.kv.assign(slot, pages[:need], pages[need:])
+        self._pages.share(shared)  # first, so that they are not handed out anew
+        if need - len(shared) > self._pages.free:
+            self._pages.release(shared)
+            return False
+        fresh = self._pages.allocate(need - len(shared))
+        state, row.pages, row.published = self._state, shared + fresh, len(shared)
+        row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
+        own = need // 2 if row.guided else need
+        state.kv.wipe(fresh)
+        state.kv.assign(slot, row.pages[:own], row.pages[own:])
         tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
-        state.admit(
+        row.cursors = state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
+            kept=len(shared) * self.runtime.page,
         )  # fmt: skip
-        sampled = self.recipe.sampled(request.options)
-        self._rows[slot] = _Row(index, request, pages, time.perf_counter(), sampled, guided)
+        row.began = time.perf_counter()
+        self._rows[slot] = row
         return True
+
+    def _shared(self, row: _Row) -> list[int] | None:
+        """Pages that hold the beginning of the row's prompt; None: some more are being computed."""
+        if not row.keys and self.runtime.share and not self.recipe.guided(row.request.options):
+            spec, request = self.recipe.model.spec, row.request
+            first, _ = self.recipe.iteration.first_region(request.start, request.length)
+            end = self.recipe.cache.prefilled(spec, first)
+            row.keys = prompt_keys(request.prompt, end, self.runtime.page, spec.causal_block or 1)
+        pages = self._pages.published(row.keys)
+        if any(common(row.keys, other.keys) > len(pages) for other in self._rows.values()):
+            return None
+        while len(pages) * self.runtime.page % (self.recipe.model.spec.causal_block or 1):
+            pages.pop()  # a prefill goes on where an attention block begins
+        return pages
+
+    def _publish(self, row: _Row) -> None:
+        """Lets others share the pages whose keys have just been computed."""
+        ready = min(row.cursors["kept_B"] // self.runtime.page, len(row.keys))
+        for i in range(row.published, ready):
+            self._pages.publish(row.keys[i], row.pages[i])
+        row.published = max(row.published, ready)
 
     def _release(self, slot: int) -> None:
         self._state.canvas.release(slot)
         self._pages.release(self._rows.pop(slot).pages)
 
-    def _cursors(self) -> list[dict[str, int]]:
-        """The cursors of every slot: the one place where the host waits for the device."""
-        return [dict(zip(CURSORS, row, strict=True)) for row in self._state.canvas.cursors_NC.tolist()]
+    def _launch(self) -> None:
+        """Admits what there is room for, and launches the steps of a round."""
+        if self._waiting and not self._rows:
+            self._grow()
+        while self._waiting and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+        launched: dict[int, _Row] = {}
+        spec = self.recipe.model.spec
+        for phase in ACTIVE:
+            rows = {slot: row for slot, row in self._rows.items() if row.cursors["phase_B"] == phase}
+            needs = {slot: self._needs(row, phase) for slot, row in rows.items()}
+            unit = spec.causal_block or 1
+            for step in plan(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit):
+                self.launcher.launch(self._shape(phase, step.slots, step.width, step.settles), step.slots)
+                launched |= {slot: rows[slot] for slot in step.slots}
+        if launched:
+            self._reader.request()
+        self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
 
-    def _width(self, row: dict[str, int]) -> int:
-        cursors = {name: row[f"{name}_B"] for name in WIDTH_CURSORS}
-        return self.recipe.cache.width(self.recipe.model.spec, Phase(row["phase_B"]), **cursors)
+    def _needs(self, row: _Row, phase: Phase) -> Need:
+        cache, spec = self.recipe.cache, self.recipe.model.spec
+        now = {name: row.cursors[f"{name}_B"] for name in ("kept", "start", "end", "length")}
+        width = cache.width(spec, phase, **now, prompt=row.cursors["prompt_B"], forwards=row.cursors["forwards_B"])
+        settles = self.runtime.settle and phase == Phase.WINDOW
+        return Need(width, cache.narrow(spec, **now) if settles else None)
 
-    def _shape(self, phase: Phase, slots: list[int], width: int, length: int) -> StepShape:
-        blocks, pages = self.recipe.iteration.blocks, -(-length // self.runtime.page)
-        sampled = any(self._rows[slot].sampled for slot in slots)
-        guided = any(self._rows[slot].guided for slot in slots)
-        return StepShape(phase, len(slots), width, blocks, self._state.block, pages, sampled=sampled, guided=guided)
+    def _shape(self, phase: Phase, slots: list[int], width: int, settles: bool) -> StepShape:
+        rows = [self._rows[slot] for slot in slots]
+        pages = -(-max(row.request.length for row in rows) // self.runtime.page)
+        return StepShape(
+            phase, len(slots), width, self.recipe.iteration.blocks, self._state.block, pages,
+            sampled=any(row.sampled for row in rows), guided=any(row.guided for row in rows), settles=settles,
+        )  # fmt: skip
 
-    def _collect(self, before: list[dict[str, int]], after: list[dict[str, int]], snapshots: bool) -> Iterator[Update]:
-        for slot in list(self._rows):
-            row, old, now = self._rows[slot], before[slot], after[slot]
-            phase = Phase(now["phase_B"])
-            if phase == Phase.FAULT:
-                raise NonFiniteLogits(
-                    f"request {row.index}: the model's logits are not finite (NaN or infinite) at denoise step "
-                    f"{now['forwards_B']}, in the block at positions {old['start_B']} to {old['end_B'] - 1}. Check "
-                    "the checkpoint, or load the model in a wider dtype."
-                )
-            self._check_progress(row, now)
-            done = self._finish(slot, now) if phase == Phase.IDLE else None
-            tokens = masked = None
-            if snapshots:
-                length = now["length_B"]
-                tokens = self._state.canvas.tokens_NS[slot, :length].tolist()
-                masked = (self._state.canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
-            if done:
-                self._release(slot)
-            region = (old["start_B"], old["end_B"])
-            yield Update(row.index, now["forwards_B"], Phase(old["phase_B"]), region, tokens, masked, done)
+    def _collect(self) -> list[Update]:
+        """Waits for the round, and frees the slots of rows that it finished."""
+        if not self._round:
+            return []
+        updates, cursors = [], self._reader.read()
+        for slot, row in self._round.items():
+            if self._rows.get(slot) is row:  # else it was cancelled
+                old, row.cursors = row.cursors, dict(zip(CURSORS, cursors[slot], strict=True))
+                updates.append(self._update(slot, row, old))
+        self._round = {}
+        return updates
 
-    def _check_progress(self, row: _Row, now: dict[str, int]) -> None:
-        progress = (now["committed_B"], now["block_B"])
+    def _update(self, slot: int, row: _Row, old: dict[str, int]) -> Update:
+        now, tokens, masked = row.cursors, None, None
+        error, done = self._error(row, old), None
+        self._publish(row)
+        if row.snapshots:
+            length, canvas = now["length_B"], self._state.canvas
+            tokens = canvas.tokens_NS[slot, :length].tolist()
+            masked = (canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
+        if error is None and now["phase_B"] == Phase.IDLE:
+            done = self._finish(slot)
+        if error is not None or done is not None:
+            self._release(slot)
+        region = (old["start_B"], old["end_B"])
+        return Update(
+            row.index, now["forwards_B"], Phase(old["phase_B"]), region, tokens, masked, done,
+            blocks=now["block_B"], error=error,
+        )  # fmt: skip
+
+    def _error(self, row: _Row, old: dict[str, int]) -> NonFiniteLogits | StalledRow | None:
+        now = row.cursors
+        if now["phase_B"] == Phase.FAULT:
+            return NonFiniteLogits(
+                f"request {row.index}: the model's logits are not finite (NaN or infinite) at denoise step "
+                f"{now['forwards_B']}, in the block at positions {old['start_B']} to {old['end_B'] - 1}. Check "
+                "the checkpoint, or load the model in a wider dtype."
+            )
+        progress = (now["committed_B"], now["block_B"], now["kept_B"])
         if progress != row.progress:
             row.progress, row.since = progress, now["forwards_B"]
         elif now["forwards_B"] - row.since >= STALL_LIMIT:
-            raise StalledRow(
+            return StalledRow(
                 f"request {row.index}: {STALL_LIMIT} steps without a commit or a new block, at step "
                 f"{now['forwards_B']}. The decoder {type(self.recipe.decoder).__name__} keeps the row busy for ever."
             )
+        return None
 
-    def _finish(self, slot: int, now: dict[str, int]) -> Completion:
+    def _finish(self, slot: int) -> Completion:
         row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
-        length = now["length_B"]
+        now, length = row.cursors, row.cursors["length_B"]
         places = [i for i, masked in enumerate(row.request.masked) if masked]
         open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
         tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
@@ -191,6 +332,7 @@ class Engine:
         output = filled[:end] if stopped else filled
         counts = Counts(
             forwards=now["forwards_B"],
+            prefills=now["prefills_B"],
             refreshes=now["refreshes_B"],
             committed=now["committed_B"],
             tokens=len(output),

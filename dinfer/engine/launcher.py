@@ -1,30 +1,43 @@
-"""Launches denoising steps, eagerly or as CUDA graphs captured on first use, one per `StepShape`."""
+"""Launches denoising steps, eagerly or as CUDA graphs, one per `StepShape`."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dinfer.compose import Recipe
-from dinfer.protocols import Phase, StepShape
+from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 from dinfer.step import denoise_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slot_B: Tensor  # the graph reads its slots here
-    lanes: list[int]  # what it holds
+    host_B: Tensor  # pinned: from where they are copied, so that the host need not wait
+    lanes: list[int]  # what they hold
 
 
 class Launcher:
-    """Steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured."""
+    """Steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
+
+    A shape runs eagerly when it first comes up and is captured when it does again: what is needed once, such as the
+    width of some prompt, costs no capture. All graphs share one memory pool. A step that cannot be captured, for a
+    component that waits for the device, runs eagerly for good, and a warning says why.
+    """
 
     def __init__(self, recipe: Recipe, state: BatchState, *, graphs: bool) -> None:
         self.recipe, self.state, self.graphs = recipe, state, graphs
+        self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
+        self._seen: set[StepShape] = set()
         self._captured: dict[StepShape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
@@ -35,33 +48,47 @@ class Launcher:
 
     def bucket(self, shape: StepShape) -> StepShape:
         """The shape that is run for `shape`: itself, or with graphs the next larger one of few."""
-        if not self._replays(shape):
+        if not self.graphs:
             return shape
         page, capacity = self.state.kv.page, self.state.canvas.capacity
-        pages = min(-(-shape.pages * page // 128) * 128 // page, self.state.kv.table_NP.shape[1])
-        wide = shape.width if shape.width <= 64 else min(-(-shape.width // 64) * 64, capacity)
-        lanes = 1 << (shape.lanes - 1).bit_length()
+        pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, self.state.kv.table_NP.shape[1])
+        grain = 64 if shape.width <= 1024 else 512
+        wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
+        lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
         return replace(shape, lanes=lanes, width=wide, pages=pages)
-
-    def _replays(self, shape: StepShape) -> bool:
-        """Whether it runs as a graph. A prefill does not: of any width, once a request, it would be captured anew."""
-        return self.graphs and shape.phase != Phase.PREFILL
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
         shape = self.bucket(shape)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
-        if not self._replays(shape):
+        captured = self._graph(shape) if self.graphs else None
+        if captured is None:
             slot_B = torch.tensor(lanes, dtype=torch.int64).to(self.state.canvas.tokens_NS.device)
             denoise_step(self.recipe, self.state, shape, slot_B)
             return
-        if shape not in self._captured:
-            self._captured[shape] = self._capture(shape)
-        captured = self._captured[shape]
         if captured.lanes != lanes:
-            captured.slot_B.copy_(torch.tensor(lanes, dtype=torch.int64))
+            captured.host_B.copy_(torch.tensor(lanes, dtype=torch.int64))
+            captured.slot_B.copy_(captured.host_B, non_blocking=True)
             captured.lanes = lanes
         captured.graph.replay()
+
+    def _graph(self, shape: StepShape) -> _Captured | None:
+        """The graph of a shape that has come up before; None: run it eagerly."""
+        if shape in self._captured:
+            return self._captured[shape]
+        if shape in self.refused:
+            return None
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return None
+        try:
+            self._captured[shape] = self._capture(shape)
+        except RuntimeError as error:  # of CUDA's; a graph's failure is no reason to fail the request
+            self.refused[shape] = str(error).strip().split("\n")[0]
+            self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being recorded to
+            logger.warning("%s runs eagerly, not as a CUDA graph: %s", shape, self.refused[shape])
+            return None
+        return self._captured[shape]
 
     def _capture(self, shape: StepShape) -> _Captured:
         """Captures the step while every lane is scratch, so that neither warm-up nor capture changes a request."""
@@ -69,10 +96,27 @@ class Launcher:
         slot_B = torch.full((shape.lanes,), self.state.canvas.scratch, dtype=torch.int64, device=device)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _no_waiting():
             denoise_step(self.recipe, self.state, shape, slot_B)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             denoise_step(self.recipe, self.state, shape, slot_B)
-        return _Captured(graph, slot_B, [self.state.canvas.scratch] * shape.lanes)
+        host_B = torch.empty(shape.lanes, dtype=torch.int64, pin_memory=True)
+        return _Captured(graph, slot_B, host_B, [self.state.canvas.scratch] * shape.lanes)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Raises RuntimeError where the host would wait for the device: in a capture, the error would do lasting harm."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _power_of_2(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -1,37 +1,90 @@
-"""Which pages of the key/value pool belong to whom: a free list with reference counts. Host side."""
+"""Which pages of the key/value pool belong to whom, and which prompt's keys they hold. Host side."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import takewhile
+
 from dinfer.kv import RESERVED
+
+Key = bytes
+
+
+def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[Key]:
+    """A key for each page of the first `end` positions, which a prefill computes: a hash of all that its keys and
+    values depend on, the tokens up to the end of the attention block (of `block` positions) that the page ends in."""
+    sha, done, keys = hashlib.sha256(), 0, []
+    for stop in range(page, end + 1, page):
+        seen = -(-stop // block) * block
+        sha.update(array("q", prompt[done:seen]).tobytes())
+        done = seen
+        own = sha.copy()
+        own.update(array("q", [stop]).tobytes())
+        keys.append(own.digest())
+    return keys
+
+
+def common(some: Sequence[Key], others: Sequence[Key]) -> int:
+    """How many keys are the same, from the first on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 class PageAllocator:
-    """Hands out pages; a page may have several owners and is free again when the last one lets go."""
+    """Hands out pages; a page may have several owners and is free again when the last one lets go.
+
+    A page of a prompt's keys can be published: whoever has a prompt that begins so may `share` it, also after its last
+    owner let go, until it is handed out anew. Those not used for longest go first.
+    """
 
     def __init__(self, pages: int) -> None:
         self._free = list(range(RESERVED + pages - 1, RESERVED - 1, -1))
         self._owners: dict[int, int] = {}
+        self._page_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without an owner
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise MemoryError(f"{count} pages of keys and values are needed, {len(self._free)} are free")
-        pages = [self._free.pop() for _ in range(count)]
+        """Pages of one owner, not wiped. MemoryError if there are not as many."""
+        if count > self.free:
+            raise MemoryError(f"{count} pages of keys and values are needed, {self.free} are free")
+        pages = [self._free.pop() if self._free else self._forget() for _ in range(count)]
         self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
-    def share(self, pages: list[int]) -> list[int]:
-        """Adds an owner to each of the pages."""
+    def publish(self, key: Key, page: int) -> None:
+        """Says that a page holds what `key` stands for."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def published(self, keys: Sequence[Key]) -> list[int]:
+        """The pages of as many of the keys, from the first on, as there are."""
+        return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
+
+    def share(self, pages: list[int]) -> None:
+        """Adds an owner to each of the published pages."""
         for page in pages:
-            self._owners[page] += 1
-        return pages
+            self._owners[page] = self._owners.get(page, 0) + 1
+            self._idle.pop(page, None)
 
     def release(self, pages: list[int]) -> None:
-        for page in pages:
+        """Takes an owner from each. The last pages of a prompt are forgotten first: they are of use to fewest."""
+        for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 del self._owners[page]
-                self._free.append(page)
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def _forget(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page

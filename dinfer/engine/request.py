@@ -45,7 +45,8 @@ class Counts:
     """What a request cost and yielded. Prompt, padding and everything from the first stop token on never count."""
 
     forwards: int  # NFE: forwards this request took part in
-    refreshes: int  # of these, passes over the whole canvas whose keys and values were kept
+    prefills: int  # of these, passes that only computed keys: of the prompt, or of a finished block
+    refreshes: int  # of all, passes over the whole canvas whose keys and values were kept
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
@@ -77,6 +78,8 @@ class Update:
     tokens: list[int] | None = None  # the canvas after the step, if asked for
     masked: list[bool] | None = None  # what is still to be decoded, likewise
     completion: Completion | None = None  # after the last step
+    blocks: int = 0  # finished so far
+    error: RuntimeError | None = None  # NonFiniteLogits or StalledRow: the request ended without a completion
 
     @property
     def full(self) -> bool:

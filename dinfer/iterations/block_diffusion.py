@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from dinfer.protocols import ModelSpec
-from dinfer.registry import ITERATIONS
+from dinfer.registry import ITERATIONS, option
 from dinfer.sweeps import AlignedSweep
 
 
@@ -17,14 +20,52 @@ class BlockDiffusion(AlignedSweep):
     For models trained so; with cache=block exact and cheap. The first block may overlap the prompt, whose tokens in
     it stay as they are; the last one is short where max_new_tokens ends. A row stops after the block in which a
     generated stop token stands, which changes nothing before that token.
+
+    A block may be a part of the model's attention block: all of that is computed, and the part is decoded. With `lead`,
+    the first position of every `lead` is decoded by itself, before the others see it. Where logits predict the next
+    token, its logits are those of the finished block before, so that step computes nothing else, and hands on keys of
+    final tokens. Fast-dLLM v2 (arXiv:2509.26328) is block=8 and lead=32.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
 
+    lead: int = option(0, "decode the first position of every so many by itself, before the others; 0: of none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lead < 0 or self.lead % self.block:
+            raise ValueError(f"iteration.lead={self.lead} must be 0 or a multiple of iteration.block={self.block}")
+
     def unfit(self, spec: ModelSpec) -> str | None:
-        if spec.causal_block is not None:
-            return None
-        return (
-            "iteration=block_diffusion decodes a block as if nothing came behind it, but this model is bidirectional: "
-            "it sees the masks there, and was trained to. Use iteration=blockwise, with align=true for the same blocks."
-        )
+        if spec.causal_block is None:
+            return (
+                "iteration=block_diffusion decodes a block as if nothing came behind it, but this model is "
+                "bidirectional: it sees the masks there, and was trained to. Use iteration=blockwise, with align=true "
+                "for the same blocks."
+            )
+        if self.lead and not spec.shift:
+            return (
+                f"iteration.lead={self.lead} takes the first token of a block from the block before it, but this "
+                "model's logits are not shifted: they predict the token at their own position. Use iteration.lead=0."
+            )
+        if self.lead % spec.causal_block:
+            return (
+                f"iteration.lead={self.lead} must be a multiple of the model's attention block. Use "
+                f"iteration.lead={spec.causal_block}."
+            )
+        return None
+
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        if not self.lead:
+            return super().first_region(prompt, length)
+        end = prompt + 1 if prompt % self.lead == 0 else (prompt // self.block + 1) * self.block
+        return prompt, min(end, length)
+
+    def next_start(self, open_B: Tensor) -> Tensor:
+        return open_B if self.lead else super().next_start(open_B)
+
+    def next_end(self, open_B: Tensor) -> Tensor:
+        if not self.lead:
+            return super().next_end(open_B)
+        end_B = (torch.div(open_B, self.block, rounding_mode="floor") + 1) * self.block
+        return torch.where(open_B % self.lead == 0, open_B + 1, end_B)

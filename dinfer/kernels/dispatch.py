@@ -13,8 +13,10 @@ VARIABLE = "DINFER_KERNELS"
 def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
     """True on CUDA, unless the kernels cannot: gradients, float64, head sizes that are no power of two from 16 on.
 
-    `DINFER_KERNELS=torch` in the environment turns them off.
+    `DINFER_KERNELS=torch` in the environment turns them off; torch.compile makes kernels of its own of the references.
     """
+    if torch.compiler.is_compiling():
+        return False
     choice = os.environ.get(VARIABLE, "triton")
     if choice not in ("triton", "torch"):
         raise ValueError(f"{VARIABLE}={choice!r} must be 'triton' or 'torch'")

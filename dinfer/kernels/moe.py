@@ -6,12 +6,24 @@ T tokens of a tile, I tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.norm import swiglu
 
 TILE = 16
+
+
+def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
+    """x times the weight's transpose, in float32 whatever their dtype. [N, X]"""
+    if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
+        return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    return F.linear(x_ND.to(wide), weight_XD.to(wide))
 
 
 def route(
@@ -22,6 +34,13 @@ def route(
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
+    if allowed_NX is None and use_triton(logits_NX):
+        from dinfer.kernels.triton.moe import route as kernel
+
+        return kernel(
+            logits_NX, chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
+            groups_chosen=groups_chosen,
+        )  # fmt: skip
     scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
     rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
     if allowed_NX is not None:
@@ -41,25 +60,34 @@ def route(
 def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
     """The experts open to each token where the tokens of a block share `capacity` of them. bool [N, X]
 
-    Those are the experts with the best score that any token of the block gives them (LLaDA2.2). `block_N` numbers the
-    blocks from 0 to N - 1.
+    Those are the experts with the best score that any token of the block gives them, of equals the first (LLaDA2.2,
+    SGLang pull request 31743). `block_N` numbers the blocks from 0 to N - 1.
     """
     best_NX = torch.full_like(scores_NX, -torch.inf)
     best_NX = best_NX.scatter_reduce(0, block_N[:, None].expand_as(scores_NX), scores_NX, "amax")
-    index_NC = best_NX.topk(capacity, -1, sorted=False).indices
+    index_NC = best_NX.argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     open_NX = torch.zeros_like(best_NX, dtype=torch.bool).scatter(-1, index_NC, True)
     return open_NX.index_select(0, block_N)
 
 
-def expert_mlps(x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor) -> Tensor:
+def expert_mlps(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    gated: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it. [N, D]
 
-    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]. Pairs of token and expert are put in
-    order of the expert and cut into tiles that belong to one expert each, so that the shapes do not depend on the
-    choice and no expert is multiplied with tokens that are not its own.
+    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
+    between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
+    so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
+    if use_triton(x_ND):
+        from dinfer.kernels.triton import moe as kernels
+
+        plan = kernels.plan(experts_NC, experts)
+        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs))
+        return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs), weights_NC)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -73,7 +101,7 @@ def expert_mlps(x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XM
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    hidden_ITM = swiglu(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
+    hidden_ITM = gated(rows.view(tiles, TILE, -1) @ gate_up_XMD.index_select(0, expert_I).mT)
     out = (hidden_ITM @ down_XDM.index_select(0, expert_I).mT).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.spec import ModelSpec
 
@@ -41,10 +40,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
 
+    @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
-        x_ND, wide = x_BWD.flatten(0, 1), torch.promote_types(x_BWD.dtype, torch.float32)
-        logits_NX = F.linear(x_ND.to(wide), self.router.weight.to(wide))
+        x_ND = x_BWD.flatten(0, 1)
+        logits_NX = wide_linear(x_ND, self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         out_ND = expert_mlps(
             x_ND, chosen_NC, weights_NC,
@@ -68,9 +68,10 @@ class Experts(nn.Module):
 
 
 def blocks_of(pos_BW: Tensor, length: int) -> Tensor:
-    """Which attention block of which row each position is in, as the index of its first token. int64 [B * W]"""
-    lane_BW = torch.arange(pos_BW.shape[0], device=pos_BW.device)[:, None].expand_as(pos_BW)
-    block_BW = torch.div(pos_BW, length, rounding_mode="floor")
-    lane_N, block_N = lane_BW.flatten(), block_BW.flatten()
-    same_NN = (lane_N[:, None] == lane_N) & (block_N[:, None] == block_N)
-    return same_NN.to(torch.int8).argmax(-1)
+    """Which attention block of which row each position is in, numbered from 0; padding is one of each row. [B * W]"""
+    block_BW = torch.div(pos_BW, length, rounding_mode="floor")  # -1 for padding
+    lane_B1 = torch.arange(pos_BW.shape[0], device=pos_BW.device)[:, None]
+    key_N = (lane_B1 * (block_BW.max() + 2) + block_BW + 1).flatten()
+    sorted_N, order_N = key_N.sort()
+    new_N = torch.cat([torch.zeros_like(sorted_N[:1]), (sorted_N[1:] != sorted_N[:-1]).to(torch.int64)])
+    return torch.empty_like(key_N).scatter(0, order_N, new_N.cumsum(0))

@@ -5,6 +5,8 @@ Shape suffixes: B rows, W positions, D hidden, H query heads, G key/value heads,
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,9 @@ from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.protocols import Attend, ModelSpec
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
+
+
+Pieces = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
 
 
 class Block(nn.Module):
@@ -35,15 +40,28 @@ class Block(nn.Module):
         dense = spec.experts is None or layer in spec.experts.dense
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
-    def forward(self, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm."""
-        spec = self.spec
-        norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, spec.norm_eps)
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, spec.norm_eps)
-        qkv_BWXE = self.qkv(h_BWD).unflatten(-1, (-1, spec.head_dim))
-        delta_BWD = self.out(attend(self.layer, qkv_BWXE, table, norm, spec.heads).flatten(2))
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, spec.norm_eps)
-        return x_BWD, self.mlp(h_BWD, attend.pos_BW)
+    def forward(
+        self, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend, pieces: Pieces
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm.
+
+        `pieces` are `before` and `after`, compiled or not.
+        """
+        before, after = pieces
+        norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
+        x_BWD, qkv_BWXE = before(self, x_BWD, delta_BWD)
+        seen_BWHE = attend(self.layer, qkv_BWXE, table, norm, self.spec.heads)
+        return after(self, x_BWD, seen_BWHE, attend.pos_BW)
+
+    def before(self, x_BWD: Tensor, delta_BWD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What comes before the attention: the residual stream, and queries, keys and values."""
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps)
+        return x_BWD, self.qkv(h_BWD).unflatten(-1, (-1, self.spec.head_dim))
+
+    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """What comes behind the attention."""
+        x_BWD, h_BWD = add_rms_norm(x_BWD, self.out(seen_BWHE.flatten(2)), self.mlp_norm.weight, self.spec.norm_eps)
+        return x_BWD, self.mlp(h_BWD, pos_BW)
 
 
 class Transformer(nn.Module):
@@ -59,6 +77,18 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.head = None if spec.tied_head else nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.pieces: Pieces = (Block.before, Block.after)
+
+    def compiled(self, mode: str) -> Transformer:
+        """The same network, its weights shared, with torch.compile for what is neither attention nor experts.
+
+        `mode` as torch.compile has it, but never with CUDA graphs of its own: they would be captured in ours.
+        Attention writes keys and values in place, which a traced graph would do to a copy of the whole pool.
+        """
+        twin = copy.copy(self)
+        mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
+        twin.pieces = (torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode))
+        return twin
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +108,7 @@ class Transformer(nn.Module):
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
         delta_BWD = None
         for block in self.blocks:
-            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend)
+            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces)
         return x_BWD if delta_BWD is None else x_BWD + delta_BWD
 
     def logits(self, h_BLD: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.families import PLAIN, HubFamily, Names, body, expect
+from dinfer.families import PLAIN, BlockFamily, Names, body, expect
 from dinfer.registry import MODELS, option
 from dinfer.spec import ExpertSpec, ModelSpec
 
@@ -22,18 +22,12 @@ ATTENTION = "model.layers.{i}.attention"
 
 @MODELS.register("llada2")
 @dataclass(frozen=True, kw_only=True)
-class Llada2(HubFamily):
+class Llada2(BlockFamily):
     """LLaDA2 checkpoints: block-causal, grouped sigmoid router with a bias for the choice alone, shared expert."""
 
     paper = "LLaDA2.0, arXiv:2512.15745"
 
     checkpoint: str = option("inclusionAI/LLaDA2.0-mini", "hub name or folder")
-    block: int = option(32, "length of the attention blocks that the checkpoint was trained with")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block < 1:
-            raise ValueError(f"model.block={self.block} must be at least 1")
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -55,12 +49,13 @@ class Llada2(HubFamily):
                 f"config.json: rotary_dim={rotary} and partial_rotary_factor={factor} of head_dim={fields['head_dim']} "
                 "contradict each other"
             )
+        capacity = config.get("expert_capacity")
         return ModelSpec(
             family="llada2",
             mlp=config["intermediate_size"],
             qk_norm=bool(config.get("use_qk_norm")),
             rope_dim=rope_dim,
-            causal_block=self.block,
+            causal_block=self.attention_block(config),
             experts=ExpertSpec(
                 experts=config["num_experts"],
                 chosen=config["num_experts_per_tok"],
@@ -69,8 +64,10 @@ class Llada2(HubFamily):
                 normalize=config.get("norm_topk_prob", True),
                 scale=config.get("routed_scaling_factor", 1.0),
                 bias=bool(config.get("moe_router_enable_expert_bias", True)),
-                groups=config["n_group"],
-                groups_chosen=config["topk_group"],
+                # Where blocks choose their experts (2.2), they do so among all of them.
+                groups=1 if capacity else config["n_group"],
+                groups_chosen=1 if capacity else config["topk_group"],
+                capacity=capacity,
                 shared=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
                 dense=tuple(range(config.get("first_k_dense_replace", 0))),
             ),

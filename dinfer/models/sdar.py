@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dinfer.families import PLAIN, HubFamily, body, expect
+from dinfer.families import PLAIN, BlockFamily, body, expect
 from dinfer.registry import MODELS, option
 from dinfer.spec import ExpertSpec, ModelSpec
 
@@ -14,18 +14,13 @@ EXPECTED = PLAIN | {"attention_bias": (False, None)}
 
 @MODELS.register("sdar")
 @dataclass(frozen=True, kw_only=True)
-class Sdar(HubFamily):
+class Sdar(BlockFamily):
     """SDAR and TraDo checkpoints, dense or with experts."""
 
     paper = "SDAR, arXiv:2510.06303"
+    trained: ClassVar[int] = 4
 
     checkpoint: str = option("JetLM/SDAR-8B-Chat", "hub name or folder")
-    block: int | None = option(None, "length of the attention blocks; null: the config's block_size, else 4")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"model.block={self.block} must be at least 1")
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -37,7 +32,7 @@ class Sdar(HubFamily):
             family="sdar",
             mlp=config["intermediate_size"],
             qk_norm=True,
-            causal_block=self.block or config.get("block_size") or 4,
+            causal_block=self.attention_block(config),
             experts=_experts(config) if "num_experts" in config else None,
             **body(config),
             **self.tokens(config),

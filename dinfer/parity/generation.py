@@ -11,6 +11,7 @@ from typing import Any
 from dinfer.compose import compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request
+from dinfer.parity import likelihood
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
@@ -209,7 +210,7 @@ def run(golden: Golden, doc: Fields) -> str:
     folder, family = doc.take("model"), doc.take("family")
     golden.family(folder, family)
     if "log_likelihood" in doc:
-        raise Skip("log-likelihood is not there yet")
+        return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = (doc.take(name) for name in ("prompt_ids", "mask_id", "eos_id"))
     plan = _plan(prompts, doc.fields("params"))
     if any(mask_id in prompt for prompt in prompts):

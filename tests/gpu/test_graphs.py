@@ -7,7 +7,12 @@ import torch
 from support.matrix import LEGAL, Combination, completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 
+from dinfer.compose import compose
+from dinfer.decoders.threshold import Threshold
 from dinfer.kernels.dispatch import VARIABLE
+from dinfer.protocols import BlockView, Proposal, State, TokenStats
+
+compiles = torch._dynamo.utils.counters["stats"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,14 +31,77 @@ def recipe_for(combination: Combination):
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A used engine too: the second run replays the first one's graphs and captures none."""
+    """What came up once is captured in the second run, if at all; from then on nothing is captured or compiled."""
     monkeypatch.setenv(VARIABLE, kernels)
     recipe = recipe_for(combination)
     requests = requests_for(recipe)
     want = [outcome(c) for c in completions(engine_for(recipe, rows=3), requests)]
     engine = engine_for(recipe, rows=3, graphs=True)
     assert [outcome(c) for c in completions(engine, requests)] == want
-    captured = engine.launcher.captured
-    assert captured > 0
+    assert engine.launcher.captured > 0
     assert [outcome(c) for c in completions(engine, requests)] == want
-    assert engine.launcher.captured == captured
+    captured, compiled = engine.launcher.captured, compiles["unique_graphs"]
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    assert (engine.launcher.captured, compiles["unique_graphs"]) == (captured, compiled)
+    assert engine.launcher.refused == {}
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+@pytest.mark.parametrize("variant,cache", [("bidirectional", "dual"), ("block_causal", "block")])
+def test_a_compiled_body_gives_the_same_tokens_under_graphs(variant: str, cache: str, mode: str) -> None:
+    model = tiny_model(variant, dtype=torch.float32, device="cuda", head_dim=16)
+    recipe = compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache=cache)
+    requests = requests_for(recipe)
+    want = [outcome(c) for c in completions(engine_for(recipe, rows=3), requests)]
+    engine = engine_for(recipe, rows=3, graphs=True, compile=mode)
+    for _ in range(2):
+        assert [outcome(c) for c in completions(engine, requests)] == want
+    captured, compiled = engine.launcher.captured, compiles["unique_graphs"]
+    assert captured > 0 and compiled > 0 and engine.launcher.refused == {}
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    assert (engine.launcher.captured, compiles["unique_graphs"]) == (captured, compiled)
+
+
+class Peeking(Threshold):
+    """Asks the device for a number in the middle of a step."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        if view.masked_RL.sum().item() < 0:
+            raise AssertionError
+        return super().select(stats, view, state)
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(dtype=torch.float32, device="cuda", head_dim=16)
+    plain, peeking = (
+        compose(model, iteration={"name": "blockwise", "block": 8}, decoder=decoder, cache="dual")
+        for decoder in (Threshold(), Peeking())
+    )
+    requests = requests_for(plain)
+    want = [outcome(c) for c in completions(engine_for(plain), requests)]
+    engine = engine_for(peeking, graphs=True)
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    assert engine.launcher.captured == 0 and len(engine.launcher.refused) == len(caplog.messages) > 0
+    assert all("runs eagerly" in text and "synchroniz" in text for text in caplog.messages)
+    torch.rand(3, device="cuda")  # no capture was left open
+
+
+def test_requests_that_come_and_go_at_any_time_change_nothing() -> None:
+    """With the next round launched before the last one is looked at; cancelled rows leave while the device works."""
+    model = tiny_model("block_causal", dtype=torch.float32, device="cuda", head_dim=16)
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+    requests = requests_for(recipe) * 3
+    want = [outcome(c) for c in completions(engine_for(recipe), requests)]
+    for settle in (False, True):
+        engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, settle=settle)
+        engine._free = 0
+        names, done, cancelled = {}, {}, set()
+        for i, request in enumerate(requests):
+            names[engine.add(request)] = i
+            done |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
+            if i % 5 == 4 and engine.cancel(i - 1):
+                cancelled.add(i - 1)
+        while engine.busy:
+            done |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
+        assert {i: c.canvas for i, c in done.items()} == {i: w[0] for i, w in enumerate(want) if i not in cancelled}
+        assert cancelled and engine._pages.free == 16

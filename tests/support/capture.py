@@ -55,6 +55,8 @@ def meta_steps(recipe: Recipe) -> None:
         width = cache.width(recipe.model.spec, phase, **cursors)
         for more in (False, True):
             guided = more and iteration.scores == "block"
-            shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided)
+            shape = StepShape(
+                phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided, settles=more
+            )
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

@@ -85,6 +85,11 @@ class Host:
     def forwards(self) -> list[int]:
         return [int(self.state.canvas.cursors_NC[slot, FORWARDS]) for slot in self.slots]
 
+    def steps(self) -> list[int]:
+        """Forwards of every request that decoded."""
+        prefills = self.state.canvas.cursors_NC[self.slots, CURSORS.index("prefills_B")].tolist()
+        return [forwards - prefill for forwards, prefill in zip(self.forwards(), prefills, strict=True)]
+
     def addresses(self) -> dict[str, int]:
         state, canvas = self.state, self.state.canvas
         tensors = {

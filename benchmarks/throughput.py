@@ -1,0 +1,272 @@
+"""Tokens per second over the number of requests in flight: a closed loop, a new request for each that finishes.
+
+    python -m benchmarks.throughput --shape llada2-mini --settle --stagger --out results.json
+    python -m benchmarks.throughput --model tiny --prompts problems --new 96 --decoder threshold
+    python -m benchmarks.throughput --shape small-llada2 --device cpu --in-flight 4 --prompt 40 --new 40   # dry run
+
+Full-size shapes have random weights, so a scripted decoder commits a fixed number of tokens at a step: the work is
+that of a real model, whatever the logits say. The models in the box decode for real. Before anything else, one
+request alone says how long the first block takes with nothing compiled. Then, for each number in flight, a round of
+warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
+so that rows are at all stages afterwards, as they are where requests come when they like; `steady` is then what was
+finished while that many were in flight, without the last requests, which have the card to themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.shapes import SHAPES, shape
+from benchmarks.surroundings import surroundings
+from dinfer.checkpoint import random_network
+from dinfer.engine.engine import Engine
+from dinfer.engine.request import Completion, Request
+from dinfer.problems import generate
+from dinfer.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
+from dinfer.registry import check_range, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Decoder):
+    """The masked positions from the left, `rate` a step on average, whatever their probabilities."""
+
+    rate: float = option(2.6, "tokens a step", per_request=True)
+
+    def __post_init__(self) -> None:
+        check_range("decoder", self, "rate", least=1)
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        step_R1, rate_R1 = view.step_R[:, None], view.options["rate"]
+        count_R1 = ((step_R1 + 1) * rate_R1).floor() - (step_R1 * rate_R1).floor()
+        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
+
+
+class Clock:
+    """GPU (on a CPU: host) time of every launch, by shape, without waiting for any."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.cuda = engine, engine.device.type == "cuda"
+        self.marks: list[tuple[StepShape, int, Any, Any]] = []
+
+    def __enter__(self) -> Clock:
+        self.launch = self.engine.launcher.launch
+        self.engine.launcher.launch = self._timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.launcher.launch = self.launch  # type: ignore[method-assign]
+
+    def _timed(self, step_shape: StepShape, slots: list[int]) -> None:
+        begin = self._mark()
+        self.launch(step_shape, slots)
+        self.marks.append((self.engine.launcher.bucket(step_shape), len(slots), begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def table(self) -> list[dict[str, Any]]:
+        """Launches of each shape, the rows in them, and what they took; the most time first."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        found = defaultdict(list)
+        for step_shape, rows, begin, end in self.marks:
+            taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
+            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
+        table = [
+            {
+                "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),
+                "rows": round(statistics.fmean(rows for _, rows in values), 2),
+                "median_ms": round(statistics.median(ms for ms, _ in values), 3),
+                "total_ms": round(sum(ms for ms, _ in values), 1),
+            }
+            for (phase, lanes, width, settles), values in found.items()
+        ]  # fmt: skip
+        return sorted(table, key=lambda row: -row["total_ms"])
+
+
+def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done."""
+    waiting, began, first, latency = list(requests)[::-1], {}, {}, []
+    done: list[Completion] = []
+    blocks: dict[int, int] = {}
+    start = time.perf_counter()
+    full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
+    while waiting or engine.busy:
+        while waiting and len(began) - len(done) < in_flight:
+            began[engine.add(waiting.pop())] = time.perf_counter()
+        for update in engine.step():
+            now = time.perf_counter()
+            blocks[update.index] = update.blocks
+            if update.error is not None:
+                raise update.error
+            if update.blocks and update.index not in first:
+                first[update.index] = now - began[update.index]
+            if update.completion is not None:
+                latency.append(now - began[update.index])
+                done.append(update.completion)
+        if waiting:
+            full = time.perf_counter() - start, sum(blocks.values())
+    seconds = time.perf_counter() - start
+    counts = [completion.counts for completion in done]
+    block = engine.recipe.iteration.block
+    aligned = all(len(r.prompt) % block == 0 and r.new_tokens % block == 0 for r in requests)
+    tokens, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
+    return {
+        "requests": len(done),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tpf": tokens / forwards,
+        "steady_tokens_per_s": full[1] * block / full[0] if full[1] and aligned else None,
+        "tokens_per_denoise_step": tokens / (forwards - sum(c.prefills for c in counts)),
+        "first_block_s": spread([*first.values()]),
+        "latency_s": spread(latency),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and the worst."""
+    return {"median": round(statistics.median(values), 4), "max": round(max(values), 4)}
+
+
+def staggered(requests: list[Request]) -> list[Request]:
+    """The same prompts with generations of all lengths, in steps of a sixteenth."""
+    some = max(requests[0].new_tokens // 16, 1)
+    return [replace(request, new_tokens=some * (1 + i % 16)) for i, request in enumerate(requests)]
+
+
+def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool) -> dict[str, Any]:
+    """A round of the requests, all in flight, as warm-up, and `rounds` more that are timed."""
+    in_flight, began = len(requests), time.perf_counter()
+    work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
+    closed_loop(engine, work[: 2 * in_flight] if stagger else requests, in_flight)
+    warm_up, captured = time.perf_counter() - began, engine.launcher.captured
+    with Clock(engine) as clock:
+        result = closed_loop(engine, work, in_flight)
+    steps = clock.table()
+    busy = sum(row["total_ms"] for row in steps) / 1e3
+    return {
+        "in_flight": in_flight, **result, "warm_up_s": warm_up, "device_share": busy / result["seconds"],
+        "graphs": engine.launcher.captured, "captured_while_timed": engine.launcher.captured - captured,
+        "refused_graphs": [*engine.launcher.refused.values()], "steps": steps[:12],
+    }  # fmt: skip
+
+
+def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline:
+    runtime = dinfer.Runtime(
+        rows=max(given.in_flight), max_length=given.length, settle=given.settle, graphs=device.type == "cuda",
+        positions=given.positions, compile=given.compile,
+    )  # fmt: skip
+    if given.model:
+        base = dinfer.load(given.model, device=device, dtype=given.dtype)
+        model, tokenizer = base.model, base.tokenizer
+    else:
+        family, spec = shape(given.shape)
+        torch.manual_seed(0)
+        model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
+        tokenizer = None
+    causal = model.spec.causal_block is not None
+    iteration = {
+        "name": given.iteration or ("block_diffusion" if causal else "blockwise"), "block": given.block,
+        "stop": "block" if given.model else "off",
+    }  # fmt: skip
+    decoder = Scripted(rate=given.rate) if given.decoder == "scripted" else given.decoder
+    recipe = dinfer.compose(
+        model, iteration=iteration, decoder=decoder, cache=given.cache or ("block" if causal else "dual")
+    )
+    return dinfer.Pipeline(recipe, tokenizer, runtime)
+
+
+def prompts(given: argparse.Namespace, pipe: dinfer.Pipeline, count: int) -> list[list[int]]:
+    """Held-out problems, or random tokens."""
+    if given.prompts == "problems":
+        return [pipe.encode(problem.question) for problem in generate("heldout", count, 0)]
+    spec, generator = pipe.model.spec, torch.Generator().manual_seed(1)
+    return torch.randint(min(spec.eos_id, spec.mask_id), (count, given.prompt), generator=generator).tolist()
+
+
+def memory(engine: Engine, before: int) -> dict[str, float]:
+    """Bytes beyond the weights: of keys and values, and of all else that torch has taken from the card."""
+    kv = engine.launcher.state.kv
+    keys = kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes
+    return {"kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
+    parser.add_argument("--model", help="a real model in place of random weights, such as tiny")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64])
+    parser.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    parser.add_argument("--prompts", choices=("random", "problems"), default="random")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
+    parser.add_argument("--new", type=int, default=512, help="max_new_tokens")
+    parser.add_argument("--length", type=int, help="runtime.max_length; default: prompt + new")
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--iteration")
+    parser.add_argument("--cache")
+    parser.add_argument("--decoder", default="scripted")
+    parser.add_argument("--rate", type=float, default=2.6, help="tokens a step, of the scripted decoder")
+    parser.add_argument("--positions", type=int, default=8192)
+    parser.add_argument("--settle", action="store_true")
+    parser.add_argument("--stagger", action="store_true")
+    parser.add_argument("--compile", default="none")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    given.length = given.length or given.prompt + given.new
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    device = torch.device(given.device)
+    cuda = device.type == "cuda"
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device), "runs": []}
+    pipe = pipeline(given, device)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    weights = torch.cuda.memory_reserved() if cuda else 0
+    requests = pipe.requests(prompts(given, pipe, max(given.in_flight)), given.new, None)
+    alone = closed_loop(pipe.engine, requests[:1], 1)
+    report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
+    for in_flight in given.in_flight:
+        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger)
+        run["memory"] = memory(pipe.engine, weights) if cuda else None
+        report["runs"].append(run)
+        print(
+            f"{in_flight:4d} in flight: {run['tokens_per_s']:.1f} tokens/s, steady "
+            f"{run['steady_tokens_per_s'] or 0:.1f}, TPF {run['tpf']:.2f}, first block "
+            f"{1e3 * run['first_block_s']['median']:.0f} ms, device {100 * run['device_share']:.0f}%, "
+            f"{run['graphs']} graphs, {run['captured_while_timed']} of them while timed",
+            flush=True,
+        )
+        for row in run["steps"][:6]:
+            print("      ", row)
+        if given.out:  # after every run, so that one that is cut short leaves what it measured
+            given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    print("cold:", report["cold"])
+    if cuda:
+        print("memory:", report["runs"][-1]["memory"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a set of answers was worth and what it cost: the one place where these figures are defined and computed.
+
+Tokens are generated tokens before the first stop token (or stop string, where a task has some): never the prompt,
+padding, or what comes behind. Everything else is built on them and on forwards. `docs/metrics.md` says the same at
+leisure, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dinfer.engine.request import Counts
+
+PERCENTILES = (50, 90, 95, 99)
+_NORMAL_95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer."""
+
+    forwards: int  # passes of the network that the request took part in
+    refreshes: int  # of these, passes over the whole canvas whose keys and values were kept
+    tokens: int  # generated before the first stop token or stop string
+    seconds: float  # from admission to the last step
+    stopped: bool  # at a stop token or stop string; else the length ran out
+    score: float | None = None  # 0 to 1, as the task judges it; None: not judged
+
+    def __post_init__(self) -> None:
+        if self.forwards < 1:
+            raise ValueError(f"forwards={self.forwards} of a sample must be at least 1")
+        for name in ("refreshes", "tokens", "seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} of a sample must not be negative")
+        if self.score is not None and not 0 <= self.score <= 1:
+            raise ValueError(f"score={self.score} of a sample must be between 0 and 1")
+
+    @classmethod
+    def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Sample:
+        """The sample of a `Result` or a `Completion`."""
+        return cls(counts.forwards, counts.refreshes, counts.tokens, counts.seconds, stopped, score)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The figures of one run, in the order of the columns of a table. Means are over requests."""
+
+    problems: int  # requests
+    correct: float | None  # sum of the scores; None, like all accuracies: nothing was judged
+    accuracy: float | None  # percent: 100 * correct / problems
+    accuracy_low: float | None  # percent, 95% Wilson score interval
+    accuracy_high: float | None
+    nfe: float  # forwards a request
+    refreshes: float  # a request
+    tpf: float  # all tokens / all forwards
+    tps: float  # all tokens / wall time of the run
+    tokens: float  # a request
+    stopped: float  # percent of the requests that ended at a stop token or stop string
+    tokens_to_eos: float | None  # a request that stopped; None: none did
+    latency: float  # seconds from admission to the last step, mean
+    latency_p50: float
+    latency_p90: float
+    latency_p95: float
+    latency_p99: float
+    seconds: float  # wall time of the run, from the first admission to the last answer
+
+    def row(self) -> dict[str, Any]:
+        """The figures by name, rounded to six significant digits, as tables and result files hold them."""
+        return {name: _rounded(value) for name, value in asdict(self).items()}
+
+
+def measure(samples: Sequence[Sample], seconds: float) -> Metrics:
+    """The figures of a run that took `seconds` in all. Either all samples are judged or none is.
+
+    Raises ValueError for no samples, mixed ones, or a time that is not positive.
+    """
+    if not samples:
+        raise ValueError("samples is empty: there is nothing to measure")
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds} must be positive: the wall time of the run")
+    scores = [sample.score for sample in samples if sample.score is not None]
+    if len(scores) not in (0, len(samples)):
+        raise ValueError(f"{len(scores)} of {len(samples)} samples have a score: judge all of them, or none")
+    count, tokens = len(samples), sum(sample.tokens for sample in samples)
+    forwards = sum(sample.forwards for sample in samples)
+    correct = sum(scores) if scores else None
+    low, high = (None, None) if correct is None else wilson(correct, count)
+    ended = [sample.tokens for sample in samples if sample.stopped]
+    latencies = [sample.seconds for sample in samples]
+    p50, p90, p95, p99 = (float(value) for value in np.percentile(latencies, PERCENTILES))
+    return Metrics(
+        problems=count,
+        correct=correct,
+        accuracy=None if correct is None else 100 * correct / count,
+        accuracy_low=low,
+        accuracy_high=high,
+        nfe=forwards / count,
+        refreshes=sum(sample.refreshes for sample in samples) / count,
+        tpf=tokens / forwards,
+        tps=tokens / seconds,
+        tokens=tokens / count,
+        stopped=100 * len(ended) / count,
+        tokens_to_eos=sum(ended) / len(ended) if ended else None,
+        latency=sum(latencies) / count,
+        latency_p50=p50,
+        latency_p90=p90,
+        latency_p95=p95,
+        latency_p99=p99,
+        seconds=seconds,
+    )
+
+
+def wilson(correct: float, count: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of a share, in percent (Wilson 1927): sound near 0% and 100% too."""
+    share, z2 = correct / count, _NORMAL_95**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = _NORMAL_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
+
+
+def _rounded(value: float | None) -> float | None:
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")

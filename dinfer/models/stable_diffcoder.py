@@ -1,0 +1,38 @@
+"""Stable-DiffCoder: block diffusion grown from Seed-Coder (arXiv:2601.15892; Stable-DiffCoder-8B-Base, -Instruct)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dinfer.families import PLAIN, BlockFamily, body, expect
+from dinfer.registry import MODELS, option
+from dinfer.spec import ModelSpec
+
+EXPECTED = PLAIN | {"attention_bias": (False, None), "mlp_bias": (False, None)}
+
+
+@MODELS.register("stable_diffcoder")
+@dataclass(frozen=True, kw_only=True)
+class StableDiffcoder(BlockFamily):
+    """Stable-DiffCoder checkpoints: a Llama body, block-causal."""
+
+    paper = "Stable-DiffCoder, arXiv:2601.15892"
+    trained: ClassVar[int] = 4
+
+    checkpoint: str = option("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "hub name or folder")
+
+    @classmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        # The model_type is that of any Llama.
+        return any("StableDiffcoder" in name for name in config.get("architectures") or ())
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        expect(config, EXPECTED)
+        return ModelSpec(
+            family="stable_diffcoder",
+            mlp=config["intermediate_size"],
+            causal_block=self.attention_block(config),
+            **body(config),
+            **self.tokens(config),
+        )

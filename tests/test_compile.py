@@ -1,0 +1,50 @@
+"""runtime.compile: the same tokens, the weights shared, and no compilation between requests.
+
+Here the traced graphs run as they are; tests/gpu has them compiled, which takes too long on a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.matrix import completions, engine_for, outcome, requests_for
+from support.models import tiny_model
+from support.scripted import Scripted
+
+from dinfer.compose import Recipe, compose
+from dinfer.engine.engine import Runtime
+
+compiles = torch._dynamo.utils.counters["stats"]
+
+
+def recipe_of(variant: str = "bidirectional", cache: str = "dual") -> Recipe:
+    model = tiny_model(variant)
+    return compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache=cache)
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    real, modes = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda work, mode: modes.append(mode) or real(work, backend="eager"))
+    recipe = recipe_of()
+    requests = requests_for(recipe)
+    want = [outcome(c) for c in completions(engine_for(recipe), requests)]
+    engine = engine_for(recipe, compile=mode)
+    before = compiles["unique_graphs"]
+    assert [outcome(c) for c in completions(engine, requests)] == want
+    compiled = compiles["unique_graphs"]
+    assert compiled > before
+    assert [outcome(c) for c in completions(engine, requests[::-1])] == want[::-1]
+    assert compiles["unique_graphs"] == compiled
+    assert set(modes) == {{"max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)}
+    assert engine.recipe.model.embedding.weight is recipe.model.embedding.weight
+    assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want  # the recipe's own is as it was
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be one of none, default, max-autotune"):
+        Runtime(compile="fast")  # type: ignore[arg-type]
+    scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")
+    with pytest.raises(ValueError, match="model Scripted has no method `compiled`"):
+        engine_for(scripted, compile="default")
