@@ -3,7 +3,9 @@
 FOLDER has the architecture (config.json) and the tokenizer; `tools/noise.py` says what is trained.
 
     python -m tools.train_tiny dinfer/checkpoints/tiny --steps 40000
-    python -m tools.train_tiny dinfer/checkpoints/tiny-llada2 --row-lengths 96:8,128:6,160:1 --wrong 0.3 --drafts 4
+    python -m tools.train_tiny dinfer/checkpoints/tiny-llada2 --row-lengths 96:8,128:6,160:1 --wrong 0.15 --drafts 8
+
+`benchmarks/results/tiny-training.json` and `tiny-llada2-training.json` have the commands that were run.
 
 Shape suffixes: B rows, T positions.
 """
@@ -24,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -159,13 +162,13 @@ def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[st
     }
 
 
-def save(model: Transformer, family: ModelFamily, folder: Path) -> None:
-    """An ordinary Hugging Face folder: weights in float16, what only chooses experts in float32."""
+def save(model: Transformer, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
+    """An ordinary Hugging Face folder: weights in float16, what only chooses experts as it is."""
     rounded = copy.deepcopy(model).half()
-    for given, parameter in zip(model.parameters(), rounded.parameters(), strict=True):
-        if not given.requires_grad:
+    for (name, given), parameter in zip(model.named_parameters(), rounded.parameters(), strict=True):
+        if name.endswith("choice_bias"):
             parameter.data = given.detach().clone()
-    save_network(rounded, family, folder, read_config(folder))
+    save_network(rounded, family, folder, config)
 
 
 def parse() -> tuple[Path, Path, Path | None, Options]:
@@ -199,7 +202,7 @@ def main() -> None:
     # a graph cannot be captured on the default stream
     with torch.cuda.stream(torch.cuda.Stream()) if model.device.type == "cuda" else nullcontext():
         done = train(model, options, folder / "tokenizer.json")
-    save(model, family, folder)
+    save(model, family, folder, config)
     record = {
         "command": shlex.join(["python", *sys.argv]),
         "hardware": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),

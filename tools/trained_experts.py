@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.moe import wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.layers.mlp import Experts
 from dinfer.layers.transformer import Transformer
@@ -28,8 +29,7 @@ class TrainedExperts(Experts):
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         x_ND, count = x_BWD.flatten(0, 1), self.experts.experts
         with torch.autocast(x_BWD.device.type, enabled=False):  # routed as in inference
-            wide = torch.promote_types(x_ND.dtype, torch.float32)
-            logits_NX = F.linear(x_ND.to(wide), self.router.weight.to(wide))
+            logits_NX = wide_linear(x_ND, self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         weights_NX = torch.zeros_like(logits_NX).scatter(1, chosen_NC, weights_NC)
         self.load_X += (weights_NX.detach() > 0).sum(0)
@@ -49,6 +49,8 @@ class TrainedExperts(Experts):
 
 def trainable(network: Transformer) -> Transformer:
     """The network with its mixtures of experts replaced, in place."""
+    if network.spec.experts is not None and network.spec.experts.capacity is not None:
+        raise ValueError("experts with a capacity cannot be trained so: a noised block would share it with the clean one")
     network.requires_grad_(True).train()
     for block in network.blocks:
         if isinstance(block.mlp, Experts):
