@@ -20,11 +20,12 @@ from dinfer.canvas import Status
 from dinfer.compose import Recipe
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request, Update
-from dinfer.kernels.attention import attention_interval, interval_mask
+from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline import Pipeline
 from dinfer.protocols import Attend, Phase
 from dinfer.registry import CACHES
+from dinfer.step import seen
 
 EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
 
@@ -108,7 +109,8 @@ def audit(
         same += sum(a == b for a, b in zip(canvas[answer], uncached[answer], strict=True))
         total += request.new_tokens
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
-    exact = recipe.cache.exact(recipe.model.spec.causal_block)
+    spec = recipe.model.spec
+    exact = recipe.cache.exact(1 if spec.encoder else spec.causal_block)  # what an encoder has read does not change
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
 
 
@@ -172,9 +174,12 @@ def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     tokens_BT, status_BT = state.canvas.gather(slot_B, pos_BT)
     lanes = state.canvas.lanes(slot_B, Phase.FULL)
     x_BTD = iteration.embed(model, tokens_BT, pos_BT, lanes, state.iteration.lanes(slot_B))
-    interval = attention_interval(pos_BT, lanes.start_B * 0, lanes.length_B, model.spec.causal_block)
-    seen_BTT = interval_mask(*interval, length)
-    logits_BTV = model.logits(model.forward(x_BTD, WholeAttend(pos_BT, seen_BTT)))
+    interval, near, context_BT = seen(engine.recipe, lanes, pos_BT)
+    local = () if model.spec.local is None else model.spec.local.layers
+    attend = WholeAttend(
+        pos_BT, interval_mask(*interval, length), context_BT, local, near and interval_mask(*near, length)
+    )
+    logits_BTV = model.logits(model.forward(x_BTD, attend))
     return logits_BTV[0], status_BT[0] == int(Status.OPEN)
 
 
@@ -185,14 +190,21 @@ def _row(watch: _Watched, pos_X: Tensor) -> Tensor:
 
 def _cached(watch: _Watched, logits_XLV: Tensor, pos_X: Tensor, start: int, scores: str) -> Tensor:
     """The logits that the step saw at these positions: of the active blocks, or of the whole window. [X, V]"""
-    if scores == "block":
+    if scores != "window":
         return logits_XLV.flatten(0, 1)[pos_X - start]
     found_XW = watch.pos_W[None, :] == _row(watch, pos_X)[:, None]
     return logits_XLV[0][found_XW.to(torch.int64).argmax(-1)]
 
 
 def _sample(
-    index: int, update: Update, block: int, step: int, pos_X: Tensor, true_XV: Tensor, mine_XV: Tensor, mask_id: int
+    index: int,
+    update: Update,
+    block: int,
+    step: int,
+    pos_X: Tensor,
+    true_XV: Tensor,
+    mine_XV: Tensor,
+    mask_id: int | None,
 ) -> Sample:
     true_XV, mine_XV = true_XV.double(), mine_XV.double()
     log_true_XV, log_mine_XV = true_XV.log_softmax(-1), mine_XV.log_softmax(-1)
@@ -200,7 +212,8 @@ def _sample(
     kl_X = (log_true_XV.exp() * gap_XV).sum(-1).clamp_min(0)
     top1_X = true_XV.argmax(-1) == mine_XV.argmax(-1)
     token_XV = true_XV.clone()
-    token_XV[:, mask_id] = float("-inf")
+    if mask_id is not None:
+        token_XV[:, mask_id] = float("-inf")
     best = dict(zip(pos_X.tolist(), token_XV.argmax(-1).tolist(), strict=True))
     tokens, masked = update.tokens or [], update.masked or []
     commits = [p for p in best if not masked[p]]

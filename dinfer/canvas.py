@@ -34,7 +34,7 @@ ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW)  # the phases there are steps
 class Status(IntEnum):
     """What a position of the canvas holds."""
 
-    OPEN = 0  # still to be decoded ("masked")
+    OPEN = 0  # still to be decoded ("masked"): holds the mask token, or noise or a draft where there is none
     DONE = 1  # decoded
     GIVEN = 2  # came with the request; never written
 
@@ -135,7 +135,7 @@ class Canvas:
         *,
         prompt: int,
         region: tuple[int, int],
-        mask_id: int,
+        blank_S: Tensor | int,
         phase: Phase = Phase.FULL,
         kept: int = 0,
         seed: int = 0,
@@ -143,6 +143,7 @@ class Canvas:
     ) -> dict[str, int]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
+        `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
         `phase` what the row needs first; `kept` up to where its pages hold the keys
         already; `stops` whether a stop token ends it. Returns the row's cursors.
@@ -150,7 +151,7 @@ class Canvas:
         length = len(tokens)
         masked_S = torch.tensor(masked)
         row_S = torch.zeros(self.capacity + 1, dtype=torch.int64)
-        row_S[:length] = torch.where(masked_S, mask_id, torch.tensor(tokens))
+        row_S[:length] = torch.where(masked_S, blank_S, torch.tensor(tokens))
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = dict.fromkeys(CURSORS, 0)
@@ -193,24 +194,25 @@ class Canvas:
         index = slot_B[:, None], padded(pos_BW, self.capacity)
         return self.tokens_NS[index], self.status_NS[index]
 
-    def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, remask_BW: Tensor) -> None:
-        """Writes the tokens where `commit_BW`, and marks them decoded, or `remask_BW`, and marks them open."""
-        index = slot_B[:, None], padded(torch.where(commit_BW | remask_BW, pos_BW, -1), self.capacity)
+    def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:
+        """Writes the tokens where `commit_BW`, and marks them decoded, or `open_BW`, and marks them open."""
+        index = slot_B[:, None], padded(torch.where(commit_BW | open_BW, pos_BW, -1), self.capacity)
         self.tokens_NS.index_put_(index, tokens_BW)
-        status_BW = torch.where(remask_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
+        status_BW = torch.where(open_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
         self.status_NS.index_put_(index, status_BW)
 
-    def seen(self, slot_B: Tensor, vocab: int, mask_id: int) -> Tensor:
+    def seen(self, slot_B: Tensor, vocab: int, mask_id: int | None) -> Tensor:
         """Which tokens each lane's canvas holds, given or decoded; never the mask token. bool [B, vocab]"""
         column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
         length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
         known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
         known_BS = known_BS & (column_S < length_B[:, None])
-        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), mask_id)
-        seen_BV = torch.zeros(slot_B.shape[0], vocab, dtype=torch.bool, device=slot_B.device)
-        seen_BV.scatter_(1, token_BS, True)
-        seen_BV[:, mask_id].fill_(False)
-        return seen_BV
+        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), vocab)
+        seen_BX = torch.zeros(slot_B.shape[0], vocab + 1, dtype=torch.bool, device=slot_B.device)
+        seen_BX.scatter_(1, token_BS, True)
+        if mask_id is not None:
+            seen_BX[:, mask_id].fill_(False)
+        return seen_BX[:, :vocab]
 
     def next_open(self, slot_B: Tensor, pos_B: Tensor) -> Tensor:
         """The first position from `pos` on that was open when the request came; its length if none. int64 [B]"""

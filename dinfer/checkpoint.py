@@ -99,7 +99,7 @@ def load_network(folder: Path, family: ModelFamily, *, dtype: torch.dtype | None
     be stored each for itself or all of a layer together. An adapter of the family is merged in.
     """
     spec = read_spec(family, read_config(folder))
-    tensors = stored(folder)
+    tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
     placements = layout(family, spec, tensors)
     check(folder, tensors, placements)
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
@@ -131,7 +131,7 @@ def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, 
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
     network = _empty(family, spec, dtype, device)
     for name, parameter in network.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "scale")):
             parameter.fill_(1.0)
         elif parameter.dim() == 1:  # a bias
             parameter.normal_(0.0, 0.1)

@@ -77,7 +77,11 @@ class Recipe:
         for name, value in values.items():
             if isinstance(value, int) and abs(value) > EXACT:
                 raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
-        if self.iteration.scores == "window" and values.get("sampling.guidance", 0) > 0:
+        if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
+            )
+        if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
                 "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."

@@ -48,19 +48,35 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubFamily(ModelFamily):
-    """A family over the one transformer core. What is particular to it is in `spec` and `names`."""
+class HubCheckpoint(ModelFamily):
+    """A family whose checkpoints are on the Hugging Face hub."""
 
     checkpoint: str = option("", "hub name, folder, or the name of a model in the box")
     revision: str | None = option(None, "commit, tag or branch on the hub")
     adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter, merged into the weights when loaded")
     stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the checkpoint's eos_token_id")
-    mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if not all(type(token) is int and token >= 0 for token in self.stop_ids):
             raise ValueError(f"model.stop_ids={list(self.stop_ids)} must be token ids")
+
+    def stops(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The stop tokens, as fields of `ModelSpec`: the checkpoint's, the first of them its EOS, and the option's."""
+        eos = config["eos_token_id"]
+        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+        more = tuple(token for token in self.stop_ids if token not in eos_ids)
+        return {"eos_id": eos_ids[0], "stop_ids": eos_ids + more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFamily(HubCheckpoint):
+    """A family over the one transformer core. What is particular to it is in `spec` and `names`."""
+
+    mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mask_id is not None and self.mask_id < 0:
             raise ValueError(f"model.mask_id={self.mask_id} must be a token id")
 
@@ -81,10 +97,7 @@ class HubFamily(ModelFamily):
                 "config.json has no mask_token_id and the tokenizer no mask token: give model.mask_id, the id of the "
                 "token that stands for what is still to be decoded"
             )
-        eos = config["eos_token_id"]
-        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-        more = tuple(token for token in self.stop_ids if token not in eos_ids)
-        return {"mask_id": mask_id, "eos_id": eos_ids[0], "stop_ids": eos_ids + more}
+        return {"mask_id": mask_id, **self.stops(config)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,15 +30,26 @@ class KVPool:
     k_JPTGE: Tensor
     v_JPTGE: Tensor
     table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
+    local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
+    layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
 
     @classmethod
     def alloc(
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
     ) -> KVPool:
-        shape = (spec.layers, pages + RESERVED, page, spec.kv_heads, spec.head_dim)
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
-        k = torch.zeros(shape, dtype=dtype, device=device)
-        return cls(k, torch.zeros_like(k), table_NP)
+
+        def pool(layers: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+            k = torch.zeros(layers, pages + RESERVED, page, heads, size, dtype=dtype, device=device)
+            return k, torch.zeros_like(k), table_NP
+
+        near = () if spec.local is None else spec.local.layers
+        far = [layer for layer in range(spec.layers) if layer not in near]
+        places = tuple((i in near, (near if i in near else far).index(i)) for i in range(spec.layers))
+        local = None
+        if spec.local is not None:
+            local = cls(*pool(len(near), spec.local.kv_heads, spec.local.head_dim), None, ())
+        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places)
 
     @property
     def page(self) -> int:
@@ -55,21 +66,37 @@ class KVPool:
         """The slot of the second branch of a guided request, which has pages and nothing else."""
         return slot + self.table_NP.shape[0] // 2
 
+    def of(self, layer: int) -> tuple[Tensor, Tensor, bool]:
+        """Keys and values of a layer, [P, T, G, E] each, and whether its attention is local."""
+        near, index = self.layers[layer]
+        pool = self.local if near and self.local is not None else self
+        return pool.k_JPTGE[index], pool.v_JPTGE[index], near
+
     def wipe(self, pages: list[int]) -> None:
         """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
         index = torch.tensor([*pages, SCRATCH], device=self.k_JPTGE.device)
         for pool in (self.k_JPTGE, self.v_JPTGE):
             pool.index_fill_(1, index, 0)
+        if self.local is not None:
+            self.local.wipe(pages)
 
-    def attend(self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int) -> PagedAttend:
-        """Attention of the queries at `pos_BW` over the first `pages` pages of their rows."""
+    def attend(
+        self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
+        *, local_BW: tuple[Tensor, Tensor] | None = None, context_BW: Tensor | None = None,
+    ) -> PagedAttend:  # fmt: skip
+        """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
+
+        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.protocols.Attend`.
+        """
         table_BP = self.table_NP.index_select(0, slot_B)
         where_BW = pos_BW.clamp_min(0)
         own_BW = table_BP.gather(1, torch.div(where_BW, self.page, rounding_mode="floor"))
         lost_BW = (pos_BW < 0) | (own_BW == NULL)
         write_BW = torch.where(lost_BW, SCRATCH * self.page, own_BW * self.page + where_BW % self.page)
         start_BW, end_BW = (bound_BW.contiguous() for bound_BW in interval_BW)  # once, not in every layer
-        return PagedAttend(self, pos_BW, write_BW.flatten(), table_BP[:, :pages].contiguous(), (start_BW, end_BW))
+        return PagedAttend(
+            self, pos_BW, write_BW.flatten(), table_BP[:, :pages].contiguous(), (start_BW, end_BW), local_BW, context_BW
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +108,16 @@ class PagedAttend:
     write_X: Tensor  # int64 [B * W], where in the pool each query's key goes
     pages_BP: Tensor  # the pages that are read
     interval_BW: tuple[Tensor, Tensor]
+    local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
+    context_BW: Tensor | None = None
 
     def values(self, layer: int = -1) -> Tensor:
         """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
-        return self.pool.v_JPTGE[layer].flatten(0, 1).index_select(0, self.write_X).view(*self.pos_BW.shape, -1)
+        return self.pool.of(layer)[1].flatten(0, 1).index_select(0, self.write_X).view(*self.pos_BW.shape, -1)
 
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
-        k_PTGE, v_PTGE = self.pool.k_JPTGE[layer], self.pool.v_JPTGE[layer]
+        k_PTGE, v_PTGE, near = self.pool.of(layer)
+        interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
         q_BWHE = rotate_and_store(qkv_BWXE, table, norm, heads, *pools, self.write_X)
-        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, self.interval_BW)
+        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW)

@@ -104,7 +104,7 @@ def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0)
     """-log p of the answer's token at the masked positions of each pass (sample, rows), float64 on the CPU. [N] each"""
     width, spec, device = max(rows.pos_W.shape[0] for _, rows in passes), model.spec, model.device
     shape = (len(passes), width)
-    tokens_BW, pos_BW = torch.full(shape, spec.mask_id), torch.zeros(shape, dtype=torch.int64)
+    tokens_BW, pos_BW = torch.full(shape, spec.mask), torch.zeros(shape, dtype=torch.int64)
     prompt_BW = torch.zeros(shape, dtype=torch.bool)
     whole = all(rows.seen_WW is None and rows.pos_W.shape[0] == width for _, rows in passes)
     seen_BWW = None if whole else torch.zeros(*shape, width, dtype=torch.bool)
@@ -126,7 +126,7 @@ def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0)
 
     logits_NV = logits(tokens_BW)
     if guidance > 0:
-        bare_NV = logits(torch.where(prompt_BW, spec.mask_id, tokens_BW))
+        bare_NV = logits(torch.where(prompt_BW, spec.mask, tokens_BW))
         logits_NV = bare_NV + (guidance + 1) * (logits_NV - bare_NV)
     nll_N = -logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0].double().cpu()
     return list(nll_N.split([int((lane_N == b).sum()) for b in range(len(passes))]))
@@ -155,7 +155,7 @@ def layout(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked
     first, length = len(prompt), len(prompt) + len(answer)
     text_S, answer_L, place_S = torch.tensor([*prompt, *answer]), torch.tensor(answer), torch.arange(length)
     noised_XS = text_S.repeat(masked_XL.shape[0], 1)
-    noised_XS[:, first:] = torch.where(masked_XL & ~_carried(spec, place_S[first:]), spec.mask_id, answer_L)
+    noised_XS[:, first:] = torch.where(masked_XL & ~_carried(spec, place_S[first:]), spec.mask, answer_L)
     if spec.causal_block is None:
         read_L = place_S[first:] - spec.shift
         return Rows(noised_XS, place_S, None, read_L, answer_L, masked_XL, weight_XL, place_S < first)
@@ -196,6 +196,8 @@ def _exact(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int]) -> boo
 
 
 def _check(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], what: str) -> None:
+    if spec.mask_id is None:
+        raise ValueError(f"{spec.family} was trained on uniform noise, not on masks: it has no bound here yet")
     if spec.experts is not None and spec.experts.capacity is not None:
         raise ValueError("a model with expert_capacity routes whole blocks, clean or noised: it has no bound here yet")
     if spec.shift and not prompt and answer:
@@ -203,5 +205,5 @@ def _check(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], what: 
     if (length := len(prompt) + len(answer)) > spec.max_length:
         raise ValueError(f"{what}: {length} tokens, prompt and answer, exceed the model's {spec.max_length} positions")
     for token in (*prompt, *answer):
-        if not 0 <= token < spec.vocab or token == spec.mask_id:
+        if not 0 <= token < spec.vocab or token == spec.mask:
             raise ValueError(f"{what}: token {token} is the mask or outside the vocabulary of {spec.vocab}")

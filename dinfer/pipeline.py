@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ class Result:
     """One answer.
 
     `ids` are the generated tokens before the first stop token; `canvas` is prompt and generation as a whole;
-    `trace`, if asked for, is the canvas after every step, the mask id where it was still masked.
+    `trace`, if asked for, is the canvas after every step, the mask id (or a draft, or noise) where it was still masked.
     """
 
     text: str
@@ -113,12 +114,12 @@ class Pipeline:
         trace: bool = False,
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
-        canvases = _listed(canvases, "canvases")
+        mask_id, canvases = self.recipe.model.spec.mask, _listed(canvases, "canvases")
         values = _each({} if options is None else options, len(canvases), "options")
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
         found = []
         for request, (completion, history) in zip(requests, self._run(requests, trace), strict=True):
-            runs = gaps_of(request.prompt, self.recipe.model.spec.mask_id)
+            runs = gaps_of(request.prompt, mask_id)
             gaps = [[completion.canvas[position] for position in run] for run in runs]
             text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
             found.append(Infilled(text, completion.canvas, gaps, texts, completion.counts, history))
@@ -219,17 +220,17 @@ class Pipeline:
             elif piece > spec.max_length:
                 raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
             else:
-                ids += [spec.mask_id] * piece
+                ids += [spec.mask] * piece
         return ids
 
     def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
-        what, spec = f"canvas {index}", self.recipe.model.spec
+        what, spec, mask_id = f"canvas {index}", self.recipe.model.spec, self.recipe.model.spec.mask
         ids = self._ids(canvas, what)
-        if spec.mask_id not in ids:
-            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {spec.mask_id}")
+        if mask_id not in ids:
+            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
         if len(ids) > spec.max_length:
             raise ValueError(f"{what}: {len(ids)} tokens exceed the model's {spec.max_length} positions")
-        gaps = [token == spec.mask_id for token in ids]
+        gaps = [token == mask_id for token in ids]
         if spec.causal_block is not None and not all(gaps[gaps.index(True) :]):
             raise ValueError(
                 f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "
@@ -287,7 +288,7 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, _tokenizer(folder), runtime or Runtime(graphs=where.type == "cuda"))
+    return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -302,7 +303,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return where
 
 
-def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
+def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
     if (folder / "tokenizer.json").is_file():
         # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
         from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
@@ -310,9 +312,17 @@ def _tokenizer(folder: Any) -> PreTrainedTokenizerBase | None:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     if not (folder / "tokenizer_config.json").is_file():
         return None
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if name is not None and (folder / "vocab.json").is_file():
+        return getattr(transformers, name).from_pretrained(folder)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
+            "its tokenizer is such code, put a tokenizer.json into the folder."
+        ) from error
 
 
 def _is_conversation(prompt: Any) -> bool:

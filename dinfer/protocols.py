@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase
+from dinfer.kernels.random import noise
 from dinfer.kernels.rotary import HeadNorm, Table
 from dinfer.kernels.token_stats import Draw, TokenStats
 from dinfer.spec import ModelSpec, Placement
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Lanes", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "State",
-    "StepShape", "TokenStats", "Window",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "Sampling", "SelfConditioned",
+    "State", "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -74,6 +75,8 @@ class Attend(Protocol):
 
     @property
     def pos_BW(self) -> Tensor: ...
+    @property
+    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
 
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
@@ -99,6 +102,14 @@ class Model(Protocol):
     def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
 
 
+class SelfConditioned(Protocol):
+    """What a `Model` with `spec.self_conditioning` can do beside."""
+
+    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
+        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a decoder asks for. The step, not the decoder, writes it."""
@@ -107,6 +118,9 @@ class Proposal:
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
+    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
+    # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
+    draft_RL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +156,11 @@ class Component(ABC):
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Its options say which checkpoint; `load` is in `dinfer.checkpoint`."""
 
+    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
 
     @classmethod
     @abstractmethod
@@ -170,7 +188,7 @@ class Decoder(Component):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Which further statistics `select` reads, of "entropy" and "margin"."""
+        """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
@@ -195,7 +213,10 @@ class Decoder(Component):
 
 
 class Sampling(Component):
-    """Decides which token each position is offered. Only asked in steps where some row wants more than the best."""
+    """Decides which token each position is offered. Only asked in steps where some row wants more than the best.
+
+    And, for models without a mask token, what open positions hold.
+    """
 
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
     suppress: tuple[int, ...] = ()
@@ -211,6 +232,10 @@ class Sampling(Component):
     @abstractmethod
     def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
         """Draws a token for each position. A row whose options are neutral must come out as without sampling."""
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
+        return noise(seed, pos, step, vocab)
 
 
 class CachePolicy(Component):
@@ -289,7 +314,7 @@ class Iteration(Component):
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.sweeps`
-    scores: ClassVar[Literal["block", "window"]] = "block"  # where it needs logits
+    scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
@@ -308,7 +333,11 @@ class Iteration(Component):
         return model.embed(tokens_BW)
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
-        """Sees the logits of the whole window, after the commits; only if `scores == "window"`."""
+        """Sees logits, after the commits; not if `scores == "block"`.
+
+        If it is "window", those of the whole window; if "adjusted", those of the active blocks as the decoder has
+        adjusted them, before any draw.
+        """
 
     def floor(self, lanes: Lanes) -> Tensor:
         """Least confidence that a commit must have at this step. float32 or float64 [B]"""

@@ -44,6 +44,22 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAttention:
+    """Layers whose queries see `window` positions at most, with heads and a rotation of their own (Gemma)."""
+
+    layers: tuple[int, ...]
+    window: int  # a query's own position included
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        for name in ("window", "kv_heads", "head_dim"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} of the local layers must be an integer, at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """What the rest of dinfer may know of a model."""
 
@@ -58,16 +74,21 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     rope_dim: int | None = None  # entries of a head that are rotated, the first ones; None: all
+    rope_pairs: int | None = None  # pairs of entries that are rotated, at the angles of a whole head; None: all
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head, before it is rotated
     experts: ExpertSpec | None = None
+    local: LocalAttention | None = None  # None: all layers are alike
+    softcap: float | None = None  # c: logits become c * tanh(logits / c)
     tied_head: bool = False  # the LM head is the embedding table
     max_length: int  # positions the model was made for
-    mask_id: int
+    mask_id: int | None  # None: what is still to be decoded holds uniform noise
     eos_id: int  # what an early-stopped tail is filled with
     stop_ids: tuple[int, ...]  # ids that end an answer, eos_id among them
     shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
     causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
+    encoder: bool = False  # before the active region it is causal, with scalars of its own, and sees nothing behind it
+    self_conditioning: bool = False  # it was trained to be told what it expected one step before
 
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
@@ -80,7 +101,12 @@ class ModelSpec:
             )
         if self.rope_dim is not None and (self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim):
             raise ValueError(f"{self.family}: rope_dim={self.rope_dim} must be even, 2 to head_dim={self.head_dim}")
-        for name, token in (("mask_id", self.mask_id), *(("stop_ids", token) for token in self.stop_ids)):
+        if self.local is not None and not self.encoder:
+            raise ValueError(f"{self.family}: local layers are there for models with an encoder only")
+        if self.encoder and (self.shift or self.causal_block is not None):
+            raise ValueError(f"{self.family}: an encoder goes with neither shift nor causal_block")
+        masks = [] if self.mask_id is None else [("mask_id", self.mask_id)]
+        for name, token in (*masks, *(("stop_ids", token) for token in self.stop_ids)):
             if type(token) is not int or not 0 <= token < self.vocab:
                 raise ValueError(f"{self.family}: {name} must be a token of the vocabulary of {self.vocab}: {token!r}")
         if self.eos_id not in self.stop_ids or self.mask_id in self.stop_ids:
@@ -88,6 +114,16 @@ class ModelSpec:
                 f"{self.family}: eos_id={self.eos_id} must be one of stop_ids={self.stop_ids}, and "
                 f"mask_id={self.mask_id} none of them"
             )
+
+    @property
+    def mask(self) -> int:
+        """The mask token. Raises ValueError if the model has none."""
+        if self.mask_id is None:
+            raise ValueError(
+                f"{self.family} has no mask token: it generates behind a prompt, but can neither fill gaps nor be "
+                "guided. Use a model with a mask token for that."
+            )
+        return self.mask_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,16 @@ class BatchState:
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
         phase = recipe.cache.first_phase(spec, region[0])
         prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])
+        seed = int(recipe.sampling_of(given).get("seed", 0))
+        blank_S: Tensor | int
+        if spec.mask_id is None:
+            no_steps = torch.tensor(0)
+            blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
+        else:
+            blank_S = spec.mask_id
         cursors = self.canvas.admit(
-            slot, list(tokens), list(masked), prompt=prompt, region=region, mask_id=spec.mask_id,
-            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=int(recipe.sampling_of(given).get("seed", 0)),
-            stops=stops,
+            slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
+            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)

@@ -15,10 +15,12 @@ from torch import Tensor
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase, Status, span
 from dinfer.compose import Recipe
 from dinfer.guidance import guided
-from dinfer.kernels.attention import attention_interval
+from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.token_stats import TokenStats, token_stats
 from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, StepShape
 from dinfer.state import BatchState
+
+Interval = tuple[Tensor, Tensor]
 
 
 def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
@@ -37,10 +39,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     window = cache.window(lanes, canvas, spec, shape, cache_state)
     lanes.live_B = lanes.live_B & window.fits_B
     pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
-    interval_BW = attention_interval(pos_BW, *cache.visible(lanes), spec.causal_block)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
     tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages)
+    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
@@ -63,7 +65,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
     view = block_view(recipe, state, shape, lanes)
-    stats = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
+    stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     written_RL = ~view.given_RL if decoder.edits else view.masked_RL
     broken_B = (written_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
@@ -71,17 +73,23 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, decoder.edits)
     commit_RL = commit_RL & able_R1
     remask_RL = allowed_remasks(proposal, commit_RL, view, decoder.edits) & able_R1
-    token_RL = torch.where(remask_RL, spec.mask_id, token_RL)
-    canvas.write(slot_B, *fold(slot_B, view.pos_RL, token_RL, commit_RL, remask_RL))
+    left_RL = (view.masked_RL & ~commit_RL) | remask_RL
+    blank_RL = what_is_left(recipe, lanes, view, proposal)
+    token_RL = torch.where(left_RL, blank_RL, token_RL)
+    open_RL = remask_RL if spec.mask_id is not None else left_RL & able_R1  # other masks are there already
+    canvas.write(slot_B, *fold(slot_B, view.pos_RL, token_RL, commit_RL, open_RL))
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
+    elif iteration.scores == "adjusted":
+        by_lane = (slot_B.shape[0], -1)
+        pos_BX, adjusted_BXV = view.pos_RL.view(by_lane), adjusted_RLV.reshape(*by_lane, spec.vocab)
+        iteration.observe(model, adjusted_BXV, pos_BX, lanes, iteration_state)
 
     # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
-    left_RL = (view.masked_RL & ~commit_RL) | remask_RL
     finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
     if (lingers_B := cache.lingers(lanes, shape.phase, cache_state)) is not None:
         finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
-    after_RL = torch.where(commit_RL | remask_RL, token_RL, view.tokens_RL)
+    after_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(
         tokens_BKL=after_RL.view(*by_block, -1),
@@ -106,6 +114,17 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
     state.decoder.store(slot_B, decoder_state, lanes.live_B)
     state.cache.store(slot_B, cache_state, lanes.live_B)
+
+
+def seen(recipe: Recipe, lanes: Lanes, pos_BW: Tensor) -> tuple[Interval, Interval | None, Tensor | None]:
+    """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
+    spec = recipe.model.spec
+    if not spec.encoder:
+        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block), None, None
+    context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
+    if spec.local is None:
+        return interval_BW, None, context_BW
+    return interval_BW, local_interval(interval_BW, pos_BW, lanes.start_B, spec.local.window), context_BW
 
 
 def settle(canvas: Canvas, lanes: Lanes, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> None:
@@ -147,8 +166,11 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes
 def proposed_tokens(
     recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes, view: BlockView, logits_RLV: Tensor,
     decoder_state: State,
-) -> TokenStats:  # fmt: skip
-    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is."""
+) -> tuple[TokenStats, Tensor]:  # fmt: skip
+    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is.
+
+    And the logits, as they were adjusted.
+    """
     decoder, sampling, spec, draw = recipe.decoder, recipe.sampling, recipe.model.spec, None
     if shape.sampled:
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
@@ -159,15 +181,15 @@ def proposed_tokens(
         draw = sampling.draw(logits_RLV, view, options, spec)
     return token_stats(
         logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
-        entropy="entropy" in decoder.needs, margin="margin" in decoder.needs, draw=draw,
-    )  # fmt: skip
+        **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw,
+    ), logits_RLV  # fmt: skip
 
 
 def allowed_commits(
     proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
 ) -> tuple[Tensor, Tensor]:
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
-    row must progress but chose none.
+    row must progress but chose none. A decoder that drafts may choose none.
 
     That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
     no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
@@ -176,12 +198,26 @@ def allowed_commits(
     token_RL = stats.token_RL
     if proposal.token_RL is not None:
         wanted_RL = proposal.token_RL
-        valid_RL = (wanted_RL != spec.mask_id) & (wanted_RL >= 0) & (wanted_RL < spec.vocab)
+        valid_RL = (wanted_RL >= 0) & (wanted_RL < spec.vocab)
+        if spec.mask_id is not None:
+            valid_RL = valid_RL & (wanted_RL != spec.mask_id)
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
+    if proposal.draft_RL is not None:
+        return commit_RL, token_RL
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
     return commit_RL | (best_RL & stuck_R[:, None]), token_RL
+
+
+def what_is_left(recipe: Recipe, lanes: Lanes, view: BlockView, proposal: Proposal) -> Tensor | int:
+    """What open positions hold after this step: the mask token, or, where models have none, drafts and noise."""
+    spec = recipe.model.spec
+    if spec.mask_id is not None:
+        return spec.mask_id
+    noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
+    draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
+    return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
 
 
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:

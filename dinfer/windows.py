@@ -65,6 +65,8 @@ def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor)
 
 def horizon(spec: ModelSpec, end: int, length: int) -> int:
     """The first position that no query sees which decodes a position before `end`. Host side."""
+    if spec.encoder:
+        return end
     if spec.causal_block is None:
         return length
     return min(-(-max(end - spec.shift, 1) // spec.causal_block) * spec.causal_block, length)
@@ -72,6 +74,8 @@ def horizon(spec: ModelSpec, end: int, length: int) -> int:
 
 def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
     """`horizon` behind each row's active region, on the device. int64 [B]"""
+    if spec.encoder:
+        return lanes.end_B
     if spec.causal_block is None:
         return lanes.length_B
     last_B = (lanes.end_B - spec.shift).clamp_min(1)

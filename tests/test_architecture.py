@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": COMPONENT | {"families", "layers"},
     "compose": {"protocols", "registry"},
     "shards": set(),
+    "catalog": set(),
     "adapters": {"shards", "spec"},
     "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
@@ -45,16 +46,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"engine"},
     "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
-    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry"},
+    "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
         "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
+        "sampling",
         "state", "step",
     },
     "cli": {
-        "audit", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols", "registry", "trace",
+        "audit", "catalog", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols",
+        "registry", "trace",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.

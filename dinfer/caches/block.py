@@ -1,4 +1,4 @@
-"""Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR)."""
+"""Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class BlockCache(CachePolicy):
     a finished block are those of its last step, when some of its tokens were still masked; the first step of the
     next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
     references spend a forward of its own on that, after the last block too; so do large batches here with
-    runtime.settle, where a step of twice the width for the sake of a few rows costs more.
+    runtime.settle, where a step of twice the width for the sake of a few rows costs more. Of a model
+    with an encoder, the step that enters a block encodes the one before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
 
     def unfit(self, spec: ModelSpec) -> str | None:
-        if spec.causal_block is not None:
+        if spec.causal_block is not None or spec.encoder:
             return None
         return (
             "cache=block keeps the keys of finished blocks for good, which is exact only under block-causal "

@@ -53,6 +53,21 @@ class Schema:
             chosen |= entry if isinstance(entry, dict) else {}
         return {kind: chosen[kind] for kind in GROUPS}
 
+    def choice(self, kind: str, model: str) -> str:
+        """The choice of a component that holds, with a choice of model, unless overridden."""
+        return self.brought(model).get(kind, self.defaults[kind])
+
+    def brought(self, model: str) -> dict[str, str]:
+        """The choices of components that a preset of a model brings along."""
+        files = [base / "model" / f"{model}.yaml" for base in (self.extra, folder()) if base is not None]
+        entries: list[Any] = next((read(path).get("defaults", []) for path in files if path.is_file()), [])
+        found: dict[str, str] = {}
+        for entry in entries:
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if key.startswith("override "):
+                    found[key.rpartition(".")[2]] = value
+        return found
+
     @property
     def roots(self) -> list[str]:
         folders = [path for path in (folder(), self.extra) if path is not None]

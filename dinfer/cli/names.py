@@ -15,13 +15,17 @@ from dinfer.registry import unknown
 def check(overrides: list[str], schema: Schema, *, multirun: bool) -> None:
     """Raises ValueError for the first override that this command does not understand."""
     parsed = [parse(text) for text in overrides]
-    chosen = {kind: [choice] for kind, choice in schema.defaults.items()}
+    given: dict[str, list[str]] = {}
     for override in parsed:
         if override.is_sweep_override() and not multirun:
             raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
         kind = override.key_or_group
         if kind in GROUPS and not override.is_delete():
-            chosen[kind] = picked(override, list(schema.choices(kind)))
+            given[kind] = picked(override, list(schema.choices(kind)))
+    models = given.get("model", [schema.defaults["model"]])
+    chosen = {
+        kind: given.get(kind) or list(dict.fromkeys(schema.choice(kind, model) for model in models)) for kind in GROUPS
+    }
     for override in parsed:
         check_key(override.key_or_group, chosen, schema)
 

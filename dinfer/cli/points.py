@@ -49,8 +49,8 @@ def points(product: Sequence[Sequence[str]], schema: Schema) -> list[list[str]]:
 
 def _chosen(schema: Schema, kind: str, point: Sequence[str]) -> str:
     """The component of a kind at a point."""
-    named = [text.partition("=")[2] for text in point if text.startswith(f"{kind}=")]
-    return named[-1] if named else schema.defaults[kind]
+    named = {text.partition("=")[0]: text.partition("=")[2] for text in point}
+    return named.get(kind) or schema.choice(kind, named.get("model", schema.defaults["model"]))
 
 
 def _options(schema: Schema, kind: str, point: Sequence[str]) -> list[str]:

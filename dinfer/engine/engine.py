@@ -203,7 +203,7 @@ class Engine:
         own = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[:own], row.pages[own:])
-        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        tokens = request.prompt + [0] * request.new_tokens
         row.cursors = state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,

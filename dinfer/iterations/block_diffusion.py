@@ -37,6 +37,11 @@ class BlockDiffusion(AlignedSweep):
             raise ValueError(f"iteration.lead={self.lead} must be 0 or a multiple of iteration.block={self.block}")
 
     def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.encoder:
+            return (
+                "iteration=block_diffusion lets its first block overlap the prompt, which this model's encoder must "
+                "read as a whole. Use iteration=self_conditioned or blockwise."
+            )
         if spec.causal_block is None:
             return (
                 "iteration=block_diffusion decodes a block as if nothing came behind it, but this model is "

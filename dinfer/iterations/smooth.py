@@ -40,13 +40,21 @@ class Smooth(BlockSweep):
         super().__post_init__()
         check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0)
 
+    def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.mask_id is not None:
+            return None
+        return (
+            "iteration=smooth adds what it expects to the mask token, and this model has none. Use "
+            f"iteration={'self_conditioned' if spec.self_conditioning else 'blockwise'}."
+        )
+
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(length + 1, spec.hidden)}  # the last row is scratch
 
     def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
         x_BWD = model.embed(tokens_BW)
         soft_BWD = state["expected"].gather(1, self._rows(pos_BW, state)).to(x_BWD.dtype)
-        return x_BWD + soft_BWD * (tokens_BW == model.spec.mask_id)[..., None]
+        return x_BWD + soft_BWD * (tokens_BW == model.spec.mask)[..., None]
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
         weight_B = (self.weight_init + self.weight_growth * lanes.steps_B).clamp_max(self.weight)

@@ -36,6 +36,27 @@ def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS:
     return out_BHWE.transpose(1, 2)
 
 
+def encoder_intervals(pos_BW: Tensor, start_B: Tensor, end_B: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Which queries are the encoder's, those before the active region `[start, end)`, and the interval each query sees.
+
+    bool [B, W], and int64 [B, W] each. The encoder is causal; the others see all before them and the active region.
+    """
+    context_BW = pos_BW < start_B[:, None]
+    end_BW = torch.where(context_BW, pos_BW + 1, end_B[:, None])
+    return context_BW, (torch.zeros_like(end_BW), end_BW.clamp_min(1))
+
+
+def local_interval(
+    interval_BW: tuple[Tensor, Tensor], pos_BW: Tensor, start_B: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """An interval of `encoder_intervals` in a layer that reaches back `window` positions, its own included.
+
+    The active region is one neighbourhood: each of its queries sees the positions that its first one sees.
+    """
+    start_BW = (torch.minimum(pos_BW, start_B[:, None]) - (window - 1)).clamp_min(0)
+    return torch.maximum(interval_BW[0], start_BW), interval_BW[1]
+
+
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor]
 ) -> Tensor:

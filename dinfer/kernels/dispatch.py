@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
 
 VARIABLE = "DINFER_KERNELS"
+WIDEST_HEAD = 256  # wider ones need more registers and shared memory than a tile has
 
 
 def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
-    """True on CUDA, unless the kernels cannot: gradients, float64, head sizes that are no power of two from 16 on.
+    """True on CUDA, unless the kernels cannot: gradients, float64, head sizes that are no power of two, 16 to 256.
 
     `DINFER_KERNELS=torch` in the environment turns them off; torch.compile makes kernels of its own of the references.
     """
@@ -20,5 +23,14 @@ def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
     choice = os.environ.get(VARIABLE, "triton")
     if choice not in ("triton", "torch"):
         raise ValueError(f"{VARIABLE}={choice!r} must be 'triton' or 'torch'")
-    able = head_dim >= 16 and head_dim & (head_dim - 1) == 0 and tensor.dtype != torch.float64
+    able = 16 <= head_dim <= WIDEST_HEAD and head_dim & (head_dim - 1) == 0
+    if not able and tensor.is_cuda and choice == "triton":
+        _tell(head_dim)
+    able = able and tensor.dtype != torch.float64
     return tensor.is_cuda and choice == "triton" and able and not torch.is_grad_enabled()
+
+
+@cache
+def _tell(head_dim: int) -> None:
+    """Says it once for each size."""
+    logging.getLogger(__name__).warning("heads of size %d: attention runs without the Triton kernels", head_dim)

@@ -18,6 +18,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D
 
 
+def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) times the weight, None: 1, in float32 or more, and rounded once, at the end (Gemma)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
+
+
 def add_rms_norm(x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """s = x + delta, and `rms_norm` of it. [B, W, D] each; delta None: s = x"""
     if use_triton(x_BWD):
@@ -37,3 +44,9 @@ def swiglu(gate_up_BWX: Tensor) -> Tensor:
         return kernel(gate_up_BWX)
     gate, up = gate_up_BWX.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def geglu(gate_up_BWX: Tensor) -> Tensor:
+    """gelu(gate) * up of the two halves of the last dimension, gelu by its tanh approximation."""
+    gate, up = gate_up_BWX.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -22,6 +22,12 @@ def uniform(*counters: Tensor) -> Tensor:
     return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # of one bit more, the largest would round to 1
 
 
+def noise(seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+    """Uniform tokens, one for each position and step of a request. int64"""
+    token = torch.full((), -1, dtype=torch.int64, device=pos.device)  # none: not the numbers tokens are drawn with
+    return (uniform(seed, pos, step, token) * vocab).to(torch.int64)
+
+
 def _mix(bits: Tensor) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * MIX[1]
     bits = (bits ^ _shift(bits, 27)) * MIX[2]

@@ -24,15 +24,18 @@ class HeadNorm:
     eps: float
 
 
-def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Table:
+def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
     """cos and signed sin of the angles pos * theta^(-2i / dim), for both halves. [B, W, 1, dim]
 
     Computed in float32, or in float64 for a float64 model. The sign makes rotation one multiply-add of the vector
-    and of its halves swapped.
+    and of its halves swapped. `pairs`: only the first so many pairs turn (Gemma's "proportional" RoPE).
     """
     dtype = torch.promote_types(dtype, torch.float32)
     half = torch.arange(0, dim, 2, device=pos_BW.device, dtype=dtype) / dim
-    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * torch.pow(theta, -half)
+    turn = torch.pow(theta, -half)
+    if pairs is not None:
+        turn = turn * (torch.arange(dim // 2, device=pos_BW.device) < pairs)
+    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * turn
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

@@ -17,11 +17,12 @@ class TokenStats:
     mask_confidence_RL: Tensor  # the probability of the mask token
     entropy_RL: Tensor | None = None  # of the whole distribution, in nats; if asked for
     margin_RL: Tensor | None = None  # the largest probability less the second largest; if asked for
+    best_RL: Tensor | None = None  # int64, the most likely token but the mask token, whatever was drawn; if asked for
     mask_drawn_RL: Tensor | None = None  # bool: the mask token was drawn; None: nothing was
 
     def of(self, name: str) -> Tensor:
-        """A further statistic, "entropy" or "margin". Raises KeyError if the decoder's `needs` do not name it."""
-        value = {"entropy": self.entropy_RL, "margin": self.margin_RL}[name]
+        """A further statistic, "entropy", "margin" or "best". Raises KeyError if the decoder's `needs` lack it."""
+        value = {"entropy": self.entropy_RL, "margin": self.margin_RL, "best": self.best_RL}[name]
         if value is None:
             raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
         return value
@@ -56,12 +57,13 @@ class Draw:
 
 
 def token_stats(
-    logits_RLV: Tensor, mask_id: int, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
-    draw: Draw | None = None,
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
+    best: bool = False, draw: Draw | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider.
 
-    With a `draw`, probabilities are those of its belief, and the token is the best of its scores.
+    With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
+    is one of a token that has no probability.
     """
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
@@ -72,16 +74,19 @@ def token_stats(
     if margin:
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
-    mask_confidence_RL = prob_RLV[..., mask_id]
     score_RLV = logits_RLV if draw is None else draw.score_RLV.clone()
-    score_RLV[..., mask_id].fill_(float("-inf"))
+    if mask_id is not None:
+        for scores in (score_RLV, logits_RLV) if best and draw is not None else (score_RLV,):
+            scores[..., mask_id].fill_(float("-inf"))
     token_RL = score_RLV.argmax(-1)
-    best_RL = score_RLV.gather(-1, token_RL[..., None])[..., 0]
+    top_RL = score_RLV.gather(-1, token_RL[..., None])[..., 0]
     confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
-    confidence_RL = confidence_RL.masked_fill(best_RL == float("-inf"), float("nan"))
+    confidence_RL = confidence_RL.masked_fill(top_RL == float("-inf"), float("nan"))
+    mask_confidence_RL = torch.zeros_like(confidence_RL) if mask_id is None else prob_RLV[..., mask_id]
     drawn_RL = None
     if draw is not None:
-        drawn_RL = torch.where(
-            draw.noisy_R1, draw.score_RLV[..., mask_id] > best_RL, mask_confidence_RL > confidence_RL
-        )
-    return TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, drawn_RL)
+        drawn_RL = mask_confidence_RL > confidence_RL
+        if mask_id is not None:
+            drawn_RL = torch.where(draw.noisy_R1, draw.score_RLV[..., mask_id] > top_RL, drawn_RL)
+    best_RL = logits_RLV.argmax(-1) if best else None
+    return TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,15 +13,16 @@ from dinfer.spec import ModelSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x); gate and up are one matrix."""
+    """down(silu(gate x) * up x), or with another function of the two; gate and up are one matrix."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, gated: Callable[[Tensor], Tensor] = swiglu) -> None:
         super().__init__()
+        self.gated = gated
         self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_BWD)))
+        return self.down(self.gated(self.gate_up(x_BWD)))
 
 
 class Experts(nn.Module):

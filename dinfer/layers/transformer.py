@@ -133,11 +133,7 @@ class Transformer(nn.Module):
             raise ValueError(f"attention={attention!r} {need}")
         if block_length is not None and block_length < 1:
             raise ValueError(f"block_length={block_length} must be at least 1")
-        ids_BT = torch.as_tensor(ids_BT, device=self.device)
-        if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or ids_BT.numel() == 0:
-            raise ValueError(f"ids must be integers of shape [B, T], T >= 1, not {ids_BT.dtype} {tuple(ids_BT.shape)}")
-        if ids_BT.min() < 0 or ids_BT.max() >= self.spec.vocab:  # on CUDA the lookup would take the process down
-            raise ValueError(f"ids must be tokens of the vocabulary, 0 to {self.spec.vocab - 1}")
+        ids_BT = checked_ids(ids_BT, self.spec, self.device)
         pos_BT = torch.arange(ids_BT.shape[1], device=self.device).expand_as(ids_BT)
         seen_BTT = None
         if attention != "bidirectional":
@@ -147,13 +143,27 @@ class Transformer(nn.Module):
         return self.logits(self(self.embed(ids_BT), WholeAttend(pos_BT, seen_BTT)))
 
 
+def checked_ids(ids_BT: Tensor, spec: ModelSpec, device: torch.device, name: str = "ids") -> Tensor:
+    """Token ids of complete sequences as a tensor on the device; ValueError for anything else."""
+    ids_BT = torch.as_tensor(ids_BT, device=device)
+    if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or ids_BT.numel() == 0:
+        raise ValueError(f"{name} must be integers of shape [B, T], T >= 1, not {ids_BT.dtype} {tuple(ids_BT.shape)}")
+    if ids_BT.min() < 0 or ids_BT.max() >= spec.vocab:  # on CUDA the lookup would take the process down
+        raise ValueError(f"{name} must be tokens of the vocabulary, 0 to {spec.vocab - 1}")
+    return ids_BT
+
+
 @dataclass(frozen=True, slots=True)
 class WholeAttend:
     """Attention of complete sequences over themselves: keys are those of this call, none are kept."""
 
     pos_BW: Tensor
     seen_BWS: Tensor | None
+    context_BW: Tensor | None = None
+    local: tuple[int, ...] = ()  # layers that see `near_BWS` instead
+    near_BWS: Tensor | None = None
 
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
-        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + k_BWGE.shape[2] :], self.seen_BWS)
+        seen_BWS = self.near_BWS if layer in self.local else self.seen_BWS
+        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + k_BWGE.shape[2] :], seen_BWS)

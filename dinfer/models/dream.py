@@ -6,7 +6,7 @@ The logits at a position predict the next token, as they did before the model be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.families import PLAIN, HubFamily, body, expect
 from dinfer.registry import MODELS, option
@@ -19,6 +19,7 @@ class Dream(HubFamily):
     """Dream, Dream-Coder and DiffuCoder checkpoints."""
 
     paper = "Dream 7B, arXiv:2508.15487"
+    tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
 
     checkpoint: str = option("Dream-org/Dream-v0-Instruct-7B", "hub name or folder")
 

@@ -8,7 +8,7 @@ iteration=block_diffusion with block=8 and lead=32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.families import PLAIN, BlockFamily, body, expect
 from dinfer.registry import MODELS, option
@@ -23,6 +23,7 @@ class FastDllmV2(BlockFamily):
     """Fast-dLLM v2 checkpoints: block-causal, with shifted logits."""
 
     paper = "Fast-dLLM v2, arXiv:2509.26328"
+    tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
 
     checkpoint: str = option("Efficient-Large-Model/Fast_dLLM_v2_7B", "hub name or folder")
 

@@ -18,6 +18,7 @@ class Sdar(BlockFamily):
     """SDAR and TraDo checkpoints, dense or with experts."""
 
     paper = "SDAR, arXiv:2510.06303"
+    tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
     trained: ClassVar[int] = 4
 
     checkpoint: str = option("JetLM/SDAR-8B-Chat", "hub name or folder")

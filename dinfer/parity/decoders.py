@@ -184,7 +184,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, Batc
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device
     )  # fmt: skip
-    masked_BL = x0_BL == model.spec.mask_id
+    masked_BL = x0_BL == model.spec.mask
     place_L = torch.arange(length)
     for slot in range(batch):
         given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given

@@ -11,7 +11,7 @@ from typing import Any
 from dinfer.compose import compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request
-from dinfer.parity import likelihood
+from dinfer.parity import likelihood, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
@@ -209,6 +209,8 @@ def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
     folder, family = doc.take("model"), doc.take("family")
     golden.family(folder, family)
+    if "random_canvas" in doc:
+        return uniform.run_generation(golden, doc)
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = (doc.take(name) for name in ("prompt_ids", "mask_id", "eos_id"))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dinfer.checkpoint import load_network, read_config
-from dinfer.registry import MODELS, Registry
+from dinfer.registry import MODELS, Registry, options_of
 
 REQUIRED: Any = object()
 
@@ -110,7 +110,8 @@ class Golden:
         name = next((name for name in MODELS.names() if MODELS.get(name).matches(config)), None)
         if name is not None:
             # Some configs are silent about the mask token. Every run brings its own; the logits do not depend on it.
-            mask = {} if "mask_token_id" in config else {"mask_id": 0}
+            masked = "mask_id" in [info.name for info in options_of(MODELS.get(name))]
+            mask = {"mask_id": 0} if masked and "mask_token_id" not in config else {}
             return MODELS.build({"name": name, "checkpoint": str(path)} | mask)
         if family in MODELS.names():
             raise GoldenError(f"{folder}/config.json is not of the family {family!r}")

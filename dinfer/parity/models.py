@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.parity import uniform
 from dinfer.parity.compare import close
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, read_json, read_tensors
 
@@ -44,6 +45,8 @@ def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
     """Compares the logits of all real tokens."""
     folder = path.parent.relative_to(golden.root).as_posix()
     network = golden.network(folder, doc.take("family"))
+    if network.spec.encoder:
+        return uniform.run_model(network, case, path.with_suffix(".safetensors"))
     attention = case.take("attention")
     if attention not in ATTENTION:
         raise Skip(f"attention {attention!r:.60} of a model case is not there yet")

@@ -115,7 +115,7 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
     engine = Engine(watched, Runtime(rows=1), device=recipe.model.device, dtype=recipe.model.dtype)
     steps: list[Step] = []
-    tokens, masked = request.prompt + [recipe.model.spec.mask_id] * request.new_tokens, request.masked
+    tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
     for update in engine.run([request], snapshots=True):
         steps.append(_step(update, tokens, masked, fed.computed(), list(offers), recipe, steps))

@@ -54,7 +54,7 @@ def meta_steps(recipe: Recipe) -> None:
     for phase in ACTIVE:
         width = cache.width(recipe.model.spec, phase, **cursors)
         for more in (False, True):
-            guided = more and iteration.scores == "block"
+            guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
             shape = StepShape(
                 phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided, settles=more
             )

@@ -47,12 +47,13 @@ def family_for(config: dict[str, Any]) -> ModelFamily:
     return MODELS.build(family_of(config))
 
 
-def random_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Every weight differs from every other, those of norms and biases too."""
-    family = family_for(CONFIGS[name])
+def random_model(name: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Transformer:
+    """Every weight differs from every other, those of norms and biases too. `fields` of its config that differ."""
+    config = CONFIGS[name] | fields
+    family = family_for(config)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = random_network(family, family.spec(CONFIGS[name]), dtype=dtype, device=torch.device("cpu"))
+        network = random_network(family, family.spec(config), dtype=dtype, device=torch.device("cpu"))
         for parameter in network.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return network

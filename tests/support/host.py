@@ -40,7 +40,7 @@ class Host:
             self._admit(slot, request)
 
     def _admit(self, slot: int, request: Request) -> None:
-        tokens = request.prompt + [self.recipe.model.spec.mask_id] * request.new_tokens
+        tokens = request.prompt + [0] * request.new_tokens
         self.state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
@@ -97,6 +97,8 @@ class Host:
             "blocks": canvas.blocks_NKC, "stop": canvas.stop_X, "k": state.kv.k_JPTGE, "v": state.kv.v_JPTGE,
             "table": state.kv.table_NP, "options": state.options_NO,
         }  # fmt: skip
+        if (local := state.kv.local) is not None:
+            tensors |= {"local k": local.k_JPTGE, "local v": local.v_JPTGE}
         for kind in ("iteration", "decoder", "cache"):
             pool = getattr(state, kind)
             tensors |= {f"{kind}.{name}": tensor for name, tensor in pool.rows.items()}

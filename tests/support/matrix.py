@@ -13,7 +13,7 @@ from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Completion, Request
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
-from support.models import VARIANTS, tiny_model
+from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8
 
@@ -75,7 +75,7 @@ def combinations() -> list[Combination]:
     points += product([s for s in axes[0] if _further(s)], plain[1], dual)
     points += product(blockwise, [s for s in axes[1] if _further(s)], plain[2])
     points += product(plain[0], threshold, [s for s in axes[2] if _further(s)])
-    return [Combination(variant, *point) for variant, point in product(VARIANTS, points)]
+    return [Combination(variant, *point) for variant, point in product([*VARIANTS, UNIFORM], points)]
 
 
 def _further(setting: tuple[tuple[str, Any], ...]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dinfer.checkpoint import random_network
-from dinfer.layers.transformer import Transformer
+from dinfer.layers.gemma import Gemma
+from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.models.llada import Llada
 from dinfer.protocols import ModelSpec
 
@@ -31,6 +32,40 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Every field that `DiffusionGemma.spec` reads or checks. The two kinds of layers have other heads each.
+GEMMA: dict[str, Any] = {
+    "model_type": "diffusion_gemma",
+    "text_config": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+        "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 80.0},
+        },
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12, "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 256, "eos_token_id": [EOS, 28],
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+UNIFORM = "uniform"  # the variant without a mask token, with an encoder and self-conditioning
+
+
+def tiny_gemma(*, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 4.0) -> Gemma:
+    """Random weights. Scalars and norms differ from 1 and from each other, so that none can be left out."""
+    family = DiffusionGemma()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = random_network(family, family.spec(GEMMA), dtype=torch.float64, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith(("norm.weight", "scale")):
+                parameter.copy_(1 + 0.2 * torch.sin(torch.arange(len(parameter)) + len(name)))
+        network.norm.weight.mul_(sharpness)
+    return network.to(dtype)
+
+
 def tiny_spec(variant: str = "bidirectional", **fields: Any) -> ModelSpec:
     config, ours = VARIANTS[variant]
     return replace(Llada().spec(CONFIG | config), **(ours | fields))
@@ -44,8 +79,10 @@ def tiny_model(
     device: str = "cpu",
     sharpness: float = 4.0,
     **fields: Any,
-) -> Transformer:
+) -> Any:
     """Random weights. `sharpness` scales the logits, so that confidences spread over (0, 1) and commits vary."""
+    if variant == UNIFORM:
+        return tiny_gemma(seed=seed, dtype=dtype, sharpness=sharpness).to(device)
     spec = tiny_spec(variant, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

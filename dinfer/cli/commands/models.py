@@ -1,0 +1,86 @@
+"""lists published checkpoints, and the recipe that is recommended for each
+
+usage: dinfer models [family ...] [--json]
+
+For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
+publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
+not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`. `--json` is for
+programs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dinfer.catalog import CATALOG, Published
+from dinfer.cli.conf import GROUPS, Schema, folder, read
+from dinfer.registry import MODELS, unknown
+
+
+def run(args: list[str]) -> None:
+    """Prints the checkpoints of the families asked for, or all."""
+    families = [arg for arg in args if arg != "--json"]
+    for name in families:
+        if name.startswith("-"):
+            raise ValueError(f"{unknown('flag', name, ['--json', '--help'])}")
+        if name not in MODELS.names():
+            raise unknown("family", name, MODELS.names())
+    found = [entry for entry in CATALOG if not families or entry.family in families]
+    if "--json" in args:
+        print(json.dumps([described(entry) for entry in found], indent=1))
+        return
+    console = Console(highlight=False)
+    presets: dict[str, list[Published]] = {}
+    for entry in found:
+        presets.setdefault(entry.preset, []).append(entry)
+    family = None
+    for preset, entries in presets.items():
+        if family != (family := entries[0].family):
+            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.summary(family)}"))
+        console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
+    console.print(
+        Text("to run the first of a group: model=NAME; another one: model.checkpoint=HUB_NAME too", "bright_black")
+    )
+
+
+def described(entry: Published) -> dict[str, Any]:
+    """All that is known of a checkpoint."""
+    return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe(entry)}
+
+
+def recipe(entry: Published) -> dict[str, str]:
+    """The choices of components that its preset brings, or that hold by default."""
+    schema = Schema("generate")
+    return {kind: schema.choice(kind, entry.preset) for kind in GROUPS if kind != "model"}
+
+
+def use(entry: Published) -> str:
+    """The overrides that run it as recommended."""
+    preset = read(folder() / "model" / f"{entry.preset}.yaml")
+    known = entry.checkpoint in (preset.get("checkpoint"), preset.get("adapter"))
+    return f"model={entry.preset}" + ("" if known else f" model.checkpoint={entry.checkpoint}")
+
+
+def group(preset: str, entries: list[Published]) -> RenderableType:
+    """The checkpoints with one preset."""
+    first = entries[0]
+    facts = [first.attention, f"mask {first.mask_id}", f"ends with {' or '.join(map(str, first.eos_ids))}"]
+    facts += ["logits shifted by one"] * first.shifted
+    table = Table.grid(padding=(0, 2))
+    for entry in entries:
+        table.add_row(Text(entry.size, "green"), entry.checkpoint)
+    return Group(
+        Text(f"model={preset}", "bold cyan"),
+        Padding(Text("; ".join(facts)), (0, 0, 0, 2), expand=False),
+        Padding(
+            Text(" ".join(f"{kind}={choice}" for kind, choice in recipe(first).items())), (0, 0, 0, 2), expand=False
+        ),
+        Padding(table, (0, 0, 0, 2), expand=False),
+    )

@@ -1,0 +1,85 @@
+"""Uniform renoising: keep sure tokens as a draft, draw all others anew, commit the canvas as a whole (DiffusionGemma).
+
+The entropy bound is EB-Sampler's (arXiv:2505.24857). Facts of the algorithm: transformers 5.23, `diffusion_gemma`,
+whose published settings the defaults are. There tokens are drawn: set sampling.temperature=1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.registry import DECODERS, check_range, option
+
+
+@DECODERS.register("renoise")
+@dataclass(frozen=True, kw_only=True)
+class Renoise(Decoder):
+    """Drafts the surest positions with sum of H before them <= bound; the others get uniform noise until the next step.
+
+    Logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps at step s = 0, 1, ... of a canvas; H is the
+    entropy of a position then, in nats. Drafts are the tokens that the sampling offers (published: drawn at
+    sampling.temperature=1) and are judged anew at every step. The canvas is committed at once, to the most likely
+    tokens: when these are the same as in `stability` steps before and the mean of H is below `confidence`, or after
+    `steps` steps. For models of uniform noise, which have no mask token.
+    """
+
+    paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"
+
+    steps: int = option(48, "steps that a canvas takes at most", per_request=True)
+    bound: float = option(0.1, "joint entropy of the drafts that may be ignored, in nats", per_request=True)
+    t_min: float = option(0.4, "temperature after the last step", per_request=True)
+    t_max: float = option(0.8, "temperature at the first step", per_request=True)
+    confidence: float = option(0.005, "mean entropy below which a stable canvas is done, in nats", per_request=True)
+    stability: int = option(1, "steps for which the most likely tokens must have stayed the same; 0: none")
+    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
+
+    def __post_init__(self) -> None:
+        check_range("decoder", self, "steps", least=1, most=255)  # the engine stops a row that gains nothing for 256
+        check_range("decoder", self, "bound", "confidence", "stability", least=0)
+        check_range("decoder", self, "t_min", "t_max", least=1e-3, most=1e3)  # logits divided by it stay finite
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.mask_id is None:
+            return None
+        return (
+            "decoder=renoise puts uniform noise where nothing is decoded, and this model was trained with a mask token "
+            "there. Use decoder=entropy_bound."
+        )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("entropy", "best")
+
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        return ("eos_last",)  # it does not look at confidences
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"best": torch.full((self.stability, block), -1)} if self.stability else {}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        wide = torch.promote_types(logits_RLV.dtype, torch.float32)
+        low_R1, high_R1, steps_R1 = (view.options[name].to(wide) for name in ("t_min", "t_max", "steps"))
+        left_R1 = steps_R1 - view.step_R[:, None].to(wide)
+        return logits_RLV.to(wide) / (low_R1 + (high_R1 - low_R1) * left_R1 / steps_R1)[..., None]
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        entropy_RL, best_RL = stats.of("entropy"), stats.of("best")
+        sorted_RL, order_RL = entropy_RL.masked_fill(~view.masked_RL, float("inf")).sort(dim=-1, stable=True)
+        before_RL = sorted_RL.cumsum(-1) - sorted_RL
+        fits_RL = (before_RL <= view.options["bound"]) & sorted_RL.isfinite()
+        draft_RL = torch.zeros_like(fits_RL).scatter(1, order_RL, fits_RL)
+
+        total_R1 = entropy_RL.masked_fill(~view.masked_RL, 0.0).sum(-1, keepdim=True)
+        done_R1 = total_R1 < view.options["confidence"] * view.masked_RL.sum(-1, keepdim=True)
+        if self.stability:
+            same_RL = (state["best"] == best_RL[:, None]).all(1) | ~view.masked_RL
+            done_R1 = done_R1 & same_RL.all(-1, keepdim=True)
+            state["best"].copy_(torch.cat((state["best"][:, 1:], best_RL[:, None]), 1))
+        done_R1 = done_R1 | (view.step_R[:, None] + 1 >= view.options["steps"])
+        return Proposal(view.masked_RL & done_R1, best_RL, draft_RL=torch.where(draft_RL, stats.token_RL, -1))

@@ -1,0 +1,69 @@
+"""One canvas after the other, each position fed with what the step before expected there (Analog Bits; DiffusionGemma).
+
+Self-conditioning: Chen et al., arXiv:2208.04202. As DiffusionGemma has it: transformers 5.23, `diffusion_gemma`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from dinfer.protocols import Lanes, Model, ModelSpec, SelfConditioned, State
+from dinfer.registry import ITERATIONS, option
+from dinfer.sweeps import AlignedSweep
+
+
+@ITERATIONS.register("self_conditioned")
+@dataclass(frozen=True, kw_only=True)
+class SelfConditionedSweep(AlignedSweep):
+    """Finishes a canvas of `block` positions before it begins the next; tells the model what it expected one step ago.
+
+    At the first step of a canvas that is nothing, then softmax(l) E of the logits l as the decoder adjusted them
+    (`renoise`: divided by its temperature). Canvases begin behind the prompt; `block` is the length that the model was
+    trained with. For models trained so; they decode without it too (`blockwise`), but not as published.
+    """
+
+    paper = "Analog Bits, arXiv:2208.04202"
+    scores: ClassVar[Literal["block", "window", "adjusted"]] = "adjusted"
+
+    block: int = option(256, "length of a canvas, in tokens")
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.self_conditioning:
+            return None
+        return (
+            "iteration=self_conditioned tells a model what it expected one step ago, and this one was not trained for "
+            "that. Use iteration=blockwise, or smooth, which adds it to the mask token."
+        )
+
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        return prompt, min(prompt + self.block, length)
+
+    def next_start(self, open_B: Tensor) -> Tensor:
+        return open_B
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"expected": torch.zeros(()).expand(min(self.block, length) + 1, spec.hidden)}  # the last row is scratch
+
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+        x_BWD = model.embed(tokens_BW)
+        expected_BWD = state["expected"].gather(1, self._rows(pos_BW, lanes, state)).to(x_BWD.dtype)
+        told_BW1 = (self._inside(pos_BW, lanes) & (lanes.step_BK[:, :1] > 0))[..., None]
+        soft_BWD = torch.where(told_BW1, expected_BWD, torch.zeros_like(x_BWD))
+        return cast(SelfConditioned, model).condition(x_BWD, soft_BWD)
+
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
+        expected_BWD = model.mix(logits_BWV).to(state["expected"].dtype)
+        state["expected"].scatter_(1, self._rows(pos_BW, lanes, state), expected_BWD)
+
+    def _inside(self, pos_BW: Tensor, lanes: Lanes) -> Tensor:
+        return (pos_BW >= lanes.start_B[:, None]) & (pos_BW < lanes.end_B[:, None])
+
+    def _rows(self, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+        """Where in the state each position of the active canvas is kept. [B, W, D]"""
+        _, rows, hidden = state["expected"].shape
+        row_BW = torch.where(self._inside(pos_BW, lanes), pos_BW - lanes.start_B[:, None], rows - 1)
+        return row_BW[..., None].expand(-1, -1, hidden)

@@ -1,0 +1,168 @@
+"""DiffusionGemma: text by uniform renoising, a causal encoder and a bidirectional decoder (google/diffusiongemma)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dinfer.families import HubCheckpoint, expect
+from dinfer.layers.gemma import Gemma
+from dinfer.registry import MODELS, option
+from dinfer.spec import ExpertSpec, LocalAttention, ModelSpec, Placement
+
+EXPECTED: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False, None),
+    "use_bidirectional_attention": (None, "vision"),  # "vision" changes nothing for text
+    "tie_word_embeddings": (True, None),
+}
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+@MODELS.register("diffusion_gemma")
+@dataclass(frozen=True, kw_only=True)
+class DiffusionGemma(HubCheckpoint):
+    """DiffusionGemma checkpoints; of the 26B-A4B one the text part. The vision tower is left where it is.
+
+    As published with iteration=self_conditioned, decoder=renoise, sampling.temperature=1 and cache=block.
+    """
+
+    paper = "DiffusionGemma, transformers 5.23"
+    unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+
+    checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
+
+    @classmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        return config.get("model_type") == "diffusion_gemma"
+
+    def network(self, spec: ModelSpec) -> Gemma:
+        return Gemma(spec)
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        text = config["text_config"]
+        expect(text, EXPECTED)
+        kinds, ropes = text["layer_types"], text["rope_parameters"]
+        if len(kinds) != text["num_hidden_layers"] or kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+            raise ValueError(
+                f"config.json: layer_types={kinds} must name {LOCAL} or {FULL} for each of num_hidden_layers="
+                f"{text['num_hidden_layers']}, and {FULL} for the last"
+            )
+        expect(ropes[FULL], {"rope_type": ("proportional",), "factor": (None, 1.0)})
+        head_dim, kv_heads = _heads(text, FULL)
+        return ModelSpec(
+            family="diffusion_gemma",
+            vocab=text["vocab_size"],
+            hidden=text["hidden_size"],
+            layers=text["num_hidden_layers"],
+            heads=text["num_attention_heads"],
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mlp=text["intermediate_size"],
+            norm_eps=text["rms_norm_eps"],
+            rope_theta=ropes[FULL]["rope_theta"],
+            rope_pairs=int(ropes[FULL].get("partial_rotary_factor", 1.0) * head_dim // 2),
+            qk_norm=True,
+            local=_local(text) if LOCAL in kinds else None,
+            softcap=text["final_logit_softcapping"],
+            experts=ExpertSpec(
+                experts=text["num_experts"],
+                chosen=text["top_k_experts"],
+                width=text["moe_intermediate_size"],
+                normalize=True,
+            ),
+            tied_head=True,
+            max_length=text["max_position_embeddings"],
+            mask_id=None,
+            encoder=True,
+            self_conditioning=True,
+            **self.stops(config | {"eos_token_id": text["eos_token_id"]}),
+        )
+
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        """As the published checkpoints store it, where the experts of a layer are always one tensor."""
+        return dict(_placements(spec))
+
+
+def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
+    """Head size and key heads of the layers of a kind, which must be alike."""
+    if "per_layer_config" in text:
+        own = text["per_layer_config"]
+        found = {
+            tuple((own.get(str(i)) or {}).get(name) or text[name] for name in ("head_dim", "num_key_value_heads"))
+            for i, other in enumerate(text["layer_types"])
+            if other == kind
+        }
+    elif kind == FULL:
+        found = {(text["global_head_dim"], text.get("num_global_key_value_heads") or text["num_key_value_heads"])}
+    else:
+        found = {(text["head_dim"], text["num_key_value_heads"])}
+    if len(found) > 1:
+        raise ValueError(f"config.json: per_layer_config gives layers of {kind} several shapes of heads: {found}")
+    head_dim, kv_heads = found.pop()
+    return head_dim, kv_heads
+
+
+def _local(text: Mapping[str, Any]) -> LocalAttention:
+    rope = text["rope_parameters"][LOCAL]
+    expect(rope, {"rope_type": ("default",), "partial_rotary_factor": (None, 1.0)})
+    head_dim, kv_heads = _heads(text, LOCAL)
+    return LocalAttention(
+        layers=tuple(i for i, kind in enumerate(text["layer_types"]) if kind == LOCAL),
+        window=text["sliding_window"],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=rope["rope_theta"],
+    )
+
+
+def _placements(spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
+    """Every tensor of the text part. Encoder and decoder share all, under the decoder's names, but a scalar a layer."""
+    theirs = "model.decoder"
+    yield f"{theirs}.embed_tokens.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    yield f"{theirs}.norm.weight", Placement("norm.weight", (spec.hidden,))
+    yield f"{theirs}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
+    yield from _mlp(f"{theirs}.self_conditioning", "conditioning.mlp", spec)
+    for layer in range(spec.layers):
+        ours, name = f"blocks.{layer}", f"layers.{layer}"
+        yield f"model.encoder.language_model.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 0)
+        yield f"{theirs}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 1)
+        yield from _block(f"{theirs}.{name}", ours, spec, layer)
+
+
+def _block(theirs: str, ours: str, spec: ModelSpec, layer: int) -> Iterator[tuple[str, Placement]]:
+    d, experts = spec.hidden, spec.experts
+    if experts is None:
+        raise ValueError(f"{spec.family} has no experts")
+    norms = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm_1": "mlp_out_norm",
+        "pre_feedforward_layernorm_2": "experts_norm", "post_feedforward_layernorm_2": "experts_out_norm",
+        "post_feedforward_layernorm": "out_norm",
+    }  # fmt: skip
+    for name, norm in norms.items():
+        yield f"{theirs}.{name}.weight", Placement(f"{ours}.{norm}.weight", (d,))
+    local = spec.local if spec.local is not None and layer in spec.local.layers else None
+    e, kv = (spec.head_dim, spec.kv_heads) if local is None else (local.head_dim, local.kv_heads)
+    row = 0
+    for part, heads in (("q", spec.heads), ("k", kv), *([] if local is None else [("v", kv)])):
+        yield f"{theirs}.self_attn.{part}_proj.weight", Placement(f"{ours}.attention.qkv.weight", (heads * e, d), row)
+        row += heads * e
+    for part in ("q", "k"):
+        yield f"{theirs}.self_attn.{part}_norm.weight", Placement(f"{ours}.attention.{part}_norm.weight", (e,))
+    yield f"{theirs}.self_attn.o_proj.weight", Placement(f"{ours}.attention.out.weight", (d, spec.heads * e))
+    yield from _mlp(f"{theirs}.mlp", f"{ours}.mlp", spec)
+    x, m = experts.experts, experts.width
+    yield f"{theirs}.router.scale", Placement(f"{ours}.experts.router_norm.weight", (d,))
+    yield f"{theirs}.router.proj.weight", Placement(f"{ours}.experts.router.weight", (x, d))
+    yield f"{theirs}.router.per_expert_scale", Placement(f"{ours}.experts.expert_scale", (x,))
+    yield f"{theirs}.experts.gate_up_proj", Placement(f"{ours}.experts.gate_up", (x, 2 * m, d))
+    yield f"{theirs}.experts.down_proj", Placement(f"{ours}.experts.down", (x, d, m))
+
+
+def _mlp(theirs: str, ours: str, spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
+    for row, part in enumerate(("gate", "up")):
+        place = Placement(f"{ours}.gate_up.weight", (spec.mlp, spec.hidden), row * spec.mlp)
+        yield f"{theirs}.{part}_proj.weight", place
+    yield f"{theirs}.down_proj.weight", Placement(f"{ours}.down.weight", (spec.hidden, spec.mlp))

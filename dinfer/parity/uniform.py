@@ -1,0 +1,86 @@
+"""Cases of models of uniform noise (DiffusionGemma): logits of a canvas behind a prompt, and whole runs.
+
+The reference's random canvases are recorded in order of use: one when a canvas begins, and one after each of its steps.
+Its draw of tokens was replaced by the most likely token, which is dinfer's temperature 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.canvas import Phase
+from dinfer.compose import compose
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Request
+from dinfer.parity.compare import close, same
+from dinfer.parity.golden import Fields, Golden, Skip, read_tensors
+from dinfer.sampling.gumbel import StandardSampling
+
+
+def run_model(network: Any, case: Fields, tensors: Path) -> str:
+    """Compares the encoder's states and the logits of the canvas."""
+    name, bounds = case.take("name"), {"atol": case.take("atol"), "rtol": case.take("rtol")}
+    told = [f"{name}.self_conditioning_logits"] if case.take("self_conditioning") else []
+    parts = [f"{name}.{part}" for part in ("input_ids", "decoder_input_ids", "logits", "encoder_last_hidden_state")]
+    ids_BT, canvas_BC, logits_BCV, state_BTD, *expected = read_tensors(tensors, [*parts, *told])
+    worst = close("logits", logits_BCV, network.score(ids_BT, canvas_BC, *expected), **bounds)
+    state = network.norm(network.hidden(ids_BT, canvas_BC)[:, : ids_BT.shape[1]])
+    worst = max(worst, close("encoder_last_hidden_state", state_BTD, state, **bounds))
+    return f"largest difference {worst:.2g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(StandardSampling):
+    """Noise from a record. The seed of a request is its row."""
+
+    canvas_XBC: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, dtype=torch.int64))
+    prompt: int = 0
+    first_K: tuple[int, ...] = ()  # where in the record each canvas begins
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        place = (pos - self.prompt).clamp_min(0)
+        block = torch.div(place, self.canvas_XBC.shape[2], rounding_mode="floor")
+        at = torch.where(step == 0, torch.tensor(self.first_K)[block], step + block)
+        return self.canvas_XBC[at.clamp_max(len(self.canvas_XBC) - 1), seed, place % self.canvas_XBC.shape[2]]
+
+
+def run_generation(golden: Golden, doc: Fields) -> str:
+    """Generates as the reference did; compares the canvas after every step, the answers and the number of steps."""
+    network = golden.network(doc.take("model"), doc.take("family"))
+    params, prompts, length = doc.fields("params"), doc.take("prompt_ids"), doc.take("canvas_length")
+    names = {"max_denoising_steps": "steps", "entropy_bound": "bound", "t_min": "t_min", "t_max": "t_max"}
+    names |= {"stability_threshold": "stability", "confidence_threshold": "confidence"}
+    decoder = {ours: params.take(name) for name, ours in names.items()}
+    new_tokens, canvases = params.take("max_new_tokens"), -(-params.take("max_new_tokens") // length)
+    params.finish()
+    record = torch.tensor(doc.take("random_canvas"))
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise Skip("prompts of several lengths in a batch are not there yet")
+    if canvases > 1 and (len(prompts) > 1 or len(record) != canvases * (decoder["steps"] + 1)):
+        raise Skip("where the canvases of a run begin is not recorded")
+    first_K = tuple(block * (decoder["steps"] + 1) for block in range(canvases))
+    noise = Recorded(canvas_XBC=record, prompt=len(prompts[0]), first_K=first_K)
+    iteration = {"name": "self_conditioned", "block": length}
+    decoder["name"] = "renoise"
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache="block", sampling=noise)
+    requests = [Request(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)]
+    rows: list[list[int]] = [[] for _ in prompts]
+    after, steps = doc.take("canvas_after"), [0] * len(prompts)
+    engine = Engine(recipe, Runtime(rows=len(prompts)), device=network.device, dtype=network.dtype)
+    for update in engine.run(requests, snapshots=True):
+        row, (start, end) = update.index, update.region
+        if update.phase == Phase.PREFILL:
+            continue
+        if any((update.masked or [])[start:end]):  # of the last step of a canvas, the result counts
+            same(f"canvas_after[{steps[row]}][{row}]", after[steps[row]][row], (update.tokens or [])[start:end])
+        steps[row] += 1
+        if update.completion is not None:
+            rows[row] = update.completion.canvas[: len(prompts[row]) + new_tokens]
+    same("output_ids", doc.take("output_ids"), rows)
+    same("decoder_forwards", doc.take("decoder_forwards"), max(steps))
+    return f"{max(steps)} steps"
