@@ -36,10 +36,10 @@ FOUNDATION = [
     *({"name": "fixed", "steps": steps} for steps in (32, 16, 8, 4)),
     *({"name": "threshold", "threshold": threshold} for threshold in (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)),
 ]
-# LLaDA2.1's presets, and the second without edits
+# LLaDA2.1's presets Speed and Quality, a more careful one, and Quality without edits
 EDITING = [
     {"name": "joint_threshold", "threshold": threshold, "edit_threshold": edit}
-    for threshold, edit in ((0.5, 0.0), (0.7, 0.5), (0.7, 1.0), (0.9, 0.9))
+    for threshold, edit in ((0.5, 0.0), (0.7, 0.5), (0.9, 0.5), (0.7, 1.0))
 ]
 
 

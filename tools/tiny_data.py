@@ -104,9 +104,7 @@ class Shard:
     order: list[tuple[int, int]]
 
 
-def shards(
-    tokenizer_file: Path, lengths: Mapping[int, int], seed: int, size: int, workers: int
-) -> Iterator[Shard]:
+def shards(tokenizer_file: Path, lengths: Mapping[int, int], seed: int, size: int, workers: int) -> Iterator[Shard]:
     """Batches of `size` rows, many at a time; the same for the same seed and size, however many workers make them.
 
     `lengths`: row length -> how readily a row that fits takes it.

@@ -50,7 +50,7 @@ class TrainedExperts(Experts):
 def trainable(network: Transformer) -> Transformer:
     """The network with its mixtures of experts replaced, in place."""
     if network.spec.experts is not None and network.spec.experts.capacity is not None:
-        raise ValueError("experts with a capacity cannot be trained so: a noised block would share it with the clean one")
+        raise ValueError("experts with a capacity: a noised block would share it with the clean block beside it")
     network.requires_grad_(True).train()
     for block in network.blocks:
         if isinstance(block.mlp, Experts):
