@@ -12,17 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dinfer.fronts import front
+
 SHAPES = {"blockwise": "o", "smooth": "s", "full": "^"}
 GOOD = 20  # points of accuracy below the best that the right panel shows
-
-
-def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that no other row beats in both accuracy and tokens per forward, by tokens per forward."""
-    best: list[dict[str, Any]] = []
-    for row in sorted(rows, key=lambda r: (-r["tpf"], -r["accuracy"])):
-        if not best or row["accuracy"] > best[-1]["accuracy"]:
-            best.append(row)
-    return best[::-1]
 
 
 def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:

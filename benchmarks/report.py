@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/results.md from the files in benchmarks/results.
+"""Writes the tables of README.md, docs/results.md and docs/performance.md from the files in benchmarks/results.
 
     python -m benchmarks.report
 
@@ -14,7 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SECTION = re.compile(r"(<!-- results: begin[^\n]*-->\n).*?(<!-- results: end -->)", re.DOTALL)
 SHOWN = ("steps=32", "steps=8", "threshold=0.99", "threshold=0.9", "threshold=0.7", "threshold=0.5")
 
 
@@ -124,12 +123,66 @@ def rendered_results(page: str) -> str:
     return _with_section(page, everything() + "\n")
 
 
-def _with_section(text: str, body: str) -> str:
-    return SECTION.sub(lambda found: found[1] + body + found[2], text)
+def throughput() -> str:
+    """Tokens per second over the number of requests in flight, and the time of steps."""
+    parts = []
+    for name in ("llada2-mini", "llada-8b", "tiny"):
+        report = json.loads((RESULTS / f"throughput-{name}-h200.json").read_text())
+        setting, runs = report["setting"], report["runs"]
+        lines = [
+            f"### {name}",
+            "",
+            f"`{report['command'].split(' --out')[0]}`, {setting['dtype']}, {report['hardware']}, torch "
+            f"{report['torch']}, commit {report['commit']}. The first block of the first request, with kernels "
+            f"still to be compiled: {report['cold']['first_block_s']:.1f} s after the weights were on the card.",
+            "",
+            "| in flight | tokens/s | steady | TPF | first block, median | worst | a request | GPU busy | beyond |",
+            "| --- |" + " --- |" * 8,
+        ]
+        for run in runs:
+            first, steady = run["first_block_s"], run["steady_tokens_per_s"]
+            lines.append(
+                f"| {run['in_flight']} | {run['tokens_per_s']:.0f} | {'-' if steady is None else f'{steady:.0f}'} "
+                f"| {run['tpf']:.2f} | {1e3 * first['median']:.0f} ms | {1e3 * first['max']:.0f} ms "
+                f"| {run['latency_s']['median']:.2f} s | {100 * run['device_share']:.0f}% "
+                f"| {run['memory']['beyond_weights_and_kv_gb']:.2f} GB |"
+            )
+        parts.append("\n".join([*lines, "", *_steps(runs)]))
+    return "\n\n".join(parts)
+
+
+def _steps(runs: list[dict[str, Any]]) -> list[str]:
+    """Where the time of the largest batch went."""
+    run = runs[-1]
+    whole = 1e3 * run["seconds"]
+    lines = ["| step, at the largest number in flight | launches | median | of the time |", "| --- |" + " --- |" * 3]
+    for row in run["steps"][:4]:
+        lines.append(
+            f"| {row['phase']}, {row['lanes']} rows of {row['width']} positions | {row['launches']} "
+            f"| {row['median_ms']:.2f} ms | {100 * row['total_ms'] / whole:.0f}% |"
+        )
+    return lines
+
+
+def rendered_performance(page: str) -> str:
+    """docs/performance.md with its throughput section written anew."""
+    return _with_section(page, throughput() + "\n", "throughput")
+
+
+def _with_section(text: str, body: str, name: str = "results") -> str:
+    section = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+    return section.sub(lambda found: found[1] + body + found[2], text)
+
+
+PAGES = {
+    ROOT / "README.md": rendered,
+    ROOT / "docs" / "results.md": rendered_results,
+    ROOT / "docs" / "performance.md": rendered_performance,
+}
 
 
 def main() -> None:
-    for path, render in ((ROOT / "README.md", rendered), (ROOT / "docs" / "results.md", rendered_results)):
+    for path, render in PAGES.items():
         path.write_text(render(path.read_text()))
 
 

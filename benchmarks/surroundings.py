@@ -1,44 +1,17 @@
-"""What a measurement was made on and with, to stand beside its figures."""
+"""The surroundings of a benchmark: how it was called, and what `dinfer.surroundings` says."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-import dinfer
+from dinfer.surroundings import surroundings as found
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Command, commit, versions and hardware."""
-    cuda = device.type == "cuda"
-    return {
-        "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "dinfer": dinfer.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "hardware": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
-    }
-
-
-def _module() -> list[str]:
     spec = sys.modules["__main__"].__spec__
-    return [spec.name] if spec else [sys.argv[0]]
-
-
-def _commit() -> str:
-    """The commit that is checked out, or what DINFER_COMMIT says where there is no repository."""
-    if "DINFER_COMMIT" in os.environ:
-        return os.environ["DINFER_COMMIT"]
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown (no git there)"
-    return done.stdout.strip()
+    module = [spec.name] if spec else [sys.argv[0]]
+    return {"command": " ".join(["python", "-m", *module, *sys.argv[1:]])} | found(device)

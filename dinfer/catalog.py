@@ -17,13 +17,17 @@ class Published:
     family: str
     size: str  # parameters, those active for a token behind the dash
     preset: str  # the choice of `model` with the published decoding, in conf/model
-    mask_id: int
-    eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds
-    block: int | None  # length of its attention blocks; None: bidirectional
+    mask_id: int | None  # None: what is still to be decoded holds uniform noise
+    eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds; none: as its config says
+    block: int | None = None  # length of its attention blocks; None: bidirectional
+    canvas: int | None = None  # length of the canvas in front of which a causal encoder reads
     shifted: bool = False  # logits predict the next token
 
     @property
     def attention(self) -> str:
+        """Who sees whom, in words."""
+        if self.canvas is not None:
+            return f"causal encoder, bidirectional canvas of {self.canvas}"
         return "bidirectional" if self.block is None else f"block-causal, {self.block}"
 
 
@@ -32,9 +36,9 @@ def _all(names: dict[str, str], **same: object) -> list[Published]:
     return [Published(checkpoint=name, size=size, **same) for name, size in names.items()]  # type: ignore[arg-type]
 
 
-LLADA = {"family": "llada", "mask_id": 126336, "block": None}
+LLADA = {"family": "llada", "mask_id": 126336}
 INCLUSION = {"mask_id": 156895, "eos_ids": (156892,)}
-DREAM = {"family": "dream", "mask_id": 151666, "block": None, "shifted": True}
+DREAM = {"family": "dream", "mask_id": 151666, "shifted": True}
 SDAR = {"family": "sdar", "preset": "sdar_8b_chat", "mask_id": 151669}
 QWEN = (151643, 151645)  # end of text, end of a turn
 
@@ -48,7 +52,7 @@ CATALOG: tuple[Published, ...] = (
     ),
     *_all(
         {f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}": "7.4B-A1.4B" for kind in ("Instruct", "Instruct-TD", "Base")},
-        **INCLUSION, family="llada_moe", preset="llada_moe_7b_instruct", block=None,
+        **INCLUSION, family="llada_moe", preset="llada_moe_7b_instruct",
     ),
     *_all(
         {"inclusionAI/LLaDA2.0-mini": "16B-A1.4B", "inclusionAI/LLaDA2.0-mini-preview": "16B-A1.4B",
@@ -84,5 +88,9 @@ CATALOG: tuple[Published, ...] = (
     *_all(
         {"ByteDance-Seed/Stable-DiffCoder-8B-Instruct": "8.3B", "ByteDance-Seed/Stable-DiffCoder-8B-Base": "8.3B"},
         family="stable_diffcoder", preset="stable_diffcoder_8b_instruct", mask_id=5, eos_ids=(2,), block=4,
+    ),
+    *_all(
+        {"google/diffusiongemma-26B-A4B-it": "25.2B-A3.8B"},
+        family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(), canvas=256,
     ),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from dinfer.kernels.attention import attention_interval, interval_mask
 from dinfer.kernels.random import uniform
 from dinfer.layers.transformer import WholeAttend
 from dinfer.protocols import Model, ModelSpec
@@ -98,6 +99,51 @@ def log_likelihoods(
         )
         for sum_X, count, exact in zip(sums, counts, (_exact(model.spec, *pair) for pair in pairs), strict=True)
     ]
+
+
+@torch.inference_mode()
+def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool]:
+    """Whether a model, filling as many masks as the answer has tokens, writes the answer: one token a step, the most
+    confident first, block after block if the model is block-causal. A text is left at its first wrong token.
+
+    That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
+    """
+    spec, found = model.spec, [True] * len(pairs)
+    for index, pair in enumerate(pairs):
+        _check(spec, *pair, f"pair {index}")
+    waiting = [i for i, (_, answer) in enumerate(pairs) if answer]
+    live: list[tuple[int, list[int]]] = []  # which pair, and its positions that are still masked
+    while waiting or live:
+        while waiting and len(live) < batch:
+            i = waiting.pop(0)
+            live.append((i, list(range(len(pairs[i][0]), sum(map(len, pairs[i]))))))
+        texts = [[*pairs[i][0], *pairs[i][1]] for i, _ in live]
+        width = max(map(len, texts))
+        tokens_BW = torch.full((len(live), width), spec.mask)
+        length_B = torch.tensor([len(text) for text in texts])
+        for b, ((_, masked), text) in enumerate(zip(live, texts, strict=True)):
+            tokens_BW[b, : len(text)] = torch.tensor(text)
+            tokens_BW[b, masked] = spec.mask
+        pos_BW = torch.arange(width).expand_as(tokens_BW)
+        interval = attention_interval(pos_BW, torch.zeros_like(length_B), length_B, spec.causal_block)
+        attend = WholeAttend(pos_BW.to(model.device), interval_mask(*interval, width).to(model.device))
+        h_BWD = model.forward(model.embed(tokens_BW.to(model.device)), attend)
+        after = []
+        for b, (i, masked) in enumerate(live):
+            step = spec.causal_block or width
+            first = [place for place in masked if place // step == masked[0] // step]
+            logits_LV = model.logits(h_BWD[b : b + 1, torch.tensor(first, device=model.device) - spec.shift])[0]
+            sure_LV = logits_LV.double().softmax(-1)
+            mask_L = sure_LV[:, spec.mask].clone()
+            sure_LV[:, spec.mask] = -1
+            top_L, token_L = sure_LV.max(-1)
+            best = int((top_L - 2.0 * (mask_L > top_L)).argmax())  # where the mask wins comes last
+            found[i] = int(token_L[best]) == texts[b][first[best]]
+            masked.remove(first[best])
+            if found[i] and masked:
+                after.append((i, masked))
+        live = after
+    return found
 
 
 def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0) -> list[Tensor]:

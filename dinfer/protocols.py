@@ -57,6 +57,7 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
+    most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
 
 
@@ -225,13 +226,23 @@ class Sampling(Component):
         """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
         return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
 
+    def most(self, options: Mapping[str, float], vocab: int) -> int:
+        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all. Host side.
+
+        So the step need not sort the vocabulary.
+        """
+        return 0
+
     @abstractmethod
     def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
         """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
 
     @abstractmethod
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec) -> Draw:
-        """Draws a token for each position. A row whose options are neutral must come out as without sampling."""
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
+
+        `most`: the largest of `Sampling.most` of the rows, or more.
+        """
 
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
@@ -253,7 +264,7 @@ class CachePolicy(Component):
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
         `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
-        must begin where they do (`iteration.align`).
+        must begin and end where they do (`iteration.align`, and an `iteration.block` of whole ones).
         """
         return not self.reuses
 

@@ -178,7 +178,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec)
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
     return token_stats(
         logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw,

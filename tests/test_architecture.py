@@ -44,9 +44,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},
+    "surroundings": set(),
     "likelihood": CORE | {"layers"},
     "pipeline": {"checkpoint", "compose", "engine", "infilling", "registry"},
     "audit": CORE | {"compose", "engine", "layers", "pipeline", "registry", "step"},
+    "fronts": set(),
+    "plots": {"fronts"},
+    "tuning": {"compose", "metrics", "registry"},
     "trace": {"compose", "engine", "pipeline", "protocols", "registry"},
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
@@ -56,8 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "state", "step",
     },
     "cli": {
-        "audit", "catalog", "checkpoint", "compose", "engine", "metrics", "pipeline", "problems", "protocols",
-        "registry", "trace",
+        "audit", "catalog", "checkpoint", "compose", "engine", "fronts", "metrics", "pipeline", "plots", "problems",
+        "protocols", "registry", "trace", "tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
@@ -65,7 +69,8 @@ OUTSIDE: dict[str, set[str]] = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "rich": {"cli"},
-    "matplotlib": {"audit"},
+    "matplotlib": {"audit", "plots"},
+    "optuna": {"tuning"},
     "triton": {"kernels"},
     "transformers": {"pipeline"},
     "safetensors": {"checkpoint", "shards", "parity", "cli"},
@@ -75,6 +80,7 @@ OUTSIDE: dict[str, set[str]] = {
     "vllm": set(),
     "sglang": set(),
     "lm_eval": set(),
+    "evaluations": {"cli"},
 }
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [

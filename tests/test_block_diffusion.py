@@ -28,7 +28,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "half": {"causal_block": BLOCK // 2},
     "causal": {"causal_block": 1},
     "shifted": {"causal_block": BLOCK // 2, "shift": 1},
-    "parts": {"causal_block": 2 * BLOCK},
     "shifted_parts": {"causal_block": 2 * BLOCK, "shift": 1},
 }
 SWEEPS: dict[str, dict[str, Any]] = {

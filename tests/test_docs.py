@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from support.models import tiny_model
 
-from benchmarks.report import rendered, rendered_results
+from benchmarks.report import PAGES
 from dinfer.checkpoint import boxed
 from dinfer.compose import compose
 from dinfer.engine.engine import Runtime
@@ -93,8 +93,8 @@ def test_what_the_documents_link_to_is_there() -> None:
 
 
 def test_the_readmes_figures_are_those_of_the_result_files() -> None:
-    page = (ROOT / "docs" / "results.md").read_text()
-    assert rendered(README) == README and rendered_results(page) == page, "run `python -m benchmarks.report`"
+    for path, render in PAGES.items():
+        assert render(path.read_text()) == path.read_text(), f"{path}: run `python -m benchmarks.report`"
 
 
 def test_the_component_pages_are_those_of_the_docstrings() -> None:

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from support.models import tiny_model, tiny_spec
 from torch import Tensor
 
-from dinfer.likelihood import Bound, estimator, layout, log_likelihoods, masks, nll
+from dinfer.compose import compose
+from dinfer.engine.engine import Runtime
+from dinfer.likelihood import Bound, estimator, greedy, layout, log_likelihoods, masks, nll
+from dinfer.pipeline import Pipeline
 from dinfer.protocols import Attend, ModelSpec
 from dinfer.spec import ExpertSpec
 
@@ -173,6 +176,24 @@ def test_masks_are_spread_evenly(length: int, samples: int, seed: int) -> None:
 def test_every_position_is_masked_equally_often() -> None:
     masked = masks(6, 6000, (0, 0)).double()
     assert (masked.mean(0) - 7 / 12).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("variant", ["bidirectional", "shifted", "block_causal", "causal"])
+def test_greedy_is_what_the_slowest_decoder_writes(variant: str) -> None:
+    model = tiny_model(variant)
+    block = model.spec.causal_block
+    recipe = compose(
+        model,
+        iteration={"name": "block_diffusion", "block": block, "stop": "off"} if block else "full",
+        decoder={"name": "fixed", "steps": 9},
+        cache="none",
+    )
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    results = Pipeline(recipe, None, Runtime()).generate_ids(prompts, max_new_tokens=9)
+    answers = [result.canvas[-9:] for result in results]
+    pairs = list(zip(prompts, answers, strict=True))
+    wrong = [(prompt, [*answer[:-1], (answer[-1] + 1) % 38]) for prompt, answer in pairs]
+    assert greedy(model, [*pairs, *wrong, ([1], [])], batch=2) == [True] * 3 + [False] * 3 + [True]
 
 
 def test_estimators_have_names() -> None:

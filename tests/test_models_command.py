@@ -10,6 +10,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from support.families import CONFIGS, family_for
+from support.models import GEMMA
 from torch import device, float32
 
 from dinfer.catalog import CATALOG
@@ -43,7 +44,9 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     assert set(family.stop_ids) <= set(entry.eos_ids)
     for kind, choice in recipe(entry).items():
         assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(composed(f"{kind}={choice}")[kind])
-    tiny = CONFIGS[entry.family] | ({"block_size": entry.block, "bd_size": entry.block} if entry.block else {})
+    tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
+        {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
+    )
     spec = family_for(tiny).spec(tiny)
     assert (spec.causal_block, spec.shift) == (entry.block, int(entry.shifted))
     network = random_network(family_for(tiny), spec, dtype=float32, device=device("cpu"))
@@ -54,7 +57,7 @@ def test_the_table_is_in_order() -> None:
     """Known families, no name twice, and presets that are there."""
     assert len({entry.checkpoint for entry in CATALOG}) == len(CATALOG)
     assert {entry.family for entry in CATALOG} <= set(MODELS.names())
-    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought(name)}
+    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought("model", name)}
     assert brings == {*PRESETS, *boxed()} - {"tiny"}
     for entry in CATALOG:
         assert entry.mask_id not in entry.eos_ids

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.matrix import completions, engine_for, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
@@ -101,10 +103,42 @@ def test_top_k_and_top_p_restrict_the_draw() -> None:
     assert set(some.nonzero().flatten().tolist()) == set(order[:size].tolist())
 
 
+@settings(max_examples=100)
+@given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]), st.booleans())
+def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: float, masked: bool) -> None:
+    """However many are sorted, and with many equals."""
+    logits = torch.randint(-3, 4, (3, 2, 12), generator=torch.Generator().manual_seed(seed)).double()
+    others, mask_id = logits.clone(), 5 if masked else None
+    if masked:
+        others[..., 5] = -torch.inf
+    order = others.argsort(dim=-1, descending=True, stable=True)
+    prob = others.gather(-1, order).softmax(-1)
+    place = torch.arange(12)
+    keep = (place == 0) | (prob.cumsum(-1) - prob < top_p) | (top_p >= 1)
+    keep = keep & ((place < top_k) | (top_k == 0))
+    want = torch.zeros_like(keep).scatter(-1, order, keep)
+    if masked:
+        want[..., 5] = True
+    options = torch.full((3, 1), top_k), torch.full((3, 1), top_p, dtype=torch.float64)
+    least = top_k or (12 if top_p < 1 else 0)
+    for most in {least, max(least, 9), 12}:
+        got = nucleus(logits, *options, mask_id, most)
+        near = ((prob.cumsum(-1) - prob - top_p).abs() < 1e-12).any() and top_p < 1
+        assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
+
+
+def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
+    recipe = recipe_for()
+    for options, most in (({}, 0), ({"temperature": 1.0}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB),
+                          ({"top_k": 3, "top_p": 0.5}, 3), ({"top_k": 10**6}, VOCAB)):  # fmt: skip
+        assert recipe.most(recipe.resolve(options)) == most
+    assert recipe_for("llada").most([]) == 0
+
+
 def test_the_nucleus_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(4, 1, 5)  # the last one is the mask
     top_k, top_p = torch.tensor([[0], [2], [0], [3]]), torch.tensor([[1.0], [1.0], [0.7], [0.5]])
-    kept = nucleus(logits, top_k, top_p, 4).isfinite()[:, 0].tolist()
+    kept = nucleus(logits, top_k, top_p, 4, 5).isfinite()[:, 0].tolist()
     assert kept == [[True] * 5, [True, True, False, False, True], [True, True, False, False, True],
                     [True, False, False, False, True]]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ from dinfer.registry import REGISTRIES, Registry, options_of
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
+RECIPE = "recipe"  # the group of presets that choose several components at once
 
 
 def folder() -> Path:
@@ -46,32 +48,46 @@ class Schema:
         return {key: value for key, value in merged.items() if key not in ("defaults", "hydra")}
 
     @cached_property
+    def _listed(self) -> dict[str, str]:
+        """The choices in the defaults lists of the command and of what it includes."""
+        found: dict[str, str] = {}
+        for name in (PRIMARY, self.command):
+            found |= choices_in(read(folder() / f"{name}.yaml"))
+        return found
+
+    def chosen(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The choice of each component, given what is chosen explicitly, a recipe among it.
+
+        Presets of models bring components along; those of recipes weigh more, and what is given most.
+        """
+        named = self._listed | {**given}
+        model = self.brought("model", named["model"])
+        recipe = self.brought(RECIPE, named.get(RECIPE, "null"))
+        return {kind: ({**self._listed, **model, **recipe, **given})[kind] for kind in GROUPS}
+
+    @property
     def defaults(self) -> dict[str, str]:
         """The choice of each component that holds unless overridden."""
-        chosen: dict[str, str] = {}
-        for entry in read(folder() / f"{PRIMARY}.yaml")["defaults"]:
-            chosen |= entry if isinstance(entry, dict) else {}
-        return {kind: chosen[kind] for kind in GROUPS}
+        return self.chosen({})
 
-    def choice(self, kind: str, model: str) -> str:
-        """The choice of a component that holds, with a choice of model, unless overridden."""
-        return self.brought(model).get(kind, self.defaults[kind])
+    @cached_property
+    def recipes(self) -> list[str]:
+        """The presets of several components at once, such as `dinfer tune` writes."""
+        return sorted({path.stem for base in self._folders for path in (base / RECIPE).glob("*.yaml")})
 
-    def brought(self, model: str) -> dict[str, str]:
-        """The choices of components that a preset of a model brings along."""
-        files = [base / "model" / f"{model}.yaml" for base in (self.extra, folder()) if base is not None]
-        entries: list[Any] = next((read(path).get("defaults", []) for path in files if path.is_file()), [])
-        found: dict[str, str] = {}
-        for entry in entries:
-            for key, value in entry.items() if isinstance(entry, dict) else ():
-                if key.startswith("override "):
-                    found[key.rpartition(".")[2]] = value
-        return found
+    @property
+    def _folders(self) -> list[Path]:
+        return [base for base in (self.extra, folder()) if base is not None]
+
+    def brought(self, group: str, name: str) -> dict[str, str]:
+        """The choices of components that a preset brings along."""
+        files = [base / group / f"{name}.yaml" for base in self._folders]
+        found = choices_in(next((read(path) for path in files if path.is_file()), {}))
+        return {kind: choice for kind, choice in found.items() if kind in GROUPS}
 
     @property
     def roots(self) -> list[str]:
-        folders = [path for path in (folder(), self.extra) if path is not None]
-        groups = {path.name for base in folders for path in base.iterdir() if path.is_dir()}
+        groups = {path.name for base in self._folders for path in base.iterdir() if path.is_dir()}
         return sorted({*GROUPS, *groups, *self.settings, "hydra"})
 
     @property
@@ -102,6 +118,16 @@ class Schema:
             base = path.parent / f"{bases[0]}.yaml"
             return self._component(base if base.is_file() else folder() / path.parent.name / base.name)
         return str(content.get("name", path.stem))
+
+
+def choices_in(content: dict[str, Any]) -> dict[str, str]:
+    """What a defaults list chooses: of `override /decoder@_global_.decoder: fixed`, that the decoder is fixed."""
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
+    return {
+        key.removeprefix("override ").lstrip("/").partition("@")[0]: str(value)
+        for entry in entries
+        for key, value in entry.items()
+    }
 
 
 def read(path: Path) -> dict[str, Any]:

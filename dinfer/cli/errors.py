@@ -13,10 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from dinfer.engine.request import NonFiniteLogits, StalledRow
+from dinfer.tuning import NothingFound
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError)
-FAILURES = (NonFiniteLogits, StalledRow, MemoryError, torch.OutOfMemoryError)
+FAILURES = (NonFiniteLogits, StalledRow, NothingFound, MemoryError, torch.OutOfMemoryError)
 
 
 def debugging() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from dinfer.cli.conf import GROUPS, Schema
+from dinfer.cli.conf import GROUPS, RECIPE, Schema
 from dinfer.registry import unknown
 
 
@@ -20,14 +21,17 @@ def check(overrides: list[str], schema: Schema, *, multirun: bool) -> None:
         if override.is_sweep_override() and not multirun:
             raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
         kind = override.key_or_group
-        if kind in GROUPS and not override.is_delete():
-            given[kind] = picked(override, list(schema.choices(kind)))
-    models = given.get("model", [schema.defaults["model"]])
-    chosen = {
-        kind: given.get(kind) or list(dict.fromkeys(schema.choice(kind, model) for model in models)) for kind in GROUPS
-    }
+        if kind in (*GROUPS, RECIPE) and not override.is_delete():
+            given[kind] = picked(override, list(schema.choices(kind) if kind in GROUPS else schema.recipes))
+    # What models and recipes bring along: every pair of those that are named.
+    pairs = itertools.product(*([{kind: name} for name in given[kind]] for kind in ("model", RECIPE) if kind in given))
+    brought = [schema.chosen({kind: name for one in pair for kind, name in one.items()}) for pair in pairs]
+    chosen = {kind: given.get(kind) or list(dict.fromkeys(one[kind] for one in brought)) for kind in GROUPS}
     for override in parsed:
-        check_key(override.key_or_group, chosen, schema)
+        # What is added to settings that are a mapping (`+space.decoder.steps=[4,8]`) is for the command to judge.
+        added = override.is_add() and isinstance(schema.settings.get(override.key_or_group.split(".")[0]), dict)
+        if not added:
+            check_key(override.key_or_group, chosen, schema)
 
 
 def parse(text: str) -> Override:
@@ -78,5 +82,5 @@ def dotted(settings: dict[str, Any], prefix: str = "") -> list[str]:
     """The full names of nested settings."""
     names: list[str] = []
     for key, value in settings.items():
-        names += dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+        names += [f"{prefix}{key}", *(dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [])]
     return names

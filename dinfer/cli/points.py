@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hydra.core.utils import JobReturn
 
-from dinfer.cli.conf import GROUPS, Schema
+from dinfer.cli.conf import GROUPS, RECIPE, Schema
 from dinfer.cli.errors import FAILED
 
 
@@ -34,27 +34,24 @@ def points(product: Sequence[Sequence[str]], schema: Schema) -> list[list[str]]:
     found: dict[tuple[str, ...], None] = {}
     dropped: set[str] = set()
     for point in product:
-        kept = []
+        kept, chosen = [], _chosen(schema, point)
         for text in point:
             kind, _, option = text.partition("=")[0].lstrip("+").partition(".")
-            if option and kind in GROUPS and option.split(".")[0] not in ("name", *_options(schema, kind, point)):
-                dropped.add(f"{kind}.{option} of {kind}={_chosen(schema, kind, point)}")
-            else:
+            known = schema.options(kind, chosen[kind]) if option and kind in GROUPS else None
+            if known is None or option.split(".")[0] in ("name", *known):
                 kept.append(text)
+            else:
+                dropped.add(f"{kind}.{option} of {kind}={chosen[kind]}")
         found[tuple(kept)] = None
     if dropped:
         print(f"# no such option, so not swept: {', '.join(sorted(dropped))}", file=sys.stderr)
     return [list(point) for point in found]
 
 
-def _chosen(schema: Schema, kind: str, point: Sequence[str]) -> str:
-    """The component of a kind at a point."""
-    named = {text.partition("=")[0]: text.partition("=")[2] for text in point}
-    return named.get(kind) or schema.choice(kind, named.get("model", schema.defaults["model"]))
-
-
-def _options(schema: Schema, kind: str, point: Sequence[str]) -> list[str]:
-    return schema.options(kind, _chosen(schema, kind, point))
+def _chosen(schema: Schema, point: Sequence[str]) -> dict[str, str]:
+    """The components at a point."""
+    pairs = dict(text.split("=", 1) for text in point)
+    return schema.chosen({kind: pairs[kind] for kind in (*GROUPS, RECIPE) if kind in pairs})
 
 
 def report(jobs: Sequence[JobReturn]) -> None:

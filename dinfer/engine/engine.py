@@ -38,6 +38,7 @@ class _Row:
     pages: list[int] = field(default_factory=list)
     began: float = 0.0
     sampled: bool = False  # its steps have to draw tokens
+    most: int = 0  # of how many most likely tokens it draws from some; 0: from all
     guided: bool = False  # it has a second branch
     cursors: dict[str, int] = field(default_factory=dict)  # as last read
     keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
@@ -200,6 +201,7 @@ class Engine:
         fresh = self._pages.allocate(need - len(shared))
         state, row.pages, row.published = self._state, shared + fresh, len(shared)
         row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
+        row.most = self.recipe.most(request.options)
         own = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[:own], row.pages[own:])
@@ -270,6 +272,7 @@ class Engine:
         return StepShape(
             phase, len(slots), width, self.recipe.iteration.blocks, self._state.block, pages,
             sampled=any(row.sampled for row in rows), guided=any(row.guided for row in rows), settles=settles,
+            most=max(row.most for row in rows),
         )  # fmt: skip
 
     def _collect(self) -> list[Update]:

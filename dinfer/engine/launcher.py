@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,7 +56,8 @@ class Launcher:
         grain = 64 if shape.width <= 1024 else 512
         wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
         lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-        return replace(shape, lanes=lanes, width=wide, pages=pages)
+        most = min(max(_power_of_2(shape.most), 64), self.recipe.model.spec.vocab) if shape.most else 0
+        return replace(shape, lanes=lanes, width=wide, pages=pages, most=most)
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
@@ -110,7 +112,9 @@ class Launcher:
 def _no_waiting() -> Iterator[None]:
     """Raises RuntimeError where the host would wait for the device: in a capture, the error would do lasting harm."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -6,24 +6,36 @@ import torch
 from torch import Tensor
 
 
-def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None) -> Tensor:
+def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, most: int) -> Tensor:
     """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`.
 
     The nucleus is the fewest most likely tokens whose probabilities sum to at least `top_p`; equals from the lowest
     id on. The mask token, if there is one, counts in neither, and is left as it is. [R, L, V]
+
+    `most`: of how many most likely tokens the cuts are among, in every row that has one; so many are sorted. 0: no row
+    has one.
     """
+    if not most:
+        return logits_RLV
     others_RLV = logits_RLV.clone()
     if mask_id is not None:
         others_RLV[..., mask_id].fill_(float("-inf"))
-    sorted_RLV, order_RLV = others_RLV.sort(dim=-1, descending=True, stable=True)
-    prob_RLV = sorted_RLV.softmax(-1)
-    before_RLV = prob_RLV.cumsum(-1) - prob_RLV
-    place_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device)
+    if most < others_RLV.shape[-1]:
+        best_RLX = others_RLV.topk(most, -1).values
+    else:
+        best_RLX = others_RLV.sort(dim=-1, descending=True).values
+    prob_RLX = (best_RLX - others_RLV.logsumexp(-1, keepdim=True)).exp()
+    before_RLX = prob_RLX.cumsum(-1) - prob_RLX
+    place_X = torch.arange(best_RLX.shape[-1], device=logits_RLV.device)
     top_k_R11, top_p_R11 = top_k_R1[..., None], top_p_R1[..., None]
     # The first is always in: rounding may have left something "before" it.
-    keep_RLV = (place_V == 0) | (before_RLV < top_p_R11) | (top_p_R11 >= 1)
-    keep_RLV = keep_RLV & ((place_V < top_k_R11) | (top_k_R11 == 0))
-    kept_RLV = torch.zeros_like(keep_RLV).scatter(-1, order_RLV, keep_RLV)
+    keep_RLX = (place_X == 0) | (before_RLX < top_p_R11) | (top_p_R11 >= 1)
+    count_RL1 = (keep_RLX & ((place_X < top_k_R11) | (top_k_R11 == 0))).sum(-1, keepdim=True)
+    least_RL1 = best_RLX.gather(-1, count_RL1 - 1)
+    above_RLV, equal_RLV = others_RLV > least_RL1, others_RLV == least_RL1
+    room_RL1 = count_RL1 - above_RLV.sum(-1, keepdim=True)
+    kept_RLV = above_RLV | (equal_RLV & (equal_RLV.cumsum(-1) <= room_RL1))
+    kept_RLV = kept_RLV | ((top_k_R11 == 0) & (top_p_R11 >= 1))
     if mask_id is not None:
         kept_RLV[..., mask_id].fill_(True)
     return logits_RLV.masked_fill(~kept_RLV, float("-inf"))

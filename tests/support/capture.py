@@ -56,7 +56,16 @@ def meta_steps(recipe: Recipe) -> None:
         for more in (False, True):
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
             shape = StepShape(
-                phase, LANES, width, iteration.blocks, state.block, pages, sampled=more, guided=guided, settles=more
+                phase,
+                LANES,
+                width,
+                iteration.blocks,
+                state.block,
+                pages,
+                sampled=more,
+                guided=guided,
+                settles=more,
+                most=8 * more,
             )
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

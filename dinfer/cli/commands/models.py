@@ -58,7 +58,8 @@ def described(entry: Published) -> dict[str, Any]:
 def recipe(entry: Published) -> dict[str, str]:
     """The choices of components that its preset brings, or that hold by default."""
     schema = Schema("generate")
-    return {kind: schema.choice(kind, entry.preset) for kind in GROUPS if kind != "model"}
+    chosen = schema.chosen({"model": entry.preset})
+    return {kind: chosen[kind] for kind in GROUPS if kind != "model"}
 
 
 def use(entry: Published) -> str:
@@ -71,7 +72,8 @@ def use(entry: Published) -> str:
 def group(preset: str, entries: list[Published]) -> RenderableType:
     """The checkpoints with one preset."""
     first = entries[0]
-    facts = [first.attention, f"mask {first.mask_id}", f"ends with {' or '.join(map(str, first.eos_ids))}"]
+    mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
+    facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids)) or 'what its config says'}"]
     facts += ["logits shifted by one"] * first.shifted
     table = Table.grid(padding=(0, 2))
     for entry in entries:

@@ -1,0 +1,153 @@
+"""evaluates a recipe on tasks through lm-eval, and measures it meanwhile
+
+usage: dinfer eval tasks=NAME [overrides ...]
+
+For each task: its score; forwards a request (NFE), tokens per forward (TPF), tokens per second (TPS) and latency. One
+JSON a run in the folder `out`, and runs.csv with a line for each task of each run there. A run that was killed goes on
+where it was when it is called again; one that is done is shown. Needs lm-eval: pip install 'dinfer[eval]'.
+
+  tasks=mini_gsm          name, pattern, or YAML file of a task; or a list, tasks=[gsm8k_llada,ifeval]
+  limit=50                documents of each task; below 1: that share
+  num_fewshot=4 fewshot_seed=1234
+                          examples, where the task lets one choose
+  chat=true system=TEXT   chat template (null: if there is one), system message
+  gen_kwargs={threshold: 0.8}
+                          per-request options and lengths, over the tasks' own
+  max_new_tokens=256      length of an answer, whatever the task says
+  metric=exact_match,strict-match
+                          the score that is called accuracy; null: the task's first
+  allow_code=true         run generated code, within code.seconds=5 and code.megabytes=1024
+  likelihood={samples: 32}
+                          for tasks of likelihoods; also seed, guidance, batch and greedy
+  include=[FOLDER]        further tasks
+  out=runs overwrite=true where results go; begin anew
+  use_cache=PATH          lm-eval's cache
+
+Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ...
+All else is as in `dinfer generate`:
+  dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
+  dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+
+from dinfer.cli.application import launch
+from dinfer.cli.conf import GROUPS
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.registry import typed, unknown
+
+
+def run(args: list[str]) -> None:
+    """Evaluates each point of a sweep."""
+    launch("eval", args, evaluate)
+
+
+def evaluate(config: dict[str, Any], _text: str | None) -> None:
+    """Evaluates one recipe, or finds that this was done."""
+    if find_spec("lm_eval") is None:
+        raise ValueError("dinfer eval needs lm-eval: pip install 'dinfer[eval]'")
+    from evaluations import run as runs
+    from evaluations.ranks import ranks
+
+    settings = settings_of(config)
+    among = ranks(setting(config, "device", str | None))
+    recipe = {kind: config[kind] for kind in GROUPS}
+    runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
+    folder = setting(config, "out", str | None)
+    out, asked = None if folder is None else Path(folder), (recipe, settings, runtime)
+    if out is not None and setting(config, "overwrite", bool):
+        if among.rank == 0:
+            runs.forget(*asked, out)
+        among.wait()
+    console, done = Console(highlight=False), None if out is None else runs.finished(*asked, out)
+    if done is not None:
+        if among.rank == 0:
+            document = json.loads(done.read_text(encoding="utf-8"))
+            console.print(table(document))
+            console.print(f"done on {document['date']}: {done}. overwrite=true does it again.", soft_wrap=True)
+        return
+    pipe = pipeline(config | {"device": str(among.device)})
+    found = runs.evaluate(
+        pipe, settings, among=among, recipe=recipe, runtime=runtime, out=out,
+        command=" ".join(["dinfer", "eval", *sys.argv[1:]]),
+    )  # fmt: skip
+    if found is not None:
+        console.print(table(found))
+        if out is not None:
+            console.print(f"wrote {runs.finished(*asked, out)}", soft_wrap=True)
+
+
+def settings_of(config: dict[str, Any]) -> Any:
+    """The settings of `evaluations`, from the configuration."""
+    from evaluations.adapter import Likelihood
+    from evaluations.run import Settings
+    from evaluations.sandbox import Limits
+
+    tasks = config["tasks"]
+    if tasks is None:
+        raise ValueError("no tasks are given: name some, such as tasks=mini_gsm")
+    gen_kwargs = config["gen_kwargs"] or {}
+    if not isinstance(gen_kwargs, dict):
+        raise ValueError(f"gen_kwargs={gen_kwargs!r} must be names and values, such as {{threshold: 0.8}}")
+    hints = {
+        "include": tuple[str, ...], "limit": int | float | None, "num_fewshot": int | None, "chat": bool | None,
+        "system": str | None, "max_new_tokens": int | None, "fewshot_seed": int, "metric": str | None,
+        "allow_code": bool, "use_cache": str | None,
+    }  # fmt: skip
+    values = {name: setting(config, name, hint) for name, hint in hints.items()}
+    return Settings(
+        tasks=typed({"tasks": tuple[str, ...]}, {"tasks": [tasks] if isinstance(tasks, str) else tasks})["tasks"],
+        gen_kwargs=gen_kwargs,
+        code=_group(config, "code", Limits),
+        likelihood=_group(config, "likelihood", Likelihood),
+        **values,
+    )
+
+
+def _group(config: dict[str, Any], name: str, kind: Any) -> Any:
+    """A dataclass of settings."""
+    values, hints = config[name], get_type_hints(kind)
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}={values!r} must be settings, such as {name}.{next(iter(hints))}=...")
+    for key in values:
+        if key not in hints:
+            raise unknown(f"setting of {name}:", key, list(hints))
+    return kind(**typed(hints, values, prefix=f"{name}."))
+
+
+def table(document: dict[str, Any]) -> Table:
+    """A line for each task."""
+    found = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    found.add_column("task", no_wrap=True)
+    for name in ("score", "documents", "NFE", "TPF", "TPS", "p50", "p95", "seconds"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for task, line in document["tasks"].items():
+        figures = line["metrics"]
+        score = line["score"] if line["score"] is not None else line["scores"].get(line["metric"])
+        cells = [""] * 6
+        if figures is not None:
+            names = ("nfe", "tpf", "tps", "latency_p50", "latency_p95", "seconds")
+            cells = [f"{figures[name]:.{digits}f}" for name, digits in zip(names, (1, 2, 0, 2, 2, 1), strict=True)]
+        elif line["likelihood"] is not None:
+            cells[-1] = f"{line['likelihood']['seconds']:.1f}"
+        shown = f"{score:.4f}" if isinstance(score, float) else str(score)
+        found.add_row(task, shown, str(line["documents"]), *cells)
+    metrics = sorted({line["metric"].removesuffix(",none") for line in document["tasks"].values()})
+    found.caption = (
+        f"Scores: {', '.join(metrics)}. NFE: forwards a request.\n"
+        "TPF, TPS: tokens per forward, per second. p50, p95: latency in seconds."
+    )
+    if any(line["likelihood"] for line in document["tasks"].values()):
+        how = document["likelihood"]
+        found.caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
+    found.caption_justify = "left"
+    return found

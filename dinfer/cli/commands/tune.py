@@ -1,0 +1,171 @@
+"""finds the fastest recipe that keeps the accuracy, and writes it as a preset
+
+usage: dinfer tune [--max-drop POINTS] [overrides ...]
+
+Searches components and options with Optuna. A recipe is good enough if it loses at most `max_drop` points of accuracy
+against the reference, on the calibration problems and then on held-out ones. The reference is the recipe of the command
+line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
+
+  --max-drop 1.0          the same as max_drop=1.0
+  goal=tps                what fast means: tps (tokens a second, here and now) or tpf (tokens a forward)
+  trials=40               recipes to try
+  verify=3                candidates that may be measured on the held-out problems, the fastest first
+  count=200 heldout=200 seed=0 families=null
+                          problems for the search, further ones to check what was found, their seed and kinds
+  space={...}             what to search: `dinfer tune --cfg job` shows it; space.decoder.name=[threshold,factor]
+                          space.decoder.threshold.low=0.8 +space.decoder.steps=[8,16] space.iteration=null (not that)
+  name=tuned folder=conf  the preset is conf/recipe/tuned.yaml, used as recipe=tuned
+  out=tune.json           all that was tried, with figures and settings; null: nothing
+
+All else is as in `dinfer generate`:
+  dinfer tune --max-drop 2 goal=tpf model=llada_8b_instruct device=cuda
+  dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dinfer.cli import preset
+from dinfer.cli.application import launch
+from dinfer.cli.conf import GROUPS
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.compose import compose
+from dinfer.metrics import Sample, measure
+from dinfer.pipeline import Pipeline
+from dinfer.problems import Problem, generate, is_correct
+from dinfer.tuning import Found, Measured, NothingFound, Parts, Split, Tried, tune
+
+GOALS = ("tps", "tpf")
+
+
+def run(args: list[str]) -> None:
+    """Tunes for each point of a sweep."""
+    launch("tune", flagged(args), search)
+
+
+def flagged(args: list[str]) -> list[str]:
+    """The arguments, with `--max-drop 1.0` as the override that it stands for."""
+    found, rest = [], list(args)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag == "--max-drop":
+            if not equals and not rest:
+                raise ValueError("--max-drop needs a value, in points of accuracy: --max-drop 1.0")
+            flag, equals, value = "max_drop", "=", value if equals else rest.pop(0)
+        found.append(f"{flag}{equals}{value}")
+    return found
+
+
+def search(config: dict[str, Any], _text: str | None) -> None:
+    """Searches, says what it tries, and writes what it found."""
+    if find_spec("optuna") is None:
+        raise ValueError("dinfer tune needs Optuna: pip install dinfer[tune]")
+    goal = setting(config, "goal", str)
+    if goal not in GOALS:
+        raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
+    path = preset.target(Path(setting(config, "folder", str)), setting(config, "name", str))
+    judge = Problems(config)
+    reference: Parts = {kind: config[kind] for kind in GROUPS if kind != "model"}
+    found: Found | None = None
+    tried: list[Tried] = []
+    for one in tune(
+        judge, searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
+        trials=setting(config, "trials", int), goal=goal, verify=setting(config, "verify", int),
+        seed=setting(config, "seed", int),
+    ):  # fmt: skip
+        if isinstance(one, Found):
+            found = one
+        else:
+            tried.append(one)
+            print(f"{len(tried):>3}  {told(one, goal)}", flush=True)
+    if found is None:
+        raise NothingFound("the search ended without a recipe")
+    finish(config, found, path, goal)
+
+
+def searched(space: Any) -> Any:
+    """The search space without what is null, which is how a default is taken out of it: space.iteration=null."""
+    if not isinstance(space, dict):
+        return space
+    return {key: searched(value) for key, value in space.items() if value is not None}
+
+
+class Problems:
+    """Measures recipes on generated problems; the network is loaded once."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        counts = {"calibration": setting(config, "count", int), "heldout": setting(config, "heldout", int)}
+        for name, count in (("count", counts["calibration"]), ("heldout", counts["heldout"])):
+            if count < 1:
+                raise ValueError(f"{name}={count} must be at least 1")
+        families = setting(config, "families", tuple[str, ...] | None)
+        every = generate("heldout", sum(counts.values()), setting(config, "seed", int), families)
+        self.problems: dict[str, list[Problem]] = {
+            "calibration": every[: counts["calibration"]], "heldout": every[counts["calibration"] :]
+        }  # fmt: skip
+        self.new_tokens = setting(config, "max_new_tokens", int)
+        self.timed = config["goal"] == "tps"
+        self.base = pipeline(config)
+
+    def __call__(self, parts: Parts, split: Split) -> Measured:
+        problems = self.problems[split]
+        recipe = compose(self.base.model, **parts)
+        pipe = Pipeline(recipe, self.base.tokenizer, self.base.engine.runtime)
+        questions = [problem.question for problem in problems]
+        if self.timed:  # memory, kernels and graphs are nobody's speed
+            pipe.generate(questions[: self.base.engine.runtime.rows], max_new_tokens=self.new_tokens)
+        began = time.perf_counter()
+        results = pipe.generate(questions, max_new_tokens=self.new_tokens)
+        seconds = time.perf_counter() - began
+        samples = [
+            Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
+            for problem, result in zip(problems, results, strict=True)
+        ]
+        return Measured(measure(samples, seconds), [sample.score or 0.0 for sample in samples])
+
+
+def told(one: Tried, goal: str) -> str:
+    """A recipe that was tried, in a line."""
+    parts = one.parts
+    names = " ".join(f"{kind}={words(kind, parts[kind])}" for kind in ("iteration", "decoder", "cache"))
+    if one.drop is None or one.metrics is None:
+        return f"{names}: refused: {one.refused}"
+    return f"{names}: {one.metrics['accuracy']:.1f}%, {one.drop.points:+.1f} points lost, {one.speed:.4g} {goal}"
+
+
+def words(kind: str, part: dict[str, Any]) -> str:
+    options = [f"{name}={value}" for name, value in preset.changed(kind, part).items()]
+    return f"{part['name']}({', '.join(options)})" if options else str(part["name"])
+
+
+def finish(config: dict[str, Any], found: Found, path: Path, goal: str) -> None:
+    """Says what was found and writes the preset and the report."""
+    out = setting(config, "out", str | None)
+    lines = []
+    for split, one in (("calibration", found.calibration), ("heldout", found.heldout)):
+        row, before, drop = one.metrics or {}, found.reference[split], one.drop
+        if drop is None:
+            raise NothingFound(f"the recipe has no figures on the {split} problems")
+        lines.append(
+            f"{split}, {row['problems']} problems: {row['accuracy']:.1f}% against {before['accuracy']:.1f}%, "
+            f"{drop.points:.2f} points lost (95% interval {drop.low:.2f} to {drop.high:.2f}), "
+            f"{row[goal] / before[goal]:.2f} times the {goal} ({before[goal]:.4g} to {row[goal]:.4g})"
+        )
+    print(f"\nfound: {told(found.heldout, goal)}")
+    print("\n".join(lines))
+    reference = ", ".join(words(kind, config[kind]) for kind in ("iteration", "decoder", "cache"))
+    limit = f"At most {config['max_drop']} points lost against {reference}."
+    model = config["model"].get("checkpoint") or config["model"]["name"]
+    for file in preset.write(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
+        print(f"wrote {file}")
+    if out is not None:
+        report = {"command": " ".join(sys.argv), "settings": config, **found.to_json()}
+        Path(out).write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {out}")
+    print(f'use it: dinfer generate "question" {preset.usage(path, path.stem)}')

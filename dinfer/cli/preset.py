@@ -1,0 +1,57 @@
+"""Writes a recipe as presets of the configuration, `conf/recipe/NAME.yaml` and its components: `recipe=NAME`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dinfer.cli import conf
+from dinfer.registry import options_of
+
+
+def target(folder: Path, name: str) -> Path:
+    """Where a preset goes. Raises ValueError for a name that cannot be one, or is that of a preset of dinfer's."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise ValueError(f"name={name!r} must be letters, digits and underscores, with a letter first")
+    taken = {*conf.Schema(conf.PRIMARY).recipes} if folder.resolve() != conf.folder().resolve() else set()
+    if name in taken | {choice for kind in conf.GROUPS for choice in conf.GROUPS[kind].names()}:
+        raise ValueError(f"name={name} is taken by a component or recipe of dinfer's: choose another")
+    return folder / conf.RECIPE / f"{name}.yaml"
+
+
+def changed(kind: str, part: dict[str, Any]) -> dict[str, Any]:
+    """The options of a component that are not at their defaults."""
+    infos = options_of(conf.GROUPS[kind].get(part["name"]))
+    defaults = {info.name: list(info.default) if isinstance(info.default, tuple) else info.default for info in infos}
+    return {name: value for name, value in part.items() if name != "name" and value != defaults.get(name)}
+
+
+def write(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> list[Path]:
+    """Writes the recipe, and a preset of each component with an option that is not at its default; all files.
+
+    So a component of the recipe can be exchanged like any other, its options with it. Raises OSError.
+    """
+    comments = [f"# {line}" for line in heading]
+    lines, files = ["# @package _global_", *comments, "defaults:"], {}
+    for kind, part in parts.items():
+        own = changed(kind, part)
+        lines.append(f"  - override /{kind}: {path.stem if own else part['name']}")
+        if own:
+            text = f"defaults: [{part['name']}, _self_]\n{OmegaConf.to_yaml(own)}"
+            files[path.parent.parent / kind / path.name] = "\n".join([*comments, text])
+    files[path] = "\n".join(lines) + "\n"
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return list(files)
+
+
+def usage(path: Path, name: str) -> str:
+    """The arguments that use a preset."""
+    folder = path.parent.parent
+    here = folder.resolve() == conf.folder().resolve()
+    return f"{conf.RECIPE}={name}" if here else f"--config-dir {folder} {conf.RECIPE}={name}"

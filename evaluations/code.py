@@ -1,0 +1,33 @@
+"""Tasks whose answers are programs: what is taken out of an answer, and pass@1 in the sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from evaluations.sandbox import CODE_EVAL
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
+
+def blocks(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The first fenced block of each answer, closed or not; the answer as it is where there is none."""
+    return [[_block(text) for text in texts] for texts in responses]
+
+
+def filled(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The program with its gap filled."""
+    pairs = zip(responses, documents, strict=True)
+    return [[doc["prompt"] + text + doc["suffix"] for text in texts] for texts, doc in pairs]
+
+
+def pass_at_1(references: list[str], predictions: list[list[str]], **_: Any) -> float:
+    """The share of the programs that pass their tests."""
+    scores, _runs = CODE_EVAL.compute(references=references, predictions=predictions, k=[1])
+    return scores["pass@1"]
+
+
+def _block(text: str) -> str:
+    found = _BLOCK.search(text)
+    return found.group(1) if found else text

@@ -1,0 +1,33 @@
+"""lm-eval's own command line, with dinfer among its models and our tasks among its tasks.
+
+    dinfer-lm-eval --model dinfer --model_args model=tiny,decoder.threshold=0.8 --tasks mini_gsm --apply_chat_template
+
+lm-eval 0.4.13 looks for no models outside itself, so `lm_eval --model dinfer` needs a script that registers one. Later
+releases find the entry point.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import lm_eval.models  # noqa: F401  (before ours is registered: lm-eval loads its models only while it has none)
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+
+from evaluations.adapter import DinferLM
+from evaluations.run import TASKS
+from evaluations.sandbox import Limits, in_sandbox
+
+
+def main() -> None:
+    """Runs lm-eval's command line; generated code, if allowed, in the sandbox."""
+    register_model("dinfer")(DinferLM)
+    runs = len(sys.argv) > 1 and sys.argv[1] not in ("ls", "validate", "-h", "--help")
+    if runs and not any(arg.partition("=")[0] == "--include_path" for arg in sys.argv):
+        sys.argv += ["--include_path", str(TASKS)]
+    with in_sandbox(Limits()):
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Answers on disk, one JSON line each as soon as it is there: a run that is killed goes on where it was.
+
+A run has one file a rank, and a later session reads the files of all ranks, however many there were. The first line of
+a session says what it ran with; sessions that would answer differently do not share a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dinfer.metrics import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one request."""
+
+    key: str
+    task: str
+    document: int
+    response: Any  # a text; [log-likelihood, greedy]; or a log-likelihood
+    at: float  # seconds that the rank had worked on this task in this session
+    session: str = ""
+    rank: int = 0
+    sample: Sample | None = None  # of a generation
+    error: float | None = None  # standard error of a log-likelihood
+    passes: int = 0  # of the network, for a log-likelihood
+
+
+def key_of(*parts: Any) -> str:
+    """A name for a request: the same in every session, different for every other request."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+class Ledger:
+    """All answers so far. Without a folder they are kept in memory alone."""
+
+    def __init__(self, stem: Path | None = None, *, rank: int = 0, setup: dict[str, Any] | None = None) -> None:
+        """`stem`: path without `.answers-RANK.jsonl`. Raises ValueError for files begun with another setup."""
+        self._answers: dict[str, Answer] = {}
+        self._session, self._rank, self._file = uuid.uuid4().hex, rank, None
+        if stem is None:
+            return
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for path in files(stem):
+            for answer in _read(path, setup or {}):
+                self._answers[answer.key] = answer
+        path = stem.with_name(f"{stem.name}.answers-{rank}.jsonl")
+        _mend(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._write({"session": self._session, "setup": setup or {}})
+
+    def get(self, key: str) -> Answer | None:
+        return self._answers.get(key)
+
+    def add(self, key: str, task: str, document: int, response: Any, at: float, **fields: Any) -> Answer:
+        """Keeps an answer: it is on disk when this returns."""
+        answer = Answer(key, task, document, response, at, self._session, self._rank, **fields)
+        self._answers[key] = answer
+        self._write(asdict(answer))
+        return answer
+
+    @property
+    def answers(self) -> list[Answer]:
+        return list(self._answers.values())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def files(stem: Path) -> list[Path]:
+    """The files of a run, one a rank."""
+    return sorted(path for path in stem.parent.glob("*.jsonl") if path.name.startswith(f"{stem.name}.answers-"))
+
+
+def seconds(answers: Sequence[Answer]) -> float:
+    """Wall time of a task: the longest of each session, added up for each rank, and of these the slowest."""
+    sessions: dict[tuple[int, str], float] = {}
+    for answer in answers:
+        own = answer.rank, answer.session
+        sessions[own] = max(sessions.get(own, 0.0), answer.at)
+    ranks = {rank for rank, _ in sessions}
+    return max((sum(at for (own, _), at in sessions.items() if own == rank) for rank in ranks), default=0.0)
+
+
+def _mend(path: Path) -> None:
+    """Takes off a line that a kill cut short: its request will be answered again."""
+    if path.is_file():
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what is behind the last line break was cut short
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if "setup" in line:
+                _check(path, line["setup"], setup)
+                continue
+            sample = None if line["sample"] is None else Sample(**line["sample"])
+            yield Answer(**{**line, "sample": sample})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}, is not an answer ({error}); overwrite=true begins anew"
+            ) from error
+
+
+def _check(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise ValueError(
+                f"{path} was begun with {name}={old.get(name)!r}, and this run has {new.get(name)!r}: the figures "
+                "would be of neither. Give another folder with out=, or overwrite=true to begin anew."
+            )

@@ -1,0 +1,64 @@
+"""The held-out problems of the model in the box as tasks, made here: no download.
+
+`limit=n` takes the first n, which are those of `dinfer demo count=n` and of `benchmarks.quality`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from datasets import Dataset
+
+from dinfer.problems import Problem, generate, is_correct
+
+COUNT = 500
+CHOICES = 4
+_RESULT = re.compile(r"(?<== )\d+")
+
+
+def questions(*, families: Sequence[str] | None = None, **_: Any) -> dict[str, Dataset]:
+    """Questions with answers. What else lm-eval passes is its own."""
+    names = ("family", "question", "solution", "answer")
+    rows = [{name: getattr(problem, name) for name in names} for problem in _problems(families)]
+    return {"test": Dataset.from_list(rows)}
+
+
+def choices(**_: Any) -> dict[str, Dataset]:
+    """Four worked solutions, alike but for the last line: one has the answer, three those of other problems."""
+    rows = []
+    problems = _problems(None)
+    for index, problem in enumerate(problems):
+        rng = Random(index)
+        others = sorted({other.answer for other in problems if other.family == problem.family} - {problem.answer})
+        answers = [problem.answer, *rng.sample(others, CHOICES - 1)]
+        rng.shuffle(answers)
+        body = problem.solution.removesuffix(problem.answer)
+        rows.append(
+            {"question": problem.question, "choices": [body + answer for answer in answers]}
+            | {"gold": answers.index(problem.answer)}
+        )
+    return {"test": Dataset.from_list(rows)}
+
+
+def gaps(**_: Any) -> dict[str, Dataset]:
+    """Worked solutions without the result of their first calculation, one token a digit."""
+    rows = []
+    for problem in _problems(None):
+        if (found := _RESULT.search(problem.solution)) is not None:
+            before, suffix = problem.solution[: found.start()], problem.solution[found.end() :]
+            row = {"question": problem.question, "before": before, "suffix": suffix}
+            rows.append(row | {"answer": found[0], "gap": len(found[0])})
+    return {"test": Dataset.from_list(rows)}
+
+
+def judged(document: dict[str, Any], responses: list[str]) -> dict[str, float]:
+    """Exact match of the final answer, as everywhere in dinfer."""
+    problem = Problem(document["family"], document["question"], document["solution"], document["answer"])
+    return {"exact_match": float(is_correct(problem, responses[0]))}
+
+
+def _problems(families: Sequence[str] | None) -> list[Problem]:
+    return generate("heldout", COUNT, 0, families)

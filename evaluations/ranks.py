@@ -1,0 +1,52 @@
+"""Data-parallel ranks: what `torchrun` or `accelerate launch` started, or one process on its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that share the documents."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, one behind the other."""
+        if self.size == 1:
+            return tensor
+        from accelerate.utils import gather
+
+        return gather(tensor)
+
+    def collect(self, value: Any, to: int = 0) -> list[Any] | None:
+        """The values of all ranks at rank `to`, None elsewhere."""
+        if self.size == 1:
+            return [value]
+        found = [None] * self.size if self.rank == to else None
+        torch.distributed.gather_object(value, found, dst=to)
+        return found
+
+    def wait(self) -> None:
+        if self.size > 1:
+            torch.distributed.barrier()
+
+
+def ranks(device: str | None) -> Ranks:
+    """The ranks that there are. `device`: None takes CUDA if there is any, a card for each rank of a machine."""
+    cuda = device.startswith("cuda") if device else torch.cuda.is_available()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks(0, 1, torch.device(device or ("cuda" if cuda else "cpu")))
+    if device and ":" in device:
+        raise ValueError(f"device={device!r} names one card for several ranks: leave the number out")
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not cuda)
+    return Ranks(state.process_index, state.num_processes, state.device)

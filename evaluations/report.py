@@ -1,0 +1,119 @@
+"""What is written down of a run: scores, figures and settings in one JSON, and a table with a line for each task."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from dinfer.metrics import Sample, measure
+from evaluations.ledger import Answer, seconds
+
+KINDS = ("model", "iteration", "decoder", "cache", "sampling")
+
+
+def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | None) -> dict[str, Any]:
+    """Scores and figures of every task. `metric`: that `accuracy` is, such as "exact_match" or "exact_match,strict".
+
+    Raises ValueError for a metric that a task does not have.
+    """
+    tasks = {}
+    for task, lines in (results.get("samples") or {}).items():
+        own = [answer for answer in answers if answer.task == task]
+        scores = {name: value for name, value in results["results"][task].items() if "," in name}
+        chosen = _chosen(task, lines, metric)
+        tasks[task] = {
+            "documents": len({line["doc_id"] for line in lines}),
+            "version": results["versions"].get(task),
+            "num_fewshot": results["n-shot"].get(task),
+            "metric": ",".join(chosen),
+            "scores": {name: _plain(value) for name, value in scores.items()},
+            **_figures(own, lines, chosen),
+        }
+    groups = {
+        name: {k: _plain(v) for k, v in found.items() if "," in k} for name, found in results.get("groups", {}).items()
+    }
+    return {"tasks": tasks, "groups": groups}
+
+
+def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every document with what came of it."""
+    for task, lines in (results.get("samples") or {}).items():
+        for line in lines:
+            keep = ("doc_id", "filter", "doc", "target", "resps", "filtered_resps", *line["metrics"])
+            yield {"task": task} | {name: line[name] for name in keep}
+
+
+def write_table(out: Path) -> Path:
+    """Writes runs.csv: all reports of a folder, a line for each task of each."""
+    rows = [row for path in sorted(out.glob("*.json")) for row in rows_of(path)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    path = out / "runs.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=names)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of one report; none for a JSON of another kind."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or not str(document.get("schema", "")).startswith("dinfer-eval/"):
+        return
+    recipe = document["recipe"]
+    parts = {kind: recipe[kind]["name"] for kind in KINDS} | {"checkpoint": recipe["model"].get("checkpoint")}
+    options = {f"{kind}.{name}": value for kind in KINDS[1:] for name, value in recipe[kind].items() if name != "name"}
+    surroundings = {name: document[name] for name in ("commit", "date", "hardware", "ranks")}
+    for task, found in document["tasks"].items():
+        figures = found["metrics"] or {}
+        likelihood = found["likelihood"] or {}
+        yield (
+            {"run": path.stem, "task": task, "metric": found["metric"], "score": found["score"], **parts, **options}
+            | {**figures, **{f"likelihood.{name}": value for name, value in likelihood.items()}}
+            | surroundings
+        )
+
+
+def _chosen(task: str, lines: Sequence[Mapping[str, Any]], metric: str | None) -> tuple[str, str]:
+    """The metric and the filter that count as the task's score."""
+    known = list(dict.fromkeys((name, line["filter"]) for line in lines for name in line["metrics"]))
+    for name, chosen in known:
+        if metric is None or metric in (name, f"{name},{chosen}"):
+            return name, chosen
+    raise ValueError(f"metric={metric!r}: the task {task} has {', '.join(map(','.join, known))}")
+
+
+def _figures(answers: Sequence[Answer], lines: Sequence[Mapping[str, Any]], chosen: tuple[str, str]) -> dict[str, Any]:
+    """The metrics of generations, and what the likelihoods cost."""
+    name, kind = chosen
+    scores = {line["doc_id"]: line[name] for line in lines if line["filter"] == kind}
+    judged = all(isinstance(score, Real) and 0 <= float(score) <= 1 for score in scores.values())
+    mean = sum(float(score) for score in scores.values()) / len(scores) if judged and scores else None
+    generated = [answer for answer in answers if answer.sample is not None]
+    estimated = [answer for answer in answers if answer.error is not None]
+    found: dict[str, Any] = {"score": mean, "metrics": None, "likelihood": None}
+    if generated and {answer.document for answer in generated} >= scores.keys():
+        samples = [_judged(answer.sample, float(scores[answer.document]) if judged else None) for answer in generated]
+        found["metrics"] = measure(samples, seconds(generated)).row()
+    if estimated:
+        found["likelihood"] = {
+            "requests": len(estimated),
+            "passes": sum(answer.passes for answer in estimated),
+            "error": sum(answer.error or 0.0 for answer in estimated) / len(estimated),  # nats, mean
+            "seconds": seconds(estimated),
+        }
+    return found
+
+
+def _judged(sample: Sample | None, score: float | None) -> Sample:
+    if sample is None:
+        raise ValueError("an answer without counts cannot be measured")
+    return Sample(sample.forwards, sample.refreshes, sample.tokens, sample.seconds, sample.stopped, score)
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Real) else value

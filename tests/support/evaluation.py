@@ -1,0 +1,34 @@
+"""A recipe that gets some held-out problems right and others wrong, and evaluations of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from dinfer.pipeline import Pipeline
+from evaluations.ranks import Ranks
+from evaluations.run import Settings, evaluate
+
+ONE = Ranks(0, 1, torch.device("cpu"))
+RECIPE = {
+    "model": {"name": "llada", "checkpoint": "tiny"},
+    "iteration": {"name": "blockwise", "block": 32},
+    "decoder": {"name": "threshold", "threshold": 0.6},
+    "cache": {"name": "dual"},
+    "sampling": {"name": "standard"},
+}
+NEW = 96
+
+
+def run(pipe: Pipeline, out: Path | None = None, **settings: Any) -> dict[str, Any]:
+    asked = Settings(**{"tasks": ("mini_gsm",), "limit": 12, "max_new_tokens": NEW} | settings)
+    document = evaluate(pipe, asked, among=ONE, recipe=RECIPE, runtime={"rows": 6}, out=out)
+    assert document is not None
+    return document
+
+
+def recipe_pipe() -> Pipeline:
+    return dinfer.load(**RECIPE, device="cpu", runtime=dinfer.Runtime(rows=6))
