@@ -23,7 +23,9 @@ from benchmarks.shapes import SHAPES, shape
 from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
 from dinfer.checkpoint import random_network
+from dinfer.compose import Recipe
 from dinfer.layers.linear import QUANTIZED, quantize
+from dinfer.layers.mlp import Experts
 from dinfer.protocols import Model, StepShape
 
 
@@ -35,11 +37,35 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(seconds)
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of the weights that one step reads whole: all but the embedding, of which it reads a few rows."""
+def weight_bytes(model: Model, experts: float | None) -> float:
+    """Bytes of the weights that one step reads: all but the embedding, of which it reads a few rows, and unread experts.
+
+    `experts`: how many of a layer's are read.
+    """
     parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
-    tied = "head.weight" not in parameters
-    return sum(p.nbytes for name, p in parameters.items() if tied or name != "embedding.weight")
+    tied, spec = "head.weight" not in parameters, model.spec.experts
+    share = 1.0 if spec is None or experts is None else experts / spec.experts
+    return sum(
+        p.nbytes * (share if name.endswith((".gate_up", ".down")) else 1.0)
+        for name, p in parameters.items()
+        if tied or name != "embedding.weight"
+    )
+
+
+def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
+    """How many experts of a layer the tokens of a window step choose between them, on average of layers and steps."""
+    counts, route = [], Experts.route
+
+    def counted(self: Experts, logits_NX: torch.Tensor, pos_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen_NC, weights_NC = route(self, logits_NX, pos_BW)
+        if logits_NX.shape[0] <= 64 * len(prompts):  # no prefill
+            counts.append(chosen_NC.unique().numel())
+        return chosen_NC, weights_NC
+
+    Experts.route = counted  # type: ignore[method-assign]
+    Pipeline(recipe, None, Runtime(rows=len(prompts), graphs=False)).generate_ids(prompts, max_new_tokens=64)
+    Experts.route = route  # type: ignore[method-assign]
+    return statistics.mean(counts)
 
 
 def _event_seconds(work: Any) -> float:
@@ -119,16 +145,17 @@ def main() -> None:
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     if given.quantize:
         quantize(model, given.quantize)
-    report["weights_gb"] = weight_bytes(model) / 1e9
-    if bandwidth:
-        report["copy_tb_per_s"] = bandwidth / 1e12
-        report["limit_ms"] = 1e3 * weight_bytes(model) / bandwidth
     recipe = compose(
         model, iteration={"name": given.iteration, "block": given.block}, decoder="threshold", cache=given.cache
     )
     generator = torch.Generator().manual_seed(1)
     low = min(spec.eos_id, spec.mask_id)
     prompts = torch.randint(low, (given.batch, given.prompt), generator=generator).tolist()
+    experts = experts_read(recipe, prompts) if spec.experts else None
+    report |= {"experts_read": experts, "weights_gb": weight_bytes(model, experts) / 1e9}
+    if bandwidth:
+        report["copy_tb_per_s"] = bandwidth / 1e12
+        report["limit_ms"] = 1e3 * weight_bytes(model, experts) / bandwidth
     for graphs in (False, True)[: 2 if cuda else 1]:
         memory = torch.cuda.memory_allocated() if cuda else 0
         torch.cuda.reset_peak_memory_stats() if cuda else None
