@@ -38,7 +38,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weight_bytes(model: Model, experts: float | None) -> float:
-    """Bytes of the weights that one step reads: all but the embedding, of which it reads a few rows, and unread experts.
+    """Bytes of the weights that one step reads: all but unread experts, and the embedding but for a few rows.
 
     `experts`: how many of a layer's are read.
     """

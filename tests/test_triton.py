@@ -242,4 +242,4 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         monkeypatch.setenv("DINFER_KERNELS", "torch")
         want = outcomes()
     for mine, theirs in zip(got, want, strict=True):
-        assert (mine.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+        assert (mine.float() - theirs.float()).norm() < 0.03 * theirs.float().norm()
