@@ -10,8 +10,9 @@ line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
   goal=tps                what fast means: tps (tokens a second, here and now) or tpf (tokens a forward)
   trials=40               recipes to try
   verify=3                candidates that may be measured on the held-out problems, the fastest first
-  tasks=null              a task of `dinfer eval`, with its num_fewshot, chat, gen_kwargs, metric and allow_code;
-                          null: generated problems
+  tasks=gsm8k_llada       a task of `dinfer eval`; null: generated problems
+  num_fewshot=4 chat=true gen_kwargs={max_gen_toks: 256} metric=exact_match allow_code=true
+                          as there
   count=200 heldout=200   problems for the search (of a task its first documents), and further ones to check on
   seed=0 families=null    seed of the search and of generated problems, and their kinds
   max_new_tokens=null     length of an answer; null: as the task says, or 128
