@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Settings:
     tasks: tuple[str, ...]
     include: tuple[str, ...] = ()  # folders with tasks of the user's
     limit: int | float | None = None  # documents of each task; below 1: that share of them
+    documents: tuple[int, int] | None = None  # instead of a limit: these alone, [first, end)
     num_fewshot: int | None = None
     chat: bool | None = None  # None: if the tokenizer has a chat template
     system: str | None = None
@@ -67,6 +68,8 @@ class Settings:
             raise ValueError(f"limit={self.limit} must be above 0: documents, or a share below 1")
         if self.limit is not None and self.limit >= 1 and self.limit != int(self.limit):
             raise ValueError(f"limit={self.limit} must be a whole number of documents, or a share below 1")
+        if self.documents is not None and self.limit is not None:
+            raise ValueError(f"limit={self.limit} and documents={self.documents} are given: choose one of them")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot={self.num_fewshot} must not be negative")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -121,6 +124,7 @@ def evaluate(
                 lm,
                 tasks=tasks,
                 limit=settings.limit,
+                samples=chosen(tasks, settings.documents),
                 num_fewshot=settings.num_fewshot,
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
@@ -137,7 +141,10 @@ def evaluate(
     gathered = among.collect(ledger.answers)
     if results is None or gathered is None:
         return None
-    answers: dict[str, Answer] = {answer.key: answer for part in gathered for answer in part}
+    # lm-eval numbers requests among the chosen documents, and results among all.
+    first = settings.documents[0] if settings.documents is not None else 0
+    moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
+    answers: dict[str, Answer] = {answer.key: answer for answer in moved}
     document = report(results, list(answers.values()), settings.metric) | {
         "likelihood": lm.get_model_info()["likelihood"],
         "recipe": dict(recipe),
@@ -151,6 +158,21 @@ def evaluate(
         _write(stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, default=str) + "\n")
         write_table(out)
     return document
+
+
+def chosen(tasks: list[Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:
+    """The documents of each task by number. Raises ValueError for a task that has fewer, or for a group."""
+    if documents is None:
+        return None
+    found = {}
+    for task in tasks:
+        if not hasattr(task, "eval_docs"):
+            raise ValueError("documents can be chosen of single tasks, not of groups: name one of the group's tasks")
+        have = len(task.eval_docs)
+        if documents[1] > have:
+            raise ValueError(f"the task {task.task_name} has {have} documents, and {documents[1]} are asked for")
+        found[task.task_name] = list(range(*documents))
+    return found
 
 
 def finished(recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any], out: Path) -> Path | None:
@@ -180,6 +202,7 @@ def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
     if not all(_names(manager, pattern) for pattern in settings.tasks):
         manager = TaskManager(include_path=folders)
     tasks: dict[str, Any] = {}
+    generates = False
     for pattern in settings.tasks:
         names = _names(manager, pattern)
         if not names:
@@ -194,8 +217,23 @@ def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
                 raise ValueError(f"the task {name} cannot be loaded: {reason}") from error
             for task in loaded["tasks"].values():
                 _allow(task.task_name, settings, getattr(task, "UNSAFE_CODE", False))
+                _check(task, settings)
+                generates |= task.OUTPUT_TYPE == "generate_until"
             tasks |= loaded["groups"] or loaded["tasks"]
+    if settings.gen_kwargs and not generates:
+        raise ValueError(f"gen_kwargs={dict(settings.gen_kwargs)} are given, but no task of {list(tasks)} generates")
     return manager, list(tasks.values())
+
+
+def _check(task: Any, settings: Settings) -> None:
+    """Raises ValueError for what the task cannot do, before it costs anything."""
+    if settings.num_fewshot and task.get_config("num_fewshot") == 0:
+        raise ValueError(f"num_fewshot={settings.num_fewshot}: the task {task.task_name} has no examples to show")
+    if settings.metric is not None:
+        filters = [entry["name"] for entry in task.get_config("filter_list") or [{"name": "none"}]]
+        known = [f"{name},{kind}" for name in task.aggregation() for kind in filters]
+        if settings.metric not in (*task.aggregation(), *known):
+            raise ValueError(f"metric={settings.metric!r}: the task {task.task_name} has {', '.join(known)}")
 
 
 def _allow(task: str, settings: Settings, unsafe: bool) -> None:
