@@ -164,9 +164,11 @@ def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int) -> Tens
 
 def _shape(pairs_per_expert: float, width: int) -> tuple[int, int, int, int, int]:
     """Rows, columns and depth of a tile, warps, stages."""
-    if pairs_per_expert <= 8:
+    if pairs_per_expert < 8:
         return 16, 64, 128, 4, 4
-    return (64 if pairs_per_expert <= 64 else 128), 128, 64, 4, 4
+    if pairs_per_expert <= 32:
+        return 64, 128, 64, 4, 4
+    return 128, 256, 64, 8, 3  # enough rows for most experts, so that their weights are read once
 
 
 @triton.jit
