@@ -18,7 +18,7 @@ class Published:
     size: str  # parameters, those active for a token behind the dash
     preset: str  # the choice of `model` with the published decoding, in conf/model
     mask_id: int | None  # None: what is still to be decoded holds uniform noise
-    eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds; none: as its config says
+    eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds
     block: int | None = None  # length of its attention blocks; None: bidirectional
     canvas: int | None = None  # length of the canvas in front of which a causal encoder reads
     shifted: bool = False  # logits predict the next token
@@ -91,6 +91,6 @@ CATALOG: tuple[Published, ...] = (
     ),
     *_all(
         {"google/diffusiongemma-26B-A4B-it": "25.2B-A3.8B"},
-        family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(), canvas=256,
+        family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(1, 106), canvas=256,
     ),
 )  # fmt: skip

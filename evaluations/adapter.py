@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -123,9 +124,8 @@ class DinferLM(TemplateLM):
         with self._bar(jobs, disable_tqdm) as bar:
             # Task by task, so that each has a wall time of its own.
             for _, group in groupby(self._open(jobs), key=lambda job: job.instance.task_name):
-                began = time.perf_counter()
-                for job, text, sample in self._generated(list(group)):
-                    self._keep(job, "generate_until", text, time.perf_counter() - began, sample=sample)
+                for job, text, sample, at in self._generated(list(group)):
+                    self._keep(job, "generate_until", text, at, sample=sample)
                     bar.update()
         return [self._answer(job) for job in jobs]
 
@@ -179,14 +179,16 @@ class DinferLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
+        try:
+            text = self.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        )
+        except TemplateError as error:
+            raise ValueError(f"the checkpoint's chat template: {error}") from error
+        return str(text)
 
     def all_gather(self, tensor: Any) -> Any:
         return self.among.gather(tensor)
@@ -239,8 +241,8 @@ class DinferLM(TemplateLM):
         quiet = disable or self.rank > 0 or not os.isatty(2)
         return tqdm(total=len(jobs), initial=len(jobs) - len(self._open(jobs)), disable=quiet, unit="request")
 
-    def _generated(self, jobs: list[_Job]) -> Iterator[tuple[_Job, str, Sample]]:
-        """The answers to the requests of one task, each as soon as it is there."""
+    def _generated(self, jobs: list[_Job]) -> Iterator[tuple[_Job, str, Sample, float]]:
+        """The answers to the requests of one task, each as soon as it is there, and when that was, in seconds."""
         wishes = [self._wish(job) for job in jobs]
         if wishes[0].infill:
             yield from self._infilled(jobs, wishes)
@@ -252,29 +254,33 @@ class DinferLM(TemplateLM):
                 requests += self.pipe.requests([ids], asked.new_tokens, self._options(job, asked))
             except ValueError as error:
                 raise ValueError(f"{job.where}: {error}") from error
+        began = time.perf_counter()
         for update in self.pipe.engine.run(requests):
             if (done := update.completion) is not None:
                 text, kept, found = cut(self.tokenizer, done.output, wishes[update.index].until)
                 counts = done.counts
                 sample = Sample(counts.forwards, counts.refreshes, kept, counts.seconds, done.stopped or found)
-                yield jobs[update.index], text, sample
+                yield jobs[update.index], text, sample, time.perf_counter() - began
 
-    def _infilled(self, jobs: list[_Job], wishes: list[Wish]) -> Iterator[tuple[_Job, str, Sample]]:
-        """The same for gaps in texts."""
-        rows, spec = self.pipe.engine.runtime.rows, self.pipe.model.spec
+    def _infilled(self, jobs: list[_Job], wishes: list[Wish]) -> Iterator[tuple[_Job, str, Sample, float]]:
+        """The same for gaps in texts, as many at a time as run at a time."""
+        rows, spec, began = self.pipe.engine.runtime.rows, self.pipe.model.spec, time.perf_counter()
         for first in range(0, len(jobs), rows):
-            part = list(zip(jobs, wishes, strict=True))[first : first + rows]
-            canvases = [self._canvas(job, asked) for job, asked in part]
-            options = [self._options(job, asked) for job, asked in part]
-            for (job, asked), filled in zip(
-                part, self.pipe.infill_ids(canvases, options=options, stop=True), strict=True
-            ):
-                ids = filled.gaps[0]
+            part, asked = jobs[first : first + rows], wishes[first : first + rows]
+            canvases = [self._canvas(*pair) for pair in zip(part, asked, strict=True)]
+            options = [self._options(*pair) for pair in zip(part, asked, strict=True)]
+            try:
+                filled = self.pipe.infill_ids(canvases, options=options, stop=True)
+            except ValueError as error:
+                raise ValueError(f"{part[0].where} to {part[-1].where}: {error}") from error
+            at = time.perf_counter() - began
+            for job, own, result in zip(part, asked, filled, strict=True):
+                ids, counts = result.gaps[0], result.counts
                 end = next((i for i, token in enumerate(ids) if token in spec.stop_ids), len(ids))
-                text, kept, found = cut(self.tokenizer, ids[:end], asked.until)
-                counts = filled.counts
+                text, kept, found = cut(self.tokenizer, ids[:end], own.until)
                 stopped = found or end < len(ids)
-                yield job, text, Sample(counts.forwards, counts.refreshes, kept, counts.seconds, stopped)
+                sample = Sample(counts.forwards, counts.refreshes, kept, counts.seconds, stopped)
+                yield job, text, sample, at
 
     def _canvas(self, job: _Job, asked: Wish) -> list[int]:
         """The request's text, a gap, and what the document has behind it."""

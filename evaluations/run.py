@@ -180,6 +180,7 @@ def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
     if not all(_names(manager, pattern) for pattern in settings.tasks):
         manager = TaskManager(include_path=folders)
     tasks: dict[str, Any] = {}
+    generates = False
     for pattern in settings.tasks:
         names = _names(manager, pattern)
         if not names:
@@ -194,8 +195,23 @@ def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
                 raise ValueError(f"the task {name} cannot be loaded: {reason}") from error
             for task in loaded["tasks"].values():
                 _allow(task.task_name, settings, getattr(task, "UNSAFE_CODE", False))
+                _check(task, settings)
+                generates |= task.OUTPUT_TYPE == "generate_until"
             tasks |= loaded["groups"] or loaded["tasks"]
+    if settings.gen_kwargs and not generates:
+        raise ValueError(f"gen_kwargs={dict(settings.gen_kwargs)} are given, but no task of {list(tasks)} generates")
     return manager, list(tasks.values())
+
+
+def _check(task: Any, settings: Settings) -> None:
+    """Raises ValueError for what the task cannot do, before it costs anything."""
+    if settings.num_fewshot and task.get_config("num_fewshot") == 0:
+        raise ValueError(f"num_fewshot={settings.num_fewshot}: the task {task.task_name} has no examples to show")
+    if settings.metric is not None:
+        filters = [entry["name"] for entry in task.get_config("filter_list") or [{"name": "none"}]]
+        known = [f"{name},{kind}" for name in task.aggregation() for kind in filters]
+        if settings.metric not in (*task.aggregation(), *known):
+            raise ValueError(f"metric={settings.metric!r}: the task {task.task_name} has {', '.join(known)}")
 
 
 def _allow(task: str, settings: Settings, unsafe: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,9 +77,10 @@ def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, boo
     ends = [raw.find(text) for text in until if text in raw]
     if not ends:
         return str(tokenizer.decode(ids, skip_special_tokens=True)), len(ids), False
-    text, kept = raw[: min(ends)], 0
-    while kept < len(ids) and len(tokenizer.decode(ids[: kept + 1], skip_special_tokens=False)) <= len(text):
-        kept += 1
+    text = raw[: min(ends)]
+    kept = bisect_right(
+        range(len(ids) + 1), len(text), key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=False))
+    )
     for special in tokenizer.all_special_tokens:
         text = text.replace(special, "")
-    return text, kept, True
+    return text, kept - 1, True

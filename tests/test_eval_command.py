@@ -60,12 +60,6 @@ def test_the_whole_way_offline(dinfer: CommandLine) -> None:
         assert said.status == 2 and message in said.err, (message, said.err)
 
 
-def test_help_names_every_setting(dinfer: CommandLine) -> None:
-    said = dinfer.run("eval", "--help")
-    for name in ("tasks=", "limit=", "gen_kwargs=", "allow_code=", "likelihood=", "overwrite=", "use_cache="):
-        assert name in said.out
-
-
 def test_lm_evals_own_command_line(dinfer: CommandLine) -> None:
     line = "--model dinfer --model_args model=tiny,decoder.threshold=0.8,max_new_tokens=64 --tasks mini_gsm --limit 1"
     done = subprocess.run(

@@ -17,6 +17,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
+from lm_eval.tasks._yaml_loader import _import_func_in_yml
 from support.evaluation import NEW, RECIPE, recipe_pipe, run
 
 from dinfer.metrics import Sample
@@ -26,6 +27,7 @@ from dinfer.problems.families import FAMILIES
 from evaluations.ledger import Ledger, files, key_of, seconds
 from evaluations.report import rows_of
 from evaluations.run import TASKS, Settings, finished, forget, load_tasks
+from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +57,10 @@ def test_every_family_has_a_task_of_its_own(pipe: Pipeline) -> None:
         ({"num_fewshot": -1}, "num_fewshot=-1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"metric": "acc"}, "metric='acc': the task mini_gsm has exact_match,none"),
+        ({"metric": "exact_match,strict"}, "metric='exact_match,strict': the task mini_gsm has exact_match,none"),
+        ({"num_fewshot": 4}, "num_fewshot=4: the task mini_gsm has no examples to show"),
+        ({"tasks": ("mini_choice",), "gen_kwargs": {"threshold": 0.5}}, "no task of \\['mini_choice'\\] generates"),
+        ({"system": "Be brief."}, "the checkpoint's chat template: role system is not known"),
         ({"include": ("nowhere",)}, "include='nowhere': there is no such folder"),
         ({"tasks": ("nowhere.yaml",)}, "task file nowhere.yaml: there is no such file"),
     ],
@@ -98,6 +104,41 @@ def test_malformed_tasks(tmp_path: Path, content: str, message: str) -> None:
 def test_a_task_of_the_user(pipe: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(f"include: {TASKS}/mini_gsm.yaml\ntask: own\ndescription: ''\n")
     assert run(pipe, tasks=("own",), include=(str(tmp_path),), limit=1)["tasks"]["own"]["documents"] == 1
+
+
+def test_programs_are_judged_in_the_sandbox(pipe: Pipeline, tmp_path: Path) -> None:
+    """Whatever the model writes becomes a text literal in a program that passes its test, or does not."""
+    text = {"prompt": 'text = """', "suffix": '"""\nx = 1'}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": "Hm?", "test": f"assert x == {x}"} | text) + "\n" + "\n" for x in (1, 2, 1))
+    )
+    (tmp_path / "programs.yaml").write_text(f"""
+task: programs
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}, cache_dir: {tmp_path}/cache}}
+test_split: test
+unsafe_code: true
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{test}}}}"
+generation_kwargs: {{max_gen_toks: 8, until: []}}
+filter_list: [{{name: program, filter: [{{function: custom, filter_fn: !function evaluations.code.filled}}]}}]
+metric_list: [{{metric: !function evaluations.code.pass_at_1, aggregation: mean, higher_is_better: true}}]
+""")
+    settings = {"tasks": (str(tmp_path / "programs.yaml"),), "limit": None, "max_new_tokens": None}
+    with pytest.raises(ValueError, match="the task programs runs generated code"):
+        run(pipe, **settings)
+    line = run(pipe, **settings, allow_code=True)["tasks"]["programs"]
+    assert line["metric"] == "pass_at_1,program" and line["score"] == pytest.approx(2 / 3)
+    assert line["metrics"]["accuracy"] == pytest.approx(66.6667)
+
+
+def test_lm_evals_code_tasks_use_the_sandbox() -> None:
+    folder = Path(lm_eval.__file__).parent / "tasks"
+    with in_sandbox(Limits()):
+        for name, judge in (("humaneval", "pass_at_k"), ("mbpp", "pass_at_1"), ("humaneval_infilling", "pass_at_k")):
+            module = _import_func_in_yml(f"utils.{judge}", folder / name).__globals__
+            assert CODE_EVAL in module.values(), name
 
 
 def test_the_usual_tasks_are_there() -> None:

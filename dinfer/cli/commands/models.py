@@ -73,7 +73,7 @@ def group(preset: str, entries: list[Published]) -> RenderableType:
     """The checkpoints with one preset."""
     first = entries[0]
     mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
-    facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids)) or 'what its config says'}"]
+    facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids))}"]
     facts += ["logits shifted by one"] * first.shifted
     table = Table.grid(padding=(0, 2))
     for entry in entries:
