@@ -167,7 +167,7 @@ def expert_linear(x: Rows, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO:
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     experts, outputs, width = weight_XOK.shape
     out_PO = values.new_empty(pairs, outputs, dtype=x.dtype)
-    rows, columns, depth, warps, stages = _shape(pairs / experts, width)
+    rows, columns, depth, warps, stages = _shape(pairs / experts, values.dtype.itemsize)
     _expert_linear[(triton.cdiv(outputs, columns), experts)](
         values, out_PO if x_scale is None else x_scale, weight_XOK, out_PO if scale_XO is None else scale_XO,
         *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
@@ -180,11 +180,13 @@ def expert_linear(x: Rows, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO:
     return out_PO
 
 
-def _shape(pairs_per_expert: float, width: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, stages."""
-    if pairs_per_expert <= 8:
+def _shape(pairs_per_expert: float, size: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile, warps, stages; `size`: bytes of a number."""
+    if pairs_per_expert < 8:
         return 16, 64, 128, 4, 4
-    return (64, 128, 64, 4, 4) if pairs_per_expert <= 32 else (128, 128, 64, 4, 3)
+    if pairs_per_expert <= 32 or size > 2:  # larger tiles of float32 do not fit
+        return 64, 128, 64, 4, 4
+    return 128, 256, 64, 8, 3  # enough rows for most experts, so that their weights are read once
 
 
 @triton.jit
