@@ -156,8 +156,10 @@ NULL = (
     "bd_size", "expert_capacity", "num_shared_experts", "first_k_dense_replace", "partial_rotary_factor",
     "routed_scaling_factor", *FLAGS,
 )  # fmt: skip
-RIGHT = [(1.5, ("rms_norm_eps", "rope_theta", "routed_scaling_factor")), (True, FLAGS), (None, NULL)] + [
-    (0, ("eos_token_id", "mask_token_id", "first_k_dense_replace", "num_shared_experts")), ([], ("mlp_only_layers",)),
+RIGHT = [
+    (1.5, ("rms_norm_eps", "rope_theta", "routed_scaling_factor")), (True, FLAGS), (None, NULL),
+    ([], ("mlp_only_layers",)),
+    (0, ("eos_token_id", "mask_token_id", "first_k_dense_replace", "num_shared_experts")),
 ]  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(name: str) -> None:
     ],
 )  # fmt: skip
 def test_another_network_is_refused_by_name(name: str, field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field}=.* is not supported"):
+    with pytest.raises(ValueError, match=rf"{field}=.* is not supported"):
         read_spec(family_for(CONFIGS[name]), CONFIGS[name] | {field: value})
 
 
@@ -195,5 +197,5 @@ def test_a_fraction_of_rotated_entries_is_read_where_transformers_5_keeps_it() -
     config = {name: value for name, value in LLADA2.items() if name not in ("partial_rotary_factor", "rope_theta")}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     assert Llada2().spec(config) == Llada2().spec(LLADA2)
-    with pytest.raises(ValueError, match="rotary_dim=8 and .* contradict"):
+    with pytest.raises(ValueError, match=r"rotary_dim=8 and .* contradict"):
         Llada2().spec(config | {"rotary_dim": 8})
