@@ -189,7 +189,7 @@ def test_another_network_is_refused_by_name(name: str, field: str, value: Any) -
 
 def test_a_mixture_without_its_size_is_refused() -> None:
     config = {name: value for name, value in CONFIGS["sdar_moe"].items() if name != "num_experts"}
-    with pytest.raises(CheckpointError, match="config.json lacks the field 'num_experts'"):
+    with pytest.raises(CheckpointError, match=r"config\.json lacks the field 'num_experts'"):
         read_spec(Sdar(), config)
 
 
