@@ -1,6 +1,7 @@
-"""Accuracy and cost of recipes on the held-out problems of the model in the box.
+"""Accuracy and cost of recipes on the held-out problems of a model in the box.
 
     python -m benchmarks.quality --preset foundation --device cuda --out benchmarks/results/tiny-quality-h200
+    python -m benchmarks.quality --model tiny-llada2 --device cuda --out benchmarks/results/tiny-llada2-quality-h200
 
 Writes OUT.json (with command, commit, hardware, the recipes refused) and OUT.csv. Counts are those of `dinfer.Counts`:
 nothing from the first stop token on counts, forwards are summed over the problems. Every iteration and cache runs once
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,11 +29,17 @@ from benchmarks.surroundings import surroundings
 from dinfer.metrics import Metrics, Sample
 from dinfer.metrics import measure as metrics_of
 from dinfer.problems import Problem, generate, is_correct
+from dinfer.spec import ModelSpec
 
 BLOCK = 32
 FOUNDATION = [
     *({"name": "fixed", "steps": steps} for steps in (32, 16, 8, 4)),
     *({"name": "threshold", "threshold": threshold} for threshold in (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)),
+]
+# LLaDA2.1's presets Speed and Quality, a more careful one, and Quality without edits
+EDITING = [
+    {"name": "joint_threshold", "threshold": threshold, "edit_threshold": edit}
+    for threshold, edit in ((0.5, 0.0), (0.7, 0.5), (0.9, 0.5), (0.7, 1.0))
 ]
 
 
@@ -51,23 +59,36 @@ class Row:
         return recipe | self.metrics.row()
 
 
-def recipes(preset: str) -> Iterator[tuple[Any, Any, Any]]:
+def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     """Iteration, decoder and cache configurations of a preset.
 
-    "foundation": two decoders at several settings. "everything": every decoder at one setting with every iteration and
-    every cache, then the further settings of "foundation".
+    "foundation": two decoders at several settings, for block-causal models those that edit too. "everything": every
+    decoder at one setting with every iteration and every cache, then the further settings of "foundation".
     """
     foundation = product([{"name": "blockwise", "block": BLOCK}], FOUNDATION, ["none", "prefix", "dual"])
+    if spec.causal_block is not None:
+        foundation = product([{"name": "block_diffusion"}], FOUNDATION + EDITING, ["none", "block"])
     if preset == "foundation":
         yield from foundation
         return
     iterations: list[Any] = [
-        {"name": name} | ({"block": BLOCK} if name != "full" else {}) for name in dinfer.ITERATIONS.names()
+        {"name": name} | ({"block": BLOCK} if name not in ("full", "block_diffusion") else {})
+        for name in dinfer.ITERATIONS.names()
     ]
     decoders: list[Any] = [{"name": "fixed", "steps": 32}, {"name": "threshold", "threshold": 0.9}]
     decoders += [{"name": name} for name in dinfer.DECODERS.names() if name not in ("fixed", "threshold")]
     yield from product(iterations, decoders, dinfer.CACHES.names())
     yield from (recipe for recipe in foundation if recipe[1] not in decoders)
+
+
+def label(recipe: tuple[Any, Any, Any]) -> str:
+    """A recipe in words: iteration, decoder, its options, cache."""
+    iteration, decoder, cache = recipe
+    return " ".join([iteration["name"], decoder["name"], options_of(decoder), cache])
+
+
+def options_of(decoder: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in decoder.items() if key != "name")
 
 
 def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], dict[str, int]]:
@@ -97,7 +118,7 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     return Row(
         iteration=iteration["name"],
         decoder=decoder["name"],
-        options=" ".join(f"{key}={value}" for key, value in decoder.items() if key != "name"),
+        options=options_of(decoder),
         cache=cache,
         metrics=metrics_of(samples, seconds),
     )
@@ -105,7 +126,9 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
     parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
+    parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
@@ -116,8 +139,9 @@ def main() -> None:
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
-    base = dinfer.load("tiny", device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
-    legal, refused = sifted(base.model, recipes(given.preset))
+    base = dinfer.load(given.model, device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
+    wanted = (recipe for recipe in recipes(given.preset, base.model.spec) if re.search(given.only, label(recipe)))
+    legal, refused = sifted(base.model, wanted)
     for iteration, cache in {(json.dumps(recipe[0]), recipe[2]) for recipe in legal}:
         measure(base, problems, given.new, (json.loads(iteration), {"name": "threshold", "threshold": 0.5}, cache))
     rows = []

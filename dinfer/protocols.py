@@ -119,6 +119,7 @@ class Proposal:
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
+    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
     # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
     # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
     draft_RL: Tensor | None = None
@@ -334,6 +335,10 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    def spare(self, new_tokens: int) -> int:
+        """Positions decoded behind the last of `new_tokens`, so that all blocks are whole. Host side."""
+        return 0
 
     @abstractmethod
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:

@@ -223,13 +223,15 @@ def what_is_left(recipe: Recipe, lanes: Lanes, view: BlockView, proposal: Propos
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
     """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
 
-    So a decoder that takes back cannot hang the loop.
+    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`).
     """
     if proposal.remask_RL is None or not edits:
         return torch.zeros_like(commit_RL)
     remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
-    gains_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
-    return remask_RL & (gains_R | ~view.must_progress_R)[:, None]
+    free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
+    if proposal.retry_R is not None:
+        free_R = free_R | proposal.retry_R
+    return remask_RL & (free_R | ~view.must_progress_R)[:, None]
 
 
 def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:

@@ -47,16 +47,16 @@ class Drop:
     """Accuracy lost against the reference on the same problems, in points."""
 
     points: float
-    low: float  # 95% interval of the mean of paired differences
+    low: float  # 95% interval, Bonett and Price's (2012) for paired shares: sound for few problems and no difference
     high: float
 
     @classmethod
     def between(cls, reference: Measured, other: Measured) -> Drop:
         lost = [100 * (a - b) for a, b in zip(reference.scores, other.scores, strict=True)]
-        mean = sum(lost) / len(lost)
-        variance = sum((value - mean) ** 2 for value in lost) / max(len(lost) - 1, 1)
-        half = 1.959964 * math.sqrt(variance / len(lost))
-        return cls(mean, mean - half, mean + half)
+        seen = [*lost, 100.0, -100.0]  # as if one problem more had been lost, and one won
+        middle = sum(seen) / len(seen)
+        half = 1.959964 * math.sqrt(sum((value - middle) ** 2 for value in seen)) / len(seen)
+        return cls(sum(lost) / len(lost), max(middle - half, -100.0), min(middle + half, 100.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Settings:
     tasks: tuple[str, ...]
     include: tuple[str, ...] = ()  # folders with tasks of the user's
     limit: int | float | None = None  # documents of each task; below 1: that share of them
+    documents: tuple[int, int] | None = None  # instead of a limit: these alone, [first, end)
     num_fewshot: int | None = None
     chat: bool | None = None  # None: if the tokenizer has a chat template
     system: str | None = None
@@ -67,6 +68,8 @@ class Settings:
             raise ValueError(f"limit={self.limit} must be above 0: documents, or a share below 1")
         if self.limit is not None and self.limit >= 1 and self.limit != int(self.limit):
             raise ValueError(f"limit={self.limit} must be a whole number of documents, or a share below 1")
+        if self.documents is not None and self.limit is not None:
+            raise ValueError(f"limit={self.limit} and documents={self.documents} are given: choose one of them")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot={self.num_fewshot} must not be negative")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -122,6 +125,7 @@ def evaluate(
                 lm,
                 tasks=tasks,
                 limit=settings.limit,
+                samples=chosen(tasks, settings.documents),
                 num_fewshot=settings.num_fewshot,
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
@@ -138,7 +142,10 @@ def evaluate(
     gathered = among.collect(ledger.answers)
     if results is None or gathered is None:
         return None
-    answers: dict[str, Answer] = {answer.key: answer for part in gathered for answer in part}
+    # lm-eval numbers requests among the chosen documents, and results among all.
+    first = settings.documents[0] if settings.documents is not None else 0
+    moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
+    answers: dict[str, Answer] = {answer.key: answer for answer in moved}
     document = report(results, list(answers.values()), settings.metric) | {
         "likelihood": lm.get_model_info()["likelihood"],
         "recipe": dict(recipe),
@@ -152,6 +159,21 @@ def evaluate(
         _write(stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, default=str) + "\n")
         write_table(out)
     return document
+
+
+def chosen(tasks: list[Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:
+    """The documents of each task by number. Raises ValueError for a task that has fewer, or for a group."""
+    if documents is None:
+        return None
+    found = {}
+    for task in tasks:
+        if not hasattr(task, "eval_docs"):
+            raise ValueError("documents can be chosen of single tasks, not of groups: name one of the group's tasks")
+        have = len(task.eval_docs)
+        if documents[1] > have:
+            raise ValueError(f"the task {task.task_name} has {have} documents, and {documents[1]} are asked for")
+        found[task.task_name] = list(range(*documents))
+    return found
 
 
 def finished(recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any], out: Path) -> Path | None:

@@ -55,9 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"compose", "engine", "infilling", "pipeline", "registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "canvas", "checkpoint", "compose", "engine", "iterations", "likelihood", "pipeline", "protocols", "registry",
-        "sampling",
-        "state", "step",
+        "canvas", "checkpoint", "compose", "decoders", "engine", "iterations", "likelihood", "pipeline", "protocols",
+        "registry", "sampling", "state", "step",
     },
     "cli": {
         "audit", "catalog", "checkpoint", "compose", "engine", "fronts", "metrics", "pipeline", "plots", "problems",

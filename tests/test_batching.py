@@ -68,11 +68,11 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if every position cost: no step is wider than what it decodes."""
+    """As if it always paid: no step is wider than what it decodes."""
     recipe = combination.recipe()
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.engine.engine.free_positions", lambda spec: 0)
+    monkeypatch.setattr("dinfer.engine.grouping._settling_pays", lambda *rows: True)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.launcher.denoise_step", watching(shapes))
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
@@ -90,7 +90,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     recipe = compose(model, iteration={"name": "block_diffusion", "block": block}, decoder="threshold", cache="block")
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.engine.engine.free_positions", lambda spec: 0)
+    monkeypatch.setattr("dinfer.engine.grouping._settling_pays", lambda *rows: True)
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
@@ -254,6 +254,7 @@ def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
     assert planned({0: 10, 1: 500, 2: 2000}) == [Step([0, 1], 500), Step([2], 2000)]
     assert planned(many, narrow=32) == [Step([*range(16)], 32, settles=True)]
     assert planned({0: 64, 1: 32}, narrow=32) == [Step([0, 1], 64)]
+    assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Step([*range(16)], 64)]  # all would lose a step
 
 
 def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from omegaconf import OmegaConf
 from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
 from dinfer.cli.main import find, names
+from dinfer.cli.recipe import pipeline
 from dinfer.engine.engine import Runtime
+from dinfer.problems import generate, is_correct
 from dinfer.registry import REGISTRIES, Registry, options_of
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
@@ -93,6 +97,17 @@ def test_the_demo_compares_the_settings_it_says_and_adds_the_chosen_one() -> Non
     assert [row.threshold for row in more[1:]] == [0.9, 0.5, 0.7]
     with pytest.raises(ValueError, match="compare='x' must be a list"):
         decoders_of(composed("demo", "compare=x"))
+
+
+def test_the_demo_begins_with_a_problem_worked_out_right() -> None:
+    """In every step, not in the answer alone."""
+    config = composed("demo", "device=cpu")
+    problem = generate("heldout", 1, config["seed"])[0]
+    text = pipeline(config).generate(problem.question, max_new_tokens=config["max_new_tokens"]).text
+    steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text)
+    signs = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+    assert is_correct(problem, text) and len(steps) >= 3
+    assert [signs[sign](int(a), int(b)) for a, sign, b, _ in steps] == [int(result) for *_, result in steps]
 
 
 def test_commands_are_run_in_the_working_directory_and_leave_nothing() -> None:

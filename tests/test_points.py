@@ -10,6 +10,7 @@ from support.command_line import write_checkpoint
 
 from dinfer.cli.conf import Schema
 from dinfer.cli.main import main
+from dinfer.cli.names import spread
 from dinfer.cli.points import points
 
 SCHEMA = Schema("generate")
@@ -93,3 +94,17 @@ def test_a_sweep_runs_as_jobs_of_a_cluster(
     assert "failed: 1 of 2" in capsys.readouterr().err
     logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.out"))
     assert sum("tokens per forward" in log for log in logs) == 1 and len(logs) == 2
+
+
+def test_a_single_value_joins_the_product_where_components_are_swept(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra would set it before there are points, in a component that may not have it."""
+    assert spread(["decoder=threshold,fixed", "decoder.steps=8", "cache.interval=3", "iteration.block=8"]) == [
+        "decoder=threshold,fixed", "decoder.steps=choice(8)", "cache.interval=3", "iteration.block=8",
+    ]  # fmt: skip
+    main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder=threshold,fixed", "decoder.steps=2"])
+    said = capsys.readouterr()
+    assert [line.split()[3:] for line in said.out.splitlines() if line.startswith("#")] == [
+        ["decoder=threshold"], ["decoder=fixed", "decoder.steps=2"],
+    ]  # fmt: skip

@@ -1,28 +1,44 @@
-"""The model in the box as a folder: its tokenizer, chat template and size."""
+"""The models in the box as folders: their tokenizer, chat template and size; and the second one at work."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import dinfer
-from dinfer.problems import generate
+from dinfer.checkpoint import boxed
+from dinfer.problems import generate, is_correct
+from tools.trained_experts import trainable
 
-FOLDER = Path(dinfer.__file__).parent / "checkpoints" / "tiny"
-TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
+BOX = Path(dinfer.__file__).parent / "checkpoints"
+TOKENIZER = AutoTokenizer.from_pretrained(BOX / "tiny")
 
 
-def test_the_file_is_small_and_the_ids_agree() -> None:
-    assert (FOLDER / "model.safetensors").stat().st_size <= 16_000_000
-    config = json.loads((FOLDER / "config.json").read_text())
+def test_these_are_in_the_box() -> None:
+    assert boxed() == ["tiny", "tiny-llada2"]
+
+
+@pytest.mark.parametrize("name", boxed())
+def test_the_file_is_small_and_the_ids_agree(name: str) -> None:
+    assert (BOX / name / "model.safetensors").stat().st_size <= 16_000_000
+    config = json.loads((BOX / name / "config.json").read_text())
     assert config["vocab_size"] == len(TOKENIZER)
     assert config["mask_token_id"] == TOKENIZER.mask_token_id
     assert config["eos_token_id"] == config["pad_token_id"] == TOKENIZER.eos_token_id == TOKENIZER.pad_token_id
+
+
+@pytest.mark.parametrize("name", boxed())
+def test_the_tokenizer_is_the_same(name: str) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (BOX / name / file).read_bytes() == (BOX / "tiny" / file).read_bytes()
 
 
 def test_chat_template_gives_the_ids_of_training() -> None:
@@ -59,3 +75,48 @@ def test_words_of_the_generator_are_one_token_and_digits_too() -> None:
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@pytest.fixture(scope="module")
+def second() -> dinfer.Pipeline:
+    return dinfer.load("tiny-llada2", device="cpu", iteration="block_diffusion", cache="block")
+
+
+def with_recipe(pipe: dinfer.Pipeline, **parts: Any) -> dinfer.Pipeline:
+    ours = {"iteration": "block_diffusion", "cache": "block", "decoder": "threshold"}
+    recipe = dinfer.compose(pipe.model, **(ours | parts))
+    return dinfer.Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
+
+
+def test_the_block_cache_is_exact_on_it(second: dinfer.Pipeline) -> None:
+    questions = [problem.question for problem in generate("heldout", 3, seed=0)]
+    kept = second.generate(questions, max_new_tokens=96)
+    assert [r.ids for r in kept] == [
+        r.ids for r in with_recipe(second, cache="none").generate(questions, max_new_tokens=96)
+    ]
+
+
+def test_editing_pays_on_it(second: dinfer.Pipeline) -> None:
+    """It repairs what parallel decoding breaks; the first model in the box loses by the same decoder."""
+    problems = generate("heldout", 16, seed=0)
+    right, tokens, forwards = {}, 0, 0
+    for edit_threshold in (0.0, 1.0):
+        decoder = {"name": "joint_threshold", "threshold": 0.5, "edit_threshold": edit_threshold}
+        results = with_recipe(second, decoder=decoder).generate(
+            [problem.question for problem in problems], max_new_tokens=96
+        )
+        right[edit_threshold] = sum(is_correct(p, r.text) for p, r in zip(problems, results, strict=True))
+        if edit_threshold == 0.0:
+            tokens, forwards = (sum(getattr(r.counts, name) for r in results) for name in ("tokens", "forwards"))
+    assert right[0.0] >= 13 and right[0.0] - right[1.0] >= 5, right
+    assert tokens / forwards >= 4
+
+
+def test_its_mixtures_use_all_their_experts(second: dinfer.Pipeline) -> None:
+    """None is dead: the least used gets a twentieth of an even share or more."""
+    network = trainable(copy.deepcopy(second.model))
+    with torch.inference_mode():
+        for problem in generate("heldout", 16, seed=0):
+            network.score([second.encode(problem.question) + TOKENIZER.encode(problem.solution)], "block_causal", 32)
+    loads = [block.mlp.load_X / block.mlp.load_X.mean() for block in network.blocks[1:]]
+    assert min(load_X.min() for load_X in loads) > 0.05

@@ -58,7 +58,7 @@ def test_the_fastest_recipe_within_the_bound_is_found_and_verified() -> None:
     tried, found = tuned(judge, max_drop=0.0)
     assert found.parts["decoder"] == {"name": "threshold", "threshold": 0.8} and found.parts["cache"]["name"] == "dual"
     assert found.parts["iteration"] == REFERENCE["iteration"]
-    assert found.heldout.drop == Drop(0.0, 0.0, 0.0) and found.verified == 1
+    assert found.heldout.drop is not None and found.heldout.drop.points == 0 and found.verified == 1
     keys = [json.dumps(one.parts, sort_keys=True) for one in tried]
     assert len(set(keys)) == len(keys) and found.tried == tried
     # The held-out problems are not looked at before the search is over.
@@ -97,8 +97,14 @@ def test_the_interval_of_a_drop_is_that_of_paired_differences() -> None:
     def measured(scores: list[float]) -> Measured:
         return Measured(measure([Sample(1, 0, 1, 1.0, True, s) for s in scores], 1.0), scores)
 
+    # By hand, Bonett and Price: b = 1 lost, c = 0 won of n = 4; shares (b + 1) / (n + 2) and (c + 1) / (n + 2).
     drop = Drop.between(measured([1, 1, 1, 0]), measured([1, 0, 1, 0]))
-    assert drop.points == 25 and drop.low == pytest.approx(25 - 1.959964 * 25) and drop.high > 50
+    b, c = 2 / 6, 1 / 6
+    half = 1.959964 * ((b + c - (b - c) ** 2) / 6) ** 0.5
+    assert drop.points == 25
+    assert (drop.low, drop.high) == (pytest.approx(100 * (b - c - half)), pytest.approx(100 * (b - c + half)))
+    same = Drop.between(measured([1.0] * 50), measured([1.0] * 50))
+    assert same.points == 0 and -8 < same.low < -4 and 4 < same.high < 8
 
 
 @pytest.mark.parametrize(

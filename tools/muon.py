@@ -5,7 +5,7 @@ On a network this small a loop over matrices would cost more in kernel launches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ _ROUNDS = 5
 
 
 def orthogonalised(matrices_NRC: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly, by Newton-Schulz iteration in bfloat16. R <= C."""
+    """The nearest (semi-)orthogonal matrices, roughly, by Newton-Schulz iteration in bfloat16."""
+    if matrices_NRC.shape[1] > matrices_NRC.shape[2]:  # the Gram matrix is then the smaller of two
+        return orthogonalised(matrices_NRC.mT).mT
     a, b, c = _QUINTIC
     x_NRC = matrices_NRC.bfloat16()
     x_NRC = x_NRC / (x_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -27,35 +29,34 @@ def orthogonalised(matrices_NRC: Tensor) -> Tensor:
 
 
 class Muon:
-    """Steps square blocks of `matrices`: a fused projection is taken apart into blocks of its input width.
+    """Steps blocks of rows of matrices, each pair of a matrix and how many rows a block has.
 
-    The update is scaled to the size AdamW's would have (Liu et al., arXiv:2502.16982), so that one learning rate and
-    weight decay serve both optimizers.
+    So a parameter that is several matrices one below the other is stepped as these. The update is scaled to the size
+    AdamW's would have (Liu et al., arXiv:2502.16982), so that one learning rate and weight decay serve both optimizers.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], width: int, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(self, matrices: Iterable[tuple[Tensor, int]], weight_decay: float, momentum: float = 0.95) -> None:
         self.matrices, self.weight_decay, self.momentum = list(matrices), weight_decay, momentum
         self.groups: dict[tuple[int, int], list[Tensor]] = {}
         self.velocity: dict[tuple[int, int], Tensor] = {}
-        self.width = width
-        for matrix in self.matrices:
-            for part in self._parts(matrix.detach()):
+        for matrix, rows in self.matrices:
+            for part in matrix.detach().split(rows):
                 self.groups.setdefault((part.shape[0], part.shape[1]), []).append(part)
         for shape, parts in self.groups.items():
             self.velocity[shape] = torch.zeros(len(parts), *shape, device=parts[0].device)
 
-    def _parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Views of [width, any] blocks, the shorter side first."""
-        return matrix.split(self.width) if matrix.shape[0] > self.width else (matrix,)
+    def zero_grad(self) -> None:
+        for matrix, _ in self.matrices:
+            matrix.grad = None
 
     @torch.no_grad()
     def step(self, learning_rate: Tensor) -> None:
         """One update from the gradients at hand; the learning rate is a tensor, so that a graph can replay it."""
         gradients: dict[tuple[int, int], list[Tensor]] = {shape: [] for shape in self.groups}
-        for matrix in self.matrices:
+        for matrix, rows in self.matrices:
             if matrix.grad is None:
                 raise ValueError("Muon: a matrix has no gradient; call backward first")
-            for part in self._parts(matrix.grad):
+            for part in matrix.grad.split(rows):
                 gradients[(part.shape[0], part.shape[1])].append(part)
         for shape, parts in self.groups.items():
             gradient_NRC, velocity_NRC = torch.stack(gradients[shape]), self.velocity[shape]

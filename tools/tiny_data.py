@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,8 +22,6 @@ from tokenizers import Tokenizer
 
 from dinfer.problems import stream
 
-# Row length -> how readily a row that fits takes it.
-ROW_LENGTHS = {112: 4, 144: 4, 176: 2}
 SHORTEST_RESPONSE = 48
 # The families that take longest to learn come round twice as often.
 FAMILY_TURNS = ("purchases", "sharing", "travel", "ages", "chains", "walks") * 2 + ("turns", "lists")
@@ -71,14 +69,14 @@ def _start_worker(tokenizer_file: str) -> None:
     _encoder = WordEncoder(tokenizer_file)
 
 
-def _shard(seed: int) -> dict[int, Batch]:
+def _shard(seed: int, lengths: Mapping[int, int]) -> dict[int, Batch]:
     """The rows of one shard by row length, all that fit nowhere left out."""
     if _encoder is None:
         raise RuntimeError("the worker has no tokenizer; start it with _start_worker")
     special = _encoder.tokenizer.token_to_id
     user, assistant, eos = special("<|user|>"), special("<|assistant|>"), special("<|endoftext|>")
     rng = Random(seed)
-    rows: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in ROW_LENGTHS}
+    rows: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in lengths}
     source = stream("train", seed, FAMILY_TURNS)
     for index, problem in zip(range(PROBLEMS_PER_SHARD), source, strict=False):
         if index < 20:
@@ -86,9 +84,9 @@ def _shard(seed: int) -> dict[int, Batch]:
             _encoder.check(problem.solution)
         prompt, solution = [user, *_encoder(problem.question), assistant], _encoder(problem.solution)
         needed = len(prompt) + max(len(solution) + 1, SHORTEST_RESPONSE)
-        fitting = [length for length in ROW_LENGTHS if length >= needed]
+        fitting = [length for length in lengths if length >= needed]
         if fitting:
-            rows[rng.choices(fitting, [ROW_LENGTHS[length] for length in fitting])[0]].append((prompt, solution))
+            rows[rng.choices(fitting, [lengths[length] for length in fitting])[0]].append((prompt, solution))
     shard = {}
     for length, pairs in rows.items():
         tokens_BT = np.full((len(pairs), length), eos, np.int16)
@@ -106,16 +104,19 @@ class Shard:
     order: list[tuple[int, int]]
 
 
-def shards(tokenizer_file: Path, seed: int, size: int, workers: int) -> Iterator[Shard]:
-    """Batches of `size` rows, many at a time; the same for the same seed and size, however many workers make them."""
+def shards(tokenizer_file: Path, lengths: Mapping[int, int], seed: int, size: int, workers: int) -> Iterator[Shard]:
+    """Batches of `size` rows, many at a time; the same for the same seed and size, however many workers make them.
+
+    `lengths`: row length -> how readily a row that fits takes it.
+    """
     waiting: dict[int, Batch] = {}
     context = multiprocessing.get_context("spawn")  # a forked child would inherit the GPU's context
     with context.Pool(workers, _start_worker, (str(tokenizer_file),)) as pool:
         seeds = (seed * 1_000_003 + index for index in itertools.count())
-        pending = [pool.apply_async(_shard, (next(seeds),)) for _ in range(2 * workers)]
+        pending = [pool.apply_async(_shard, (next(seeds), lengths)) for _ in range(2 * workers)]
         for count in itertools.count():
             fresh = pending.pop(0).get()
-            pending.append(pool.apply_async(_shard, (next(seeds),)))
+            pending.append(pool.apply_async(_shard, (next(seeds), lengths)))
             parts, order = {}, []
             for length, batch in fresh.items():
                 if length in waiting:

@@ -1,41 +1,90 @@
-"""One training step of `tools/train_tiny.py`: LLaDA's loss, the update, and both captured as a CUDA graph.
+"""One training step of `tools/train_tiny.py`: the loss, the update, and both captured as a CUDA graph.
 
 Nothing in a step waits for the device, and the learning rate is device data, so that a captured step can be
 replayed: a network this small would otherwise train at the speed at which Python launches kernels.
 
-Shape suffixes: B rows, T positions, V vocabulary.
+Shape suffixes: B rows, T positions, S positions that go through the network, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
-from muon import Muon
 from torch import Tensor
 
-from dinfer.layers.transformer import Transformer, WholeAttend
-
-SMALLEST_RATIO = 1e-3  # LLaDA's: keeps 1/t finite
+from dinfer.kernels.attention import interval_attention
+from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys
+from dinfer.layers.transformer import Transformer
+from tools.muon import Muon
+from tools.noise import Noise
+from tools.trained_experts import TrainedExperts
 
 
 class Whole:
-    """What `Transformer.score` attends with, as a class that torch.compile can trace (no frozen dataclass)."""
+    """`WholeAttend` as a class that torch.compile can trace (no frozen dataclass), and in fast kernels with a mask.
 
-    seen_BWS = None
+    Those need as many key heads as query heads.
+    """
 
-    def __init__(self, pos_BW: Tensor) -> None:
-        self.pos_BW = pos_BW
+    def __init__(self, pos_BW: Tensor, seen_BWS: Tensor | None) -> None:
+        self.pos_BW, self.seen_BWS = pos_BW, seen_BWS
 
-    __call__ = WholeAttend.__call__
+    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
+        v_BWGE = qkv_BWXE[:, :, heads + k_BWGE.shape[2] :]
+        k_BWHE, v_BWHE = (part.repeat_interleave(heads // part.shape[2], 2) for part in (k_BWGE, v_BWGE))
+        return interval_attention(q_BWHE, k_BWHE, v_BWHE, self.seen_BWS)
 
 
-def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Cross-entropy at every position, bf16 matrix products on a GPU. float32 [B, T]"""
-    pos_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-    with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=tokens_BT.is_cuda):
-        logits_BTV = model.logits(model(model.embed(shown_BT), Whole(pos_BT)))
-    losses = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="none")
-    return losses.view_as(tokens_BT)
+def block_diffusion_mask(length: int, block: int, device: torch.device) -> Tensor:
+    """Who sees whom in a noised row followed by the clean row (arXiv:2503.09573, section 3). bool [1, 2T, 2T]
+
+    A noised block sees itself and the clean blocks before it; a clean block sees itself and these.
+    """
+    block_S = torch.arange(length, device=device).repeat(2) // block
+    clean_S = torch.arange(2 * length, device=device) >= length
+    before_SS, own_SS = block_S[:, None] > block_S, block_S[:, None] == block_S
+    return ((before_SS & clean_S) | (own_SS & (clean_S[:, None] == clean_S)))[None]
+
+
+def logits(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
+    """What the network says of rows as shown, bf16 matrix products on a GPU. [B, T, V]
+
+    `seen_BSS`, for a block-causal network, is `block_diffusion_mask`: such a one sees the clean rows beside them, so
+    that all blocks of a row are trained at once.
+    """
+    length = shown_BT.shape[1]
+    pos_BT = torch.arange(length, device=shown_BT.device).expand_as(shown_BT)
+    with torch.autocast(shown_BT.device.type, torch.bfloat16, enabled=shown_BT.is_cuda):
+        if seen_BSS is None:
+            return model.logits(model(model.embed(shown_BT), Whole(pos_BT, None)))
+        attend = Whole(torch.cat((pos_BT, pos_BT), 1), seen_BSS)
+        h_BSD = model(model.embed(torch.cat((shown_BT, tokens_BT), 1)), attend)
+        return model.logits(h_BSD[:, :length])
+
+
+def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
+    """Cross-entropy at every position. float32 [B, T]"""
+    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS)
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="none").view_as(tokens_BT)
+
+
+@torch.no_grad()
+def guess(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
+    """The best token but the mask at every position. int64 [B, T]"""
+    logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS)
+    mask_V = torch.arange(logits_BTV.shape[-1], device=shown_BT.device) == model.spec.mask_id
+    return logits_BTV.masked_fill(mask_V, -torch.inf).argmax(-1)
+
+
+def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
+    """What Muon steps, and of how many rows the matrices are that a parameter holds. Routers are not for it."""
+    for block in model.blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.dim() == 2 and "router" not in name:
+                yield parameter, block.mlp.experts.width if name == "mlp.gate_up" else model.spec.hidden
 
 
 class Step:
@@ -44,21 +93,21 @@ class Step:
     def __init__(
         self,
         model: Transformer,
+        noise: Noise,
         *,
         weight_decay: float,
         clip: float,
-        seed: int,
         compiled: bool,
         graphs: bool,
     ) -> None:
         device = model.device
-        self.model, self.clip, self.graphs = model, clip, graphs
+        self.model, self.noise, self.clip, self.graphs = model, noise, clip, graphs
         self.rate = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), device=device)
-        self.generator = torch.Generator(device).manual_seed(seed)
-        inner = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
-        rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in inner)]
-        self.muon = Muon(inner, model.spec.hidden, weight_decay)
+        self.mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, TrainedExperts)]
+        self.muon = Muon(matrices(model), weight_decay)
+        inner = {id(parameter) for parameter, _ in self.muon.matrices}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in inner and parameter.requires_grad]
         self.adam = torch.optim.AdamW(
             [
                 {"params": [parameter for parameter in rest if parameter.dim() == 2], "weight_decay": weight_decay},
@@ -69,57 +118,53 @@ class Step:
             fused=device.type == "cuda",
             capturable=device.type == "cuda",
         )
-        self.cross_entropy = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.seen: dict[int, int] = {}
+        compile_it = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
+        self.cross_entropy, self.guess = compile_it(cross_entropy), compile_it(guess)
+        self.captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.seen: dict[tuple[int, bool], int] = {}
         self.pool = torch.cuda.graph_pool_handle() if graphs else None
 
-    def loss(self, tokens_BT: Tensor, prompt_B: Tensor) -> Tensor:
-        """LLaDA's fine-tuning loss of one batch."""
-        rows, length = tokens_BT.shape
-        device = tokens_BT.device
-        # one draw spread evenly over the rows: each t is uniform, and the batch covers (0, 1) with little variance
-        offset = torch.rand((), device=device, generator=self.generator)
-        ratio_B = (offset + torch.arange(rows, device=device) / rows).remainder(1).clamp_min(SMALLEST_RATIO)
-        response_BT = torch.arange(length, device=device) >= prompt_B[:, None]
-        chance_BT = torch.rand(tokens_BT.shape, device=device, generator=self.generator)
-        masked_BT = response_BT & (chance_BT < ratio_B[:, None])
-        shown_BT = torch.where(masked_BT, self.model.spec.mask_id, tokens_BT)
-        losses_BT = self.cross_entropy(self.model, shown_BT, tokens_BT)
-        return ((losses_BT * masked_BT).sum(1) / ratio_B / response_BT.sum(1)).mean()
+    def loss(self, tokens_BT: Tensor, prompt_B: Tensor, drafts: bool) -> Tensor:
+        """The loss of one batch; `drafts`: on the network's own drafts."""
+        block = self.model.spec.causal_block
+        seen_BSS = None if block is None else block_diffusion_mask(tokens_BT.shape[1], block, tokens_BT.device)
+        guesses = (lambda shown_BT: self.guess(self.model, shown_BT, tokens_BT, seen_BSS)) if drafts else None
+        shown_BT, weight_BT = self.noise(tokens_BT, prompt_B, guesses)
+        return (self.cross_entropy(self.model, shown_BT, tokens_BT, seen_BSS) * weight_BT).sum()
 
-    def _train(self, tokens_BT: Tensor, prompt_B: Tensor) -> None:
-        loss = self.loss(tokens_BT.long(), prompt_B.long())
+    def _train(self, tokens_BT: Tensor, prompt_B: Tensor, drafts: bool) -> None:
+        loss = self.loss(tokens_BT.long(), prompt_B.long(), drafts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.adam.step()
         self.muon.step(self.rate)
+        for mixture in self.mixtures:
+            mixture.balance(self.rate)
         self.loss_sum += loss.detach()
 
-    def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, rate: float) -> None:
+    def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, rate: float, drafts: bool = False) -> None:
         """One step at learning rate `rate`; returns before the device is done."""
         self.rate.fill_(rate)
-        length = tokens_BT.shape[1]
-        if length in self.captured:
-            graph, held_BT, held_B = self.captured[length]
+        kind = tokens_BT.shape[1], drafts
+        if kind in self.captured:
+            graph, held_BT, held_B = self.captured[kind]
             held_BT.copy_(tokens_BT)
             held_B.copy_(prompt_B)
             graph.replay()
             return
         self.adam.zero_grad(set_to_none=True)
-        for matrix in self.muon.matrices:
-            matrix.grad = None
+        self.muon.zero_grad()
         # a few ordinary steps first: kernels are compiled and optimizer state is made outside a graph
-        self.seen[length] = self.seen.get(length, 0) + 1
-        if not self.graphs or self.seen[length] <= 3:
-            self._train(tokens_BT, prompt_B)
+        self.seen[kind] = self.seen.get(kind, 0) + 1
+        if not self.graphs or self.seen[kind] <= 3:
+            self._train(tokens_BT, prompt_B, drafts)
             return
         held_BT, held_B = tokens_BT.clone(), prompt_B.clone()
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
+        graph.register_generator_state(self.noise.generator)
         with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
-            self._train(held_BT, held_B)
-        self.captured[length] = graph, held_BT, held_B
+            self._train(held_BT, held_B, drafts)
+        self.captured[kind] = graph, held_BT, held_B
         graph.replay()
 
     def mean_loss(self, steps: int) -> float:

@@ -1,12 +1,13 @@
-"""Trains the model in the box: masked-diffusion fine-tuning as in LLaDA (Nie et al., arXiv:2502.09992), from scratch.
+"""Trains a model in the box from scratch: with LLaDA's loss if it is bidirectional, else with block diffusion.
 
-A mask ratio t ~ U(0, 1) is drawn for every row, each response token is masked with probability t, and the loss is
-the cross-entropy at masked positions, weighted 1/t and divided by the response length. Prompts are never masked;
-the EOS that fill a response count like any token.
+FOLDER has the architecture (config.json) and the tokenizer; `tools/noise.py` says what is trained.
 
-    PYTHONPATH=. python tools/train_tiny.py dinfer/checkpoints/tiny --steps 40000
+    python -m tools.train_tiny dinfer/checkpoints/tiny --steps 40000
+    python -m tools.train_tiny dinfer/checkpoints/tiny-llada2 --row-lengths 96:8,128:6,160:1 --wrong 0.15 --drafts 8
 
-Shape suffixes: B rows, T positions, V vocabulary.
+`benchmarks/results/tiny-training.json` and `tiny-llada2-training.json` have the commands that were run.
+
+Shape suffixes: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from tiny_data import Shard, shards
-from tiny_step import Step
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dinfer.checkpoint import load_network, save_network
+import dinfer  # registers the families
+from dinfer.checkpoint import family_of, load_network, read_config, save_network
 from dinfer.layers.transformer import Transformer
-from dinfer.models.llada import Llada
-from dinfer.protocols import ModelSpec
+from dinfer.protocols import ModelFamily
+from tools.noise import Noise
+from tools.tiny_data import Shard, shards
+from tools.tiny_step import Step
+from tools.trained_experts import trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,9 @@ class Options:
     weight_decay: float = 0.05
     clip: float = 1.0
     seed: int = 0
-    layers: int = 6
-    hidden: int = 256
-    heads: int = 4
-    mlp: int = 768
-    max_length: int = 256
+    row_lengths: str = "112:4,144:4,176:2"  # each with how readily a row that fits takes it
+    wrong: float = 0.0  # share of the blocks with wrong tokens, for editing decoders
+    drafts: int = 0  # every so many steps, the wrong tokens are drafts of the network; 0: never
     workers: int = 8
     time_limit: float = math.inf  # seconds of training after which it ends, wherever the learning rate is
     fit_seconds: float = 0.0  # not 0: when warm-up ends, set `steps` to what fits this time; the record has them
@@ -63,33 +65,14 @@ class Options:
     device: str = "cuda"
 
 
-def spec_of(options: Options, tokenizer: Tokenizer) -> ModelSpec:
-    """The LLaDA architecture in small."""
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    return ModelSpec(
-        family="llada",
-        vocab=tokenizer.get_vocab_size(),
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
-        kv_heads=options.heads,
-        head_dim=options.hidden // options.heads,
-        mlp=options.mlp,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        max_length=options.max_length,
-        mask_id=tokenizer.token_to_id("<|mdm_mask|>"),
-        eos_id=eos,
-        stop_ids=(eos,),
-    )
-
-
 def initialise(model: Transformer) -> None:
     """Normal weights; those that write into the residual stream smaller, by the number of writers."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            writes = name.endswith(("out.weight", "down.weight"))
+            writes = name.endswith(("out.weight", "down.weight", "mlp.down"))
             torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * model.spec.layers) if writes else 0.02)
+        else:
+            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 def learning_rate_at(step: int, options: Options) -> float:
@@ -120,15 +103,23 @@ def batches(source: Iterator[Shard], size: int, device: torch.device) -> Iterato
 
 def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[str, object]:
     """Trains in place; returns the record: loss curve, steps done, seconds."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    noise = Noise(
+        spec=model.spec,
+        digits_X=torch.tensor([tokenizer.token_to_id(digit) for digit in "0123456789"], device=model.device),
+        wrong=options.wrong,
+        generator=torch.Generator(model.device).manual_seed(options.seed),
+    )
     step = Step(
         model,
+        noise,
         weight_decay=options.weight_decay,
         clip=options.clip,
-        seed=options.seed,
         compiled=options.compile,
         graphs=options.graphs,
     )
-    source = shards(tokenizer_file, options.seed, options.batch, options.workers)
+    lengths = {int(length): int(ease) for length, ease in (item.split(":") for item in options.row_lengths.split(","))}
+    source = shards(tokenizer_file, lengths, options.seed, options.batch, options.workers)
     feed = batches(source, options.batch, model.device)
     curve: list[tuple[int, float]] = []
     marks: list[float] = []
@@ -139,7 +130,8 @@ def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[st
         asked = time.perf_counter()
         tokens_BT, prompt_B = next(feed)
         waiting += time.perf_counter() - asked
-        step(tokens_BT, prompt_B, learning_rate_at(done - 1, options))
+        drafts = options.drafts > 0 and done % options.drafts == 0
+        step(tokens_BT, prompt_B, learning_rate_at(done - 1, options), drafts)
         tokens += tokens_BT.numel()
         if done % options.log_every == 0:
             mean = step.mean_loss(options.log_every)
@@ -170,48 +162,18 @@ def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[st
     }
 
 
-def llada_config(spec: ModelSpec) -> dict[str, object]:
-    """config.json with the field names of the published LLaDA checkpoints."""
-    return {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "activation_type": "silu",
-        "attention_dropout": 0.0,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "d_model": spec.hidden,
-        "embedding_dropout": 0.0,
-        "embedding_size": spec.vocab,
-        "eos_token_id": spec.eos_id,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "layer_norm_type": "rms",
-        "mask_token_id": spec.mask_id,
-        "max_sequence_length": spec.max_length,
-        "mlp_hidden_size": spec.mlp,
-        "n_heads": spec.heads,
-        "n_kv_heads": spec.kv_heads,
-        "n_layers": spec.layers,
-        "pad_token_id": spec.eos_id,
-        "residual_dropout": 0.0,
-        "rms_norm_eps": spec.norm_eps,
-        "rope": True,
-        "rope_full_precision": True,
-        "rope_theta": spec.rope_theta,
-        "torch_dtype": "float16",
-        "vocab_size": spec.vocab,
-        "weight_tying": spec.tied_head,
-    }
-
-
-def save(model: Transformer, folder: Path) -> None:
-    """An ordinary Hugging Face folder, weights in float16."""
-    save_network(copy.deepcopy(model).half(), Llada(), folder, llada_config(model.spec))
+def save(model: Transformer, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
+    """An ordinary Hugging Face folder: weights in float16, what only chooses experts as it is."""
+    rounded = copy.deepcopy(model).half()
+    for (name, given), parameter in zip(model.named_parameters(), rounded.parameters(), strict=True):
+        if name.endswith("choice_bias"):
+            parameter.data = given.detach().clone()
+    save_network(rounded, family, folder, config)
 
 
 def parse() -> tuple[Path, Path, Path | None, Options]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="has tokenizer.json; config.json and model.safetensors go there")
+    parser.add_argument("folder", type=Path, help="has config.json and tokenizer.json; model.safetensors goes there")
     parser.add_argument("--record", type=Path, default=Path("training.json"), help="where the record goes")
     parser.add_argument("--start-from", type=Path, help="a folder whose weights to go on from (default: none)")
     for name, value in asdict(Options()).items():
@@ -225,20 +187,22 @@ def parse() -> tuple[Path, Path, Path | None, Options]:
 def main() -> None:
     folder, record_file, start_from, options = parse()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["DINFER_KERNELS"] = "torch"  # the others have no gradient
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    tokenizer_file = folder / "tokenizer.json"
+    config, device = read_config(folder), torch.device(options.device)
+    family = dinfer.MODELS.build(family_of(config))
     if start_from is not None:
-        model = load_network(start_from, Llada(), dtype=torch.float32, device=torch.device(options.device))
-        model.requires_grad_(True).train()
+        model = load_network(start_from, family, dtype=torch.float32, device=device)
     else:
-        model = Transformer(spec_of(options, Tokenizer.from_file(str(tokenizer_file)))).to(options.device)
+        model = family.network(family.spec(config)).to(device)
         initialise(model)
+    model = trainable(model)
     started = time.perf_counter()
     # a graph cannot be captured on the default stream
     with torch.cuda.stream(torch.cuda.Stream()) if model.device.type == "cuda" else nullcontext():
-        done = train(model, options, tokenizer_file)
-    save(model, folder)
+        done = train(model, options, folder / "tokenizer.json")
+    save(model, family, folder, config)
     record = {
         "command": shlex.join(["python", *sys.argv]),
         "hardware": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),

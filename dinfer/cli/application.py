@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from dinfer.cli import conf
 from dinfer.cli.arguments import flags_of, split
 from dinfer.cli.errors import FAILURES, INPUT_ERRORS, debugging, reported
-from dinfer.cli.names import check
+from dinfer.cli.names import check, spread
 from dinfer.cli.points import Missed
 from dinfer.compose import IncompatibleRecipe
 
@@ -35,6 +35,8 @@ def launch(
     schema = schema_of(command, args)
     found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
     check(found.overrides, schema, multirun=found.multirun)
+    if found.multirun:
+        found.overrides = spread(found.overrides)
     conf.publish_components()
 
     def guarded(config: DictConfig) -> Missed | None:

@@ -34,6 +34,20 @@ def check(overrides: list[str], schema: Schema, *, multirun: bool) -> None:
             check_key(override.key_or_group, chosen, schema)
 
 
+def spread(overrides: list[str]) -> list[str]:
+    """The overrides of a sweep, where options of components that are swept over are part of the product themselves.
+
+    Else Hydra would set them before there are any points, in the default component, which may not have them.
+    """
+    swept = {one.key_or_group for one in map(parse, overrides) if one.is_sweep_override()} & set(GROUPS)
+    found = []
+    for text in overrides:
+        one, value = parse(text), text.partition("=")[2]
+        alone = one.key_or_group.partition(".")[0] in swept and "." in one.key_or_group and not one.is_sweep_override()
+        found.append(f"{text.partition('=')[0]}=choice({value})" if alone and not one.is_delete() else text)
+    return found
+
+
 def parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)

@@ -103,9 +103,13 @@ class Dream(Decoder):
     def by_chance(self, stats: TokenStats, view: BlockView, level_R: Tensor) -> tuple[Tensor, Tensor]:
         """As `by_score`: a mask is committed at the first noise level that is not above its own draw."""
         steps_R1, eps_R1 = view.options["steps"], view.options["eps"]
-        draw_RL = uniform(view.seed_R[:, None], view.pos_RL).masked_fill(~view.masked_RL, 0.0)
+        draw_RL = self.draws(view).masked_fill(~view.masked_RL, 0.0)
         highest_R1 = draw_RL.amax(-1, keepdim=True)
         about_R1 = ((1 - highest_R1) * steps_R1 / (1 - eps_R1)).ceil().to(torch.int64) - 1
         level_R1 = torch.minimum(torch.maximum(about_R1, level_R[:, None]), steps_R1 - 1)
         noise_R1 = linear_timesteps(level_R1 + 1, steps_R1, eps_R1).masked_fill(level_R1 == steps_R1 - 1, 0.0)
         return draw_RL >= torch.minimum(noise_R1.to(torch.float64), highest_R1), level_R1
+
+    def draws(self, view: BlockView) -> Tensor:
+        """The noise level at which each position is committed, uniform in (0, 1). float64 [R, L]"""
+        return uniform(view.seed_R[:, None], view.pos_RL)

@@ -1,4 +1,7 @@
-"""Fixed schedule: the same number of tokens at every step, best score first (LLaDA, arXiv:2502.09992)."""
+"""Fixed schedule: the same number of tokens at every step, best score first (LLaDA, arXiv:2502.09992).
+
+With `split=block` and a threshold it is the schedule of LLaDA2.0 (arXiv:2512.15745) and SDAR (arXiv:2510.06303).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
+from dinfer.registry import DECODERS, check_probability, check_range, option
 
 
 @DECODERS.register("fixed")
@@ -21,19 +24,28 @@ class Fixed(Decoder):
 
     The best masked positions go first, equal ones from left to right; the mask token takes part, and where it wins
     the position stays masked. The softmax is taken in float64, as LLaDA's sampler does. With steps = block length,
-    one token a step: the slowest and most careful decoder, and the yardstick for all others.
+    one token a step: the slowest and most careful decoder, and the yardstick for all others. With a threshold below 1,
+    a step also commits all other tokens that are more probable than that.
     """
 
     paper = "LLaDA, arXiv:2502.09992"
 
     steps: int = option(32, "steps per block; the block length means one token a step", per_request=True)
-    score: Literal["low_confidence", "random", "entropy", "margin"] = option(
-        "low_confidence", "what makes a position best: probability, chance, low entropy, or lead over the second token"
+    score: Literal["low_confidence", "random", "entropy", "margin", "sequential"] = option(
+        "low_confidence",
+        "what makes a position best: probability, chance, low entropy, lead over the second token, or being leftmost",
     )
+    split: Literal["masks", "block"] = option(
+        "masks",
+        "what the steps share out: the masks a block begins with, or its length, so that a block which overlaps the "
+        "prompt takes fewer steps",
+    )
+    threshold: float = option(1.0, "also commit all above this probability; 1: none is", per_request=True)
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "steps", least=1)
+        check_probability("decoder", self, "threshold")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -45,10 +57,12 @@ class Fixed(Decoder):
         return () if self.score == "low_confidence" else ("eos_last",)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        steps_R1, quota_R1, step_R1 = view.options["steps"], view.quota_R[:, None], view.step_R[:, None]
-        count_R1 = torch.div(quota_R1, steps_R1, rounding_mode="floor") + (step_R1 < quota_R1 % steps_R1)
+        steps_R1, step_R1 = view.options["steps"], view.step_R[:, None]
+        total_R1 = ((view.pos_RL >= 0).sum(-1) if self.split == "block" else view.quota_R)[:, None]
+        count_R1 = torch.div(total_R1, steps_R1, rounding_mode="floor") + (step_R1 < total_R1 % steps_R1)
         score_RL = self.scores(stats, view).masked_fill(~view.masked_RL, float("-inf"))
-        return Proposal((descending_rank(score_RL) < count_R1) & ~stats.declined_RL)
+        sure_RL = stats.top_RL > view.bar(view.options["threshold"])
+        return Proposal(((descending_rank(score_RL) < count_R1) | sure_RL) & ~stats.declined_RL)
 
     def scores(self, stats: TokenStats, view: BlockView) -> Tensor:
         """The larger the better. [R, L]"""
@@ -58,4 +72,6 @@ class Fixed(Decoder):
             return -stats.of("entropy")
         if self.score == "margin":
             return stats.of("margin")
+        if self.score == "sequential":
+            return -view.pos_RL.to(torch.float64)
         return stats.top_RL

@@ -17,10 +17,11 @@ from dinfer.registry import DECODERS, check_probability, check_range, option
 @DECODERS.register("joint_threshold")
 @dataclass(frozen=True, kw_only=True)
 class JointThreshold(Decoder):
-    """Fills masks where c > threshold, else the best one; rewrites tokens where another has c > edit_threshold.
+    """Fills masks where c > threshold, the best `least` anyway; rewrites tokens where another has c > edit_threshold.
 
-    Where that other is the mask token, the position is masked again, if the block gains by the step as a whole. A
-    block with no mask left goes on being edited until a step changes nothing, for `post_edits` steps at most.
+    Where that other is the mask token, the position is masked again, if no mask was left or the block gains by the step
+    as a whole. A block with no mask left goes on being edited until a step changes nothing, for `post_edits` steps at
+    most.
     `penalty` is subtracted, at each position, from the logit of the token to its left, against stutter. Presets of
     LLaDA2.1: Speed threshold 0.5, edit_threshold 0.0; Quality threshold 0.7, edit_threshold 0.5. For models trained
     to edit; others mostly lose by it.
@@ -32,6 +33,7 @@ class JointThreshold(Decoder):
     threshold: float = option(0.7, "commit masked positions above this", per_request=True)
     edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)
     post_edits: int = option(16, "steps of editing once no mask is left", per_request=True)
+    least: int = option(1, "fill at least so many masks a step", per_request=True)
     penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
     compat: Literal["sglang"] | None = option(
         None, "'sglang': a block that changed in its last step of editing makes one more forward, which is idle"
@@ -42,6 +44,7 @@ class JointThreshold(Decoder):
         check_range(
             "decoder", self, "post_edits", least=0, most=255
         )  # the engine stops a row that gains nothing for 256
+        check_range("decoder", self, "least", least=1)
         if math.isnan(self.penalty):
             raise ValueError(f"decoder.penalty={self.penalty} must be a number")
 
@@ -59,7 +62,8 @@ class JointThreshold(Decoder):
         state["post_edits"] += full_R
         budget_R = view.options["post_edits"][:, 0]
         spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
-        fill_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat="sglang")
+        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.options["least"]
+        fill_RL = confident(stats, view.masked_RL, bar_R1, least=least_R1, compat="sglang")
         doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
         doubt_RL &= ~spent_R[:, None]
         edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
@@ -68,4 +72,4 @@ class JointThreshold(Decoder):
         busy_R = (fill_RL | edit_RL | remask_RL).any(-1)
         if self.compat is None:
             busy_R &= state["post_edits"] < budget_R
-        return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL)
+        return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=full_R)

@@ -56,8 +56,7 @@ def plan(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit
     widths = {slot: need.width for slot, need in needs.items()}
     widest = max(widths.values())
     narrow = [need.narrow for need in needs.values() if need.narrow is not None]
-    # Of the LLaDA2-mini shape, 8 rows take as long with 64 positions each as with 32, 16 rows a third more.
-    if len(narrow) == len(needs) and max(narrow) < widest and len(needs) * widest > min(free, 2 * FREE):
+    if len(narrow) == len(needs) and max(narrow) < widest and _settling_pays(list(widths.values()), max(narrow), free):
         return _cut(list(needs), max(narrow), limit, settles=True)
     return [step for slots in groups(widths, free) for step in _cut(slots, max(widths[slot] for slot in slots), limit)]
 
@@ -78,6 +77,17 @@ def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:
         return [list(widths)]
     few = set(order[:count])
     return [[slot for slot in widths if slot in few], [slot for slot in widths if slot not in few]]
+
+
+def _settling_pays(widths: list[int], narrow: int, free: int) -> bool:
+    """Whether a narrow step for all, in which the wide rows do not get on, costs no more than wide ones.
+
+    Times in positions: a step takes `free` and those that it computes.
+    """
+    rows, wide, widest = len(widths), sum(width > narrow for width in widths), max(widths)
+    one = free + rows * widest
+    two = 2 * free + (rows - wide) * narrow + wide * widest
+    return (free + rows * narrow) * (rows + wide) <= min(one, two) * rows
 
 
 def _prefill(needs: Mapping[int, Need], limit: int) -> Step:

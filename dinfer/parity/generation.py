@@ -14,8 +14,9 @@ from dinfer.engine.request import Request
 from dinfer.parity import likelihood, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
+from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry
+from dinfer.registry import CACHES, DECODERS, ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Plan:
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
+    drawn: bool = False  # with the recorded random numbers; row b is the request of seed b
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
@@ -82,16 +84,31 @@ def _official(prompts: list[list[int]], params: Fields) -> Plan:
         raise Skip("the random numbers of the reference are not ours (temperature > 0)")
     if (remasking := params.take("remasking", "low_confidence")) != "low_confidence":
         raise Skip(f"remasking {remasking!r} is not there yet")
-    mask_BP = params.take("attention_mask", None)
-    if mask_BP is not None and any(sorted(mask) != mask for mask in mask_BP):
-        raise Skip("padding behind or between tokens is not there yet")
     return Plan(
         *_fixed_blocks(params, "float32"),
         {"name": "none"},
         params.take("gen_length"),
-        pads_B=None if mask_BP is None else [mask.count(0) for mask in mask_BP],
+        pads_B=_pads(params),
         options={"guidance": guidance},
     )
+
+
+def _pads(params: Fields) -> list[int] | None:
+    """Padding in front of each prompt."""
+    mask_BP = params.take("attention_mask", None)
+    if mask_BP is not None and any(sorted(mask) != mask for mask in mask_BP):
+        raise Skip("padding behind or between tokens is not there yet")
+    return None if mask_BP is None else [mask.count(0) for mask in mask_BP]
+
+
+def _dream(prompts: list[list[int]], params: Fields) -> Plan:
+    """Dream's own. It takes its counts from the mean number of masks in a row, which is every row's own here."""
+    if params.take("temperature"):
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
+    params.take("rand_seed_used", None)  # of draws that are recorded
+    decoder = {"name": "dream"} | {name: params.take(name) for name in ("steps", "alg", "eps")}
+    plan = Plan({"name": "full"}, decoder, {"name": "none"}, params.take("max_new_tokens"), pads_B=_pads(params))
+    return replace(plan, drawn=decoder["alg"] == "origin")
 
 
 def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
@@ -135,31 +152,46 @@ def _llada2(prompts: list[list[int]], params: Fields) -> Plan:
     """LLaDA2's own. It stops behind a block with EOS in any case; `eos_early_stop` only leaves that block earlier."""
     params.take("eos_early_stop")
     steps, new_tokens = params.take("steps"), params.take("gen_length")
-    steps = min(steps, new_tokens // params.take("minimal_topk"))
-    decoder = _quota(params.take("block_length"), steps, params.take("threshold"))
+    decoder = _quota(min(steps, new_tokens // params.take("minimal_topk")), params.take("threshold"))
+    return replace(_aligned(prompts, params, decoder, "none"), answer=new_tokens)
+
+
+def _llada21(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA2.1's own, which edits. It stops as LLaDA2's, and its `steps` are not used."""
+    params.take("eos_early_stop")
+    params.take("steps")
+    names = {
+        "threshold": "threshold", "editing_threshold": "edit_threshold", "max_post_steps": "post_edits",
+        "num_to_transfer": "least",
+    }  # fmt: skip
+    decoder = {"name": "joint_threshold", **{ours: params.take(theirs) for theirs, ours in names.items()}}
+    new_tokens = params.take("gen_length")
     return replace(_aligned(prompts, params, decoder, "none"), answer=new_tokens)
 
 
 def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
     """SDAR's own, its sampler replaced by the most likely token."""
     strategy, threshold = params.take("remasking_strategy"), params.take("confidence_threshold", 1.0)
-    if strategy not in ("low_confidence_dynamic", "low_confidence_static"):
+    if strategy not in ("low_confidence_dynamic", "low_confidence_static", "sequential"):
         raise Skip(f"SDAR: remasking strategy {strategy!r} is not there yet")
-    if (confidence := params.take("confidence")) != "argmax token, full softmax probability":
+    confidence = params.take("confidence")
+    if strategy == "sequential":  # looks at no confidence
+        greedy = confidence.startswith("argmax token") or params.take("top_k", None) == 1
+    else:
+        greedy = confidence == "argmax token, full softmax probability"
+    if not greedy:
         raise Skip(f"SDAR: sampling is not there yet ({confidence})")
-    if strategy == "low_confidence_static":
-        threshold = 1.0  # which nothing exceeds
-    decoder = _quota(params.take("block_length"), params.take("denoising_steps"), threshold)
+    decoder = _quota(params.take("denoising_steps"), threshold if strategy == "low_confidence_dynamic" else 1.0)
+    if strategy == "sequential":
+        decoder["score"] = strategy
     plan = _aligned(prompts, params, decoder, "block")
     plan.iteration["stop"] = "block" if params.take("stop_on_eos") else "off"
     return replace(plan, keep_masks=True)
 
 
-def _quota(block: int, steps: int, threshold: float) -> dict[str, Any]:
+def _quota(steps: int, threshold: float) -> dict[str, Any]:
     """The decoder of LLaDA2 and SDAR: all above the threshold, or the best of a quota that splits the block."""
-    if steps < block and block % steps:
-        raise Skip(f"a quota that differs from step to step is not there yet ({steps} steps for a block of {block})")
-    return {"name": "threshold", "threshold": threshold, "least": max(block // steps, 1), "compat": "sglang"}
+    return {"name": "fixed", "steps": steps, "split": "block", "threshold": threshold, "precision": "float32"}
 
 
 def _aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], cache: str) -> Plan:
@@ -185,12 +217,9 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockDiffusion": partial(_block_diffusion, cache="block"),
     "BlockDiffusionAttnmask": partial(_block_diffusion, cache="none"),
     "llada2_block_diffusion": _llada2,
+    "llada21_block_diffusion_with_editing": _llada21,
     "sdar_block_diffusion": _sdar,
-}
-# What the algorithms that have no plan yet will need.
-PLANNED: dict[str, list[tuple[Registry, str]]] = {
-    "llada21_block_diffusion_with_editing": [(ITERATIONS, "block_diffusion"), (DECODERS, "joint_threshold")],
-    "dream_diffusion_generate": [(ITERATIONS, "full")],
+    "dream_diffusion_generate": _dream,
 }
 
 
@@ -220,11 +249,16 @@ def run(golden: Golden, doc: Fields) -> str:
 
     network = copy.copy(golden.network(folder, family))  # shares the weights
     network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
-    recipe = compose(network, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
     pads_B = plan.pads_B or [0] * len(prompts)
+    bare = [prompt[pad:] for prompt, pad in zip(prompts, pads_B, strict=True)]
+    decoder: Any = plan.decoder
+    if plan.drawn:
+        draws = doc.take("uniform_draws_per_step")
+        decoder = recorded(decoder, draws, [len(prompt) for prompt in bare], plan.new_tokens)
+    recipe = compose(network, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
     requests = [
-        Request(prompt[pad:], plan.new_tokens, recipe.resolve(plan.options))
-        for prompt, pad in zip(prompts, pads_B, strict=True)
+        Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row}))
+        for row, prompt in enumerate(bare)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]
@@ -257,8 +291,6 @@ def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
 def _plan(prompts: list[list[int]], params: Fields) -> Plan:
     algorithm = params.take("algorithm")
     if algorithm not in ALGORITHMS:
-        for registry, name in PLANNED.get(algorithm, []):
-            need(registry, name)
         raise Skip(f"algorithm {algorithm!r} has no translation yet")
     params.where = f"algorithm {algorithm!r}"
     plan = ALGORITHMS[algorithm](prompts, params)

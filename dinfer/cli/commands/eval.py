@@ -86,7 +86,7 @@ def evaluate(config: dict[str, Any], _text: str | None) -> None:
             console.print(f"wrote {runs.finished(*asked, out)}", soft_wrap=True)
 
 
-def settings_of(config: dict[str, Any]) -> Any:
+def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:
     """The settings of `evaluations`, from the configuration."""
     from evaluations.adapter import Likelihood
     from evaluations.run import Settings
@@ -107,6 +107,7 @@ def settings_of(config: dict[str, Any]) -> Any:
     return Settings(
         tasks=typed({"tasks": tuple[str, ...]}, {"tasks": [tasks] if isinstance(tasks, str) else tasks})["tasks"],
         gen_kwargs=gen_kwargs,
+        documents=documents,
         code=_group(config, "code", Limits),
         likelihood=_group(config, "likelihood", Likelihood),
         **values,

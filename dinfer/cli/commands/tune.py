@@ -10,15 +10,19 @@ line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
   goal=tps                what fast means: tps (tokens a second, here and now) or tpf (tokens a forward)
   trials=40               recipes to try
   verify=3                candidates that may be measured on the held-out problems, the fastest first
-  count=200 heldout=200 seed=0 families=null
-                          problems for the search, further ones to check what was found, their seed and kinds
+  tasks=gsm8k_llada       a task of `dinfer eval`; null: generated problems
+  num_fewshot=4 chat=true gen_kwargs={max_gen_toks: 256} metric=exact_match allow_code=true
+                          as there
+  count=200 heldout=200   problems for the search (of a task its first documents), and further ones to check on
+  seed=0 families=null    seed of the search and of generated problems, and their kinds
+  max_new_tokens=null     length of an answer; null: as the task says, or 128
   space={...}             what to search: `dinfer tune --cfg job` shows it; space.decoder.name=[threshold,factor]
                           space.decoder.threshold.low=0.8 +space.decoder.steps=[8,16] space.iteration=null (not that)
   name=tuned folder=conf  the preset is conf/recipe/tuned.yaml, used as recipe=tuned
   out=tune.json           all that was tried, with figures and settings; null: nothing
 
 All else is as in `dinfer generate`:
-  dinfer tune --max-drop 2 goal=tpf model=llada_8b_instruct device=cuda
+  dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
 """
 
@@ -26,7 +30,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,9 @@ from typing import Any
 from dinfer.cli import preset
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import pipeline, setting
-from dinfer.compose import compose
-from dinfer.metrics import Sample, measure
-from dinfer.pipeline import Pipeline
-from dinfer.problems import Problem, generate, is_correct
-from dinfer.tuning import Found, Measured, NothingFound, Parts, Split, Tried, tune
+from dinfer.cli.judges import judge_of
+from dinfer.cli.recipe import setting
+from dinfer.tuning import Found, NothingFound, Parts, Tried, tune
 
 GOALS = ("tps", "tpf")
 
@@ -70,7 +70,7 @@ def search(config: dict[str, Any], _text: str | None) -> None:
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
     path = preset.target(Path(setting(config, "folder", str)), setting(config, "name", str))
-    judge = Problems(config)
+    judge = judge_of(config)
     reference: Parts = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
     tried: list[Tried] = []
@@ -94,40 +94,6 @@ def searched(space: Any) -> Any:
     if not isinstance(space, dict):
         return space
     return {key: searched(value) for key, value in space.items() if value is not None}
-
-
-class Problems:
-    """Measures recipes on generated problems; the network is loaded once."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        counts = {"calibration": setting(config, "count", int), "heldout": setting(config, "heldout", int)}
-        for name, count in (("count", counts["calibration"]), ("heldout", counts["heldout"])):
-            if count < 1:
-                raise ValueError(f"{name}={count} must be at least 1")
-        families = setting(config, "families", tuple[str, ...] | None)
-        every = generate("heldout", sum(counts.values()), setting(config, "seed", int), families)
-        self.problems: dict[str, list[Problem]] = {
-            "calibration": every[: counts["calibration"]], "heldout": every[counts["calibration"] :]
-        }  # fmt: skip
-        self.new_tokens = setting(config, "max_new_tokens", int)
-        self.timed = config["goal"] == "tps"
-        self.base = pipeline(config)
-
-    def __call__(self, parts: Parts, split: Split) -> Measured:
-        problems = self.problems[split]
-        recipe = compose(self.base.model, **parts)
-        pipe = Pipeline(recipe, self.base.tokenizer, self.base.engine.runtime)
-        questions = [problem.question for problem in problems]
-        if self.timed:  # memory, kernels and graphs are nobody's speed
-            pipe.generate(questions[: self.base.engine.runtime.rows], max_new_tokens=self.new_tokens)
-        began = time.perf_counter()
-        results = pipe.generate(questions, max_new_tokens=self.new_tokens)
-        seconds = time.perf_counter() - began
-        samples = [
-            Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
-            for problem, result in zip(problems, results, strict=True)
-        ]
-        return Measured(measure(samples, seconds), [sample.score or 0.0 for sample in samples])
 
 
 def told(one: Tried, goal: str) -> str:

@@ -152,7 +152,7 @@ def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int) -> Tens
     x, weight_XOK = x.contiguous(), weight_XOK.contiguous()
     experts, outputs, width = weight_XOK.shape
     out_PO = x.new_empty(pairs, outputs)
-    rows, columns, depth, warps, stages = _shape(pairs / experts, width)
+    rows, columns, depth, warps, stages = _shape(pairs / experts, x.dtype.itemsize)
     _expert_linear[(triton.cdiv(outputs, columns), experts)](
         x, weight_XOK, *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
         PER=pairs // x.shape[0], ROWS=rows, COLUMNS=columns, DEPTH=depth,
@@ -162,11 +162,13 @@ def expert_linear(x: Tensor, weight_XOK: Tensor, plan: Plan, pairs: int) -> Tens
     return out_PO
 
 
-def _shape(pairs_per_expert: float, width: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, stages."""
-    if pairs_per_expert <= 8:
+def _shape(pairs_per_expert: float, size: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile, warps, stages; `size`: bytes of a number."""
+    if pairs_per_expert < 8:
         return 16, 64, 128, 4, 4
-    return (64 if pairs_per_expert <= 64 else 128), 128, 64, 4, 4
+    if pairs_per_expert <= 32 or size > 2:  # larger tiles of float32 do not fit
+        return 64, 128, 64, 4, 4
+    return 128, 256, 64, 8, 3  # enough rows for most experts, so that their weights are read once
 
 
 @triton.jit
