@@ -19,7 +19,7 @@ from torch import Tensor
 from dinfer.canvas import Status
 from dinfer.compose import Recipe
 from dinfer.engine.engine import Engine, Runtime
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Request, Update, whole
 from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline import Pipeline
@@ -92,7 +92,7 @@ def audit(
     options: Any = None,
 ) -> Audit:
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
-    requests = pipe.requests(prompts, max_new_tokens, options)
+    requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
     recipe = pipe.recipe
     watch = _Watched(recipe.model)
     engine = _engine(replace(recipe, model=watch))

@@ -193,7 +193,9 @@ class Pipeline:
                 f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
                 f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
             )
-        return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"))
+        room = spec.max_length - len(ids) - new_tokens
+        spare = min(self.recipe.iteration.spare(new_tokens), room)
+        return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"), spare=spare)
 
     def _ids(self, value: Any, what: str) -> list[int]:
         """Tokens of the vocabulary."""

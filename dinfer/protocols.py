@@ -336,6 +336,10 @@ class Iteration(Component):
         """L for a request of `new_tokens`. Host side."""
         return self.block
 
+    def spare(self, new_tokens: int) -> int:
+        """Positions decoded behind the last of `new_tokens`, so that all blocks are whole. Host side."""
+        return 0
+
     @abstractmethod
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         """The active region `[start, end)` a new request begins with. Host side."""

@@ -220,6 +220,17 @@ def test_drafts_are_shown_and_noise_is_renewed() -> None:
     assert max(kept) < CANVAS and [sum(u.masked or []) for u in updates] == [CANVAS] * 4 + [0]
 
 
+def test_the_last_canvas_is_decoded_whole() -> None:
+    """The model was trained with whole canvases: fewer tokens are the beginning of more, not a shorter canvas."""
+    pipe = Pipeline(recipe_of(), None, Runtime())
+    asked, more, room = ([1, 2, 3], CANVAS + 1), ([1, 2, 3], 2 * CANVAS), ([1] * 250, 3)
+    short, long, last = (pipe.generate_ids([ids], max_new_tokens=n, trace=True)[0] for ids, n in (asked, more, room))
+    assert short.canvas == long.canvas[: 3 + CANVAS + 1] and len(short.canvas) == 3 + CANVAS + 1
+    assert short.ids == long.ids[: CANVAS + 1] and short.counts.forwards == long.counts.forwards
+    assert {len(canvas) for canvas in short.trace or []} == {len(short.canvas)}
+    assert len(last.canvas) == 253 and last.counts.committed == CANVAS  # 256 positions are what there is
+
+
 @pytest.mark.parametrize("name", sorted({*DECODERS.names()} - {"renoise"}))
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""

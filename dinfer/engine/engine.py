@@ -205,7 +205,7 @@ class Engine:
         own = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[:own], row.pages[own:])
-        tokens = request.prompt + [0] * request.new_tokens
+        tokens = request.prompt + [0] * (request.length - len(request.prompt))
         row.cursors = state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
@@ -292,7 +292,7 @@ class Engine:
         error, done = self._error(row, old), None
         self._publish(row)
         if row.snapshots:
-            length, canvas = now["length_B"], self._state.canvas
+            length, canvas = row.request.asked, self._state.canvas
             tokens = canvas.tokens_NS[slot, :length].tolist()
             masked = (canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
         if error is None and now["phase_B"] == Phase.IDLE:
@@ -325,8 +325,8 @@ class Engine:
 
     def _finish(self, slot: int) -> Completion:
         row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
-        now, length = row.cursors, row.cursors["length_B"]
-        places = [i for i, masked in enumerate(row.request.masked) if masked]
+        now, length = row.cursors, row.request.asked
+        places = [i for i, masked in enumerate(row.request.masked[:length]) if masked]
         open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
         tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
         filled = [tokens[i] for i in places]

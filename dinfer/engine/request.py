@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dinfer.canvas import Phase
 
@@ -24,20 +24,31 @@ class Request:
     options: list[float] = field(default_factory=list)  # as `Recipe.resolve` returns them; defaults at the end left out
     gaps: list[bool] | None = None  # which positions of `prompt` are to be filled in; None: none
     stops: bool = True  # a generated stop token ends it, if the iteration says so
+    spare: int = 0  # positions behind all these that are decoded with them and left out of the answer
+
+    @property
+    def asked(self) -> int:
+        """Positions without the spare ones."""
+        return len(self.prompt) + self.new_tokens
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + self.new_tokens
+        return self.asked + self.spare
 
     @property
     def masked(self) -> list[bool]:
         """Which positions are to be decoded."""
-        return (self.gaps or [False] * len(self.prompt)) + [True] * self.new_tokens
+        return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
     @property
     def start(self) -> int:
         """The first position that is to be decoded."""
         return self.masked.index(True)
+
+
+def whole(request: Request) -> Request:
+    """The same with its spare positions in the answer: for those who look at the canvas."""
+    return replace(request, new_tokens=request.new_tokens + request.spare, spare=0)
 
 
 @dataclass(frozen=True, slots=True)

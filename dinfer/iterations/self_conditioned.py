@@ -22,8 +22,9 @@ class SelfConditionedSweep(AlignedSweep):
     """Finishes a canvas of `block` positions before it begins the next; tells the model what it expected one step ago.
 
     At the first step of a canvas that is nothing, then softmax(l) E of the logits l as the decoder adjusted them
-    (`renoise`: divided by its temperature). Canvases begin behind the prompt; `block` is the length that the model was
-    trained with. For models trained so; they decode without it too (`blockwise`), but not as published.
+    (`renoise`: divided by its temperature). Canvases begin behind the prompt. The last one is decoded whole, and what
+    was not asked for left out; `block` is the length that the model was trained with. For models trained so; they
+    decode without it too (`blockwise`), but not as published.
     """
 
     paper = "Analog Bits, arXiv:2208.04202"
@@ -38,6 +39,9 @@ class SelfConditionedSweep(AlignedSweep):
             "iteration=self_conditioned tells a model what it expected one step ago, and this one was not trained for "
             "that. Use iteration=blockwise, or smooth, which adds it to the mask token."
         )
+
+    def spare(self, new_tokens: int) -> int:
+        return -new_tokens % self.block
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return prompt, min(prompt + self.block, length)

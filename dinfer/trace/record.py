@@ -15,7 +15,7 @@ from torch import Tensor
 from dinfer import __version__
 from dinfer.compose import Recipe
 from dinfer.engine.engine import Engine, Runtime
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Request, Update, whole
 from dinfer.pipeline import Pipeline
 from dinfer.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
@@ -109,7 +109,7 @@ def record(
 
 def record_request(pipe: Pipeline, request: Request, *, model: str | None = None) -> Trace:
     """Like `record`, for a request as the engine takes it: token ids, with or without gaps."""
-    recipe = pipe.recipe
+    recipe, request = pipe.recipe, whole(request)
     offers: list[Offer] = []  # of the step under way
     fed = _Fed(recipe.model)
     watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))

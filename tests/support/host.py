@@ -40,7 +40,7 @@ class Host:
             self._admit(slot, request)
 
     def _admit(self, slot: int, request: Request) -> None:
-        tokens = request.prompt + [0] * request.new_tokens
+        tokens = request.prompt + [0] * (request.length - len(request.prompt))
         self.state.admit(
             self.recipe, slot, tokens, request.masked,
             prompt=request.start, options=request.options, stops=request.stops,
