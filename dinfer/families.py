@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -65,6 +66,8 @@ class HubCheckpoint(ModelFamily):
         """The stop tokens, as fields of `ModelSpec`: the checkpoint's, the first of them its EOS, and the option's."""
         eos = config["eos_token_id"]
         eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+        if not eos_ids or not all(type(token) is int and token >= 0 for token in eos_ids):
+            raise ValueError(f"config.json: eos_token_id={eos!r} must be a token id, or a list of them")
         more = tuple(token for token in self.stop_ids if token not in eos_ids)
         return {"eos_id": eos_ids[0], "stop_ids": eos_ids + more}
 
@@ -97,6 +100,8 @@ class HubFamily(HubCheckpoint):
                 "config.json has no mask_token_id and the tokenizer no mask token: give model.mask_id, the id of the "
                 "token that stands for what is still to be decoded"
             )
+        if type(mask_id) is not int or mask_id < 0:
+            raise ValueError(f"config.json: mask_token_id={mask_id!r} must be a token id")
         return {"mask_id": mask_id, **self.stops(config)}
 
 
@@ -118,12 +123,55 @@ class BlockFamily(HubFamily):
         return self.block or config.get(field) or self.trained
 
 
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step",
+)  # fmt: skip
+SIZES_OR_NULL = (
+    "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
+    "dense_intermediate_size",
+)  # fmt: skip
+COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
+FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias")
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of another kind than it has to be, which might pass for a default or a yes."""
+    for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
+        for name in names:
+            value = config.get(name, least)
+            if not (null and value is None) and (type(value) is not int or value < least):
+                raise ValueError(
+                    f"config.json: {name}={value!r} must be an integer, at least {least}{', or null' if null else ''}"
+                )
+    rope = config.get("rope_parameters")
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ValueError(f"config.json: rope_parameters={rope!r} must be an object")
+    for part in (config, rope or {}):
+        for name in NUMBERS:
+            value = part.get(name, 1.0)
+            if name != "rms_norm_eps" and value is None:
+                continue
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"config.json: {name}={value!r} must be a number above 0")
+        if (part.get("partial_rotary_factor") or 0) > 1:
+            raise ValueError(f"config.json: partial_rotary_factor={part['partial_rotary_factor']} must be at most 1")
+    for name in FLAGS:
+        if type(value := config.get(name, False)) is not bool and value is not None:
+            raise ValueError(f"config.json: {name}={value!r} must be true or false")
+    for name in ("layer_types", "mlp_only_layers", "moe_layer_freq"):
+        if not isinstance(value := config.get(name), list | type(None)):
+            raise ValueError(f"config.json: {name}={value!r} must be a list")
+
+
 def body(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim")
     if head_dim is None:
-        if not heads or hidden % heads:
+        if hidden % heads:
             raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
         head_dim = hidden // heads
     theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
@@ -131,6 +179,10 @@ def body(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
     if theta is None:
         theta = rope["rope_theta"]
+    fraction = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    local = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if local:
+        raise ValueError(f"config.json: layer_types={local[0]!r} is not supported; only 'full_attention' is")
     return {
         "vocab": config["vocab_size"],
         "hidden": hidden,
@@ -140,13 +192,18 @@ def body(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": head_dim,
         "norm_eps": config["rms_norm_eps"],
         "rope_theta": theta,
-        "tied_head": config.get("tie_word_embeddings", False),
+        "rope_dim": None if fraction in (None, 1) else int(head_dim * fraction),
+        "tied_head": bool(config.get("tie_word_embeddings")),
         "max_length": config["max_position_embeddings"],
     }
 
 
 def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for a field with a value that would make another network. None: absent or null."""
+    """Raises ValueError for a field of the wrong kind, or whose value would make another network.
+
+    None among the allowed values: absent or null.
+    """
+    check_kinds(config)
     for name, allowed in fields.items():
         if config.get(name) not in allowed:
             raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
@@ -157,6 +214,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
     "use_sliding_window": (False, None),
     "clip_qkv": (None,),
+    "quantization_config": (None,),
 }
 """What transformers' names have to say for the core to be the network that is meant."""
 

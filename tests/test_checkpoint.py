@@ -194,7 +194,7 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
         ({"mask_token_id": None}, "no mask_token_id and the tokenizer no mask token: give model.mask_id"),
         ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
         ({"mask_token_id": 38}, "mask_id=38 none of them"),
-        ({"eos_token_id": None}, "stop_ids must be .*: None"),
+        ({"eos_token_id": None}, "eos_token_id=None must be a token id"),
         ({"n_heads": 0}, "n_heads=0"),
         ({"n_layers": 0}, "layers=0 must be an integer, at least 1"),
         ({"mlp_hidden_size": 48.5}, "mlp=48.5 must be an integer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.families import BODY, CONFIGS, EXPERTS, LLADA2, family_for, random_model
 from support.matrix import completions, engine_for
 
-from dinfer.checkpoint import family_of, load_network, save_network
+from dinfer.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.compose import compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
@@ -146,3 +147,55 @@ def test_positions_that_would_be_stretched_are_refused(name: str) -> None:
         family.spec(CONFIGS[name] | {"rope_parameters": rope})
     plain = CONFIGS[name] | {"rope_theta": None, "rope_parameters": rope | {"rope_type": "default"}}
     assert family.spec(plain).rope_theta == 100.0
+
+
+WRONG = ("x", -1, 0, 1.5, True, None, [], ["x"], {"x": 1})
+FLAGS = ("tie_word_embeddings", "qk_layernorm", "use_qk_norm", "norm_topk_prob")
+NULL = (
+    "num_key_value_heads", "head_dim", "dense_intermediate_size", "moe_layer_freq", "mlp_only_layers", "block_size",
+    "bd_size", "expert_capacity", "num_shared_experts", "first_k_dense_replace", "partial_rotary_factor",
+    "routed_scaling_factor", *FLAGS,
+)  # fmt: skip
+RIGHT = [
+    (1.5, ("rms_norm_eps", "rope_theta", "routed_scaling_factor")), (True, FLAGS), (None, NULL),
+    ([], ("mlp_only_layers",)),
+    (0, ("eos_token_id", "mask_token_id", "first_k_dense_replace", "num_shared_experts")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llada"])
+def test_a_field_of_the_wrong_kind_is_refused_by_name(name: str) -> None:
+    family, config = family_for(CONFIGS[name]), CONFIGS[name]
+    for field in config.keys() - {"model_type", "architectures"}:
+        for wrong in WRONG:
+            if any(type(wrong) is type(value) and field in fields for value, fields in RIGHT if wrong == value):
+                continue
+            with pytest.raises(ValueError, match=field.replace("mask_token_id", "mask_(token_)?id")):
+                read_spec(family, config | {field: wrong})
+
+
+@pytest.mark.parametrize("name", ["dream", "sdar", "sdar_moe", "llada2"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"), ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]), ("quantization_config", {"bits": 4}),
+    ],
+)  # fmt: skip
+def test_another_network_is_refused_by_name(name: str, field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field}=.* is not supported"):
+        read_spec(family_for(CONFIGS[name]), CONFIGS[name] | {field: value})
+
+
+def test_a_mixture_without_its_size_is_refused() -> None:
+    config = {name: value for name, value in CONFIGS["sdar_moe"].items() if name != "num_experts"}
+    with pytest.raises(CheckpointError, match=r"config\.json lacks the field 'num_experts'"):
+        read_spec(Sdar(), config)
+
+
+def test_a_fraction_of_rotated_entries_is_read_where_transformers_5_keeps_it() -> None:
+    config = {name: value for name, value in LLADA2.items() if name not in ("partial_rotary_factor", "rope_theta")}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    assert Llada2().spec(config) == Llada2().spec(LLADA2)
+    with pytest.raises(ValueError, match=r"rotary_dim=8 and .* contradict"):
+        Llada2().spec(config | {"rotary_dim": 8})

@@ -42,19 +42,17 @@ class Llada2(BlockFamily):
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
         fields = body(config)
-        factor, rotary = config.get("partial_rotary_factor", 1.0), config.get("rotary_dim")
-        rope_dim = int(fields["head_dim"] * factor)
+        rotary, rope_dim = config.get("rotary_dim"), fields["rope_dim"] or fields["head_dim"]
         if rotary is not None and rotary != rope_dim:
             raise ValueError(
-                f"config.json: rotary_dim={rotary} and partial_rotary_factor={factor} of head_dim={fields['head_dim']} "
-                "contradict each other"
+                f"config.json: rotary_dim={rotary} and the {rope_dim} entries of a head that partial_rotary_factor "
+                "rotates contradict each other"
             )
         capacity = config.get("expert_capacity")
         return ModelSpec(
             family="llada2",
             mlp=config["intermediate_size"],
             qk_norm=bool(config.get("use_qk_norm")),
-            rope_dim=rope_dim,
             causal_block=self.attention_block(config),
             experts=ExpertSpec(
                 experts=config["num_experts"],
@@ -62,14 +60,14 @@ class Llada2(BlockFamily):
                 width=config["moe_intermediate_size"],
                 scores="sigmoid",
                 normalize=config.get("norm_topk_prob", True),
-                scale=config.get("routed_scaling_factor", 1.0),
+                scale=config.get("routed_scaling_factor") or 1.0,
                 bias=bool(config.get("moe_router_enable_expert_bias", True)),
                 # Where blocks choose their experts (2.2), they do so among all of them.
                 groups=1 if capacity else config["n_group"],
                 groups_chosen=1 if capacity else config["topk_group"],
                 capacity=capacity,
                 shared=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
-                dense=tuple(range(config.get("first_k_dense_replace", 0))),
+                dense=tuple(range(config.get("first_k_dense_replace") or 0)),
             ),
             **fields,
             **self.tokens(config),

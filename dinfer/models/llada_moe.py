@@ -45,8 +45,8 @@ class LladaMoe(HubFamily):
         expect(config, EXPECTED)
         layers, mixed = config["num_hidden_layers"], config.get("moe_layer_freq")
         mixed = [1] * layers if mixed is None else mixed
-        if not isinstance(mixed, list) or len(mixed) != layers:
-            raise ValueError(f"config.json: moe_layer_freq={mixed!r} must be a list of num_hidden_layers={layers}")
+        if not isinstance(mixed, list) or len(mixed) != layers or any(flag not in (0, 1) for flag in mixed):
+            raise ValueError(f"config.json: moe_layer_freq={mixed!r} must be a 0 or 1 for each of {layers} layers")
         return ModelSpec(
             family="llada_moe",
             mlp=config.get("dense_intermediate_size") or config["expert_intermediate_size"],

@@ -29,12 +29,13 @@ class Sdar(BlockFamily):
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
+        mixed = config["model_type"] == "sdar_moe" or "num_experts" in config
         return ModelSpec(
             family="sdar",
             mlp=config["intermediate_size"],
             qk_norm=True,
             causal_block=self.attention_block(config),
-            experts=_experts(config) if "num_experts" in config else None,
+            experts=_experts(config) if mixed else None,
             **body(config),
             **self.tokens(config),
         )
@@ -43,7 +44,10 @@ class Sdar(BlockFamily):
 def _experts(config: dict[str, Any]) -> ExpertSpec:
     """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so."""
     layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-    dense = {*(config.get("mlp_only_layers") or ()), *(i for i in range(layers) if (i + 1) % every)}
+    only = config.get("mlp_only_layers") or []
+    if not all(type(layer) is int and 0 <= layer < layers for layer in only):
+        raise ValueError(f"config.json: mlp_only_layers={only!r} must be layers, 0 to {layers - 1}")
+    dense = {*only, *(i for i in range(layers) if (i + 1) % every)}
     return ExpertSpec(
         experts=config["num_experts"],
         chosen=config["num_experts_per_tok"],
