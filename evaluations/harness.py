@@ -9,18 +9,21 @@ releases find the entry point.
 from __future__ import annotations
 
 import sys
-
-import lm_eval.models  # noqa: F401  (before ours is registered: lm-eval loads its models only while it has none)
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-
-from evaluations.adapter import DinferLM
-from evaluations.run import TASKS
-from evaluations.sandbox import Limits, in_sandbox
+from importlib.util import find_spec
 
 
 def main() -> None:
     """Runs lm-eval's command line; generated code, if allowed, in the sandbox."""
+    if find_spec("lm_eval") is None:
+        sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
+    import lm_eval.models  # noqa: F401  (before ours is registered: lm-eval loads its models only while it has none)
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+
+    from evaluations.adapter import DinferLM
+    from evaluations.run import TASKS
+    from evaluations.sandbox import Limits, in_sandbox
+
     register_model("dinfer")(DinferLM)
     runs = len(sys.argv) > 1 and sys.argv[1] not in ("ls", "validate", "-h", "--help")
     if runs and not any(arg.partition("=")[0] == "--include_path" for arg in sys.argv):

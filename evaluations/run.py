@@ -101,7 +101,8 @@ def evaluate(
     Raises ValueError for tasks and settings that cannot be.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    found = surroundings(among.device) | {"lm_eval": version("lm-eval"), "ranks": among.size}
+    versions = {name.replace("-", "_"): version(name) for name in ("lm-eval", "transformers")}
+    found = surroundings(among.device) | versions | {"ranks": among.size}
     stem = None if out is None else out / name_of(recipe, settings, runtime)
     setup = {name: value for name, value in found.items() if name != "date"}
     chat = settings.chat

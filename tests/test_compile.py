@@ -11,6 +11,7 @@ from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 from support.scripted import Scripted
 
+from dinfer.cli.recipe import _runtime as runtime_of
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Runtime
 
@@ -45,6 +46,9 @@ def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, mo
 def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be one of none, default, max-autotune"):
         Runtime(compile="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
+        runtime_of({"compile": "fast", "graphs": False}, "cpu")
+    assert runtime_of({"compile": "default", "graphs": False}, "cpu").compile == "default"
     scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match="model Scripted has no method `compiled`"):
         engine_for(scripted, compile="default")

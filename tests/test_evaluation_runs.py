@@ -6,15 +6,19 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lm_eval
 import pytest
+import torch
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import _import_func_in_yml
@@ -25,8 +29,9 @@ from dinfer.pipeline import Pipeline
 from dinfer.problems import generate
 from dinfer.problems.families import FAMILIES
 from evaluations.ledger import Ledger, files, key_of, seconds
+from evaluations.ranks import Ranks, ranks
 from evaluations.report import rows_of
-from evaluations.run import TASKS, Settings, finished, forget, load_tasks
+from evaluations.run import TASKS, Settings, evaluate, finished, forget, load_tasks
 from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
 
 ROOT = Path(__file__).parents[1]
@@ -156,7 +161,18 @@ def test_what_is_written(pipe: Pipeline, tmp_path: Path) -> None:
     path = finished(RECIPE, Settings(tasks=("mini_gsm",), limit=3, max_new_tokens=NEW), {"rows": 6}, tmp_path)
     assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(document))
     assert document["schema"] == "dinfer-eval/1" and document["recipe"] == RECIPE
-    for name in ("command", "date", "commit", "dinfer", "torch", "python", "lm_eval", "hardware", "ranks"):
+    for name in (
+        "command",
+        "date",
+        "commit",
+        "dinfer",
+        "torch",
+        "python",
+        "lm_eval",
+        "transformers",
+        "hardware",
+        "ranks",
+    ):
         assert name in document
     assert document["settings"]["fewshot_seed"] == 1234 and document["settings"]["likelihood"]["seed"] == 0
     run(pipe, tmp_path, tasks=("mini_ages", "mini_lists"), limit=1)
@@ -269,35 +285,71 @@ def test_lm_evals_cache(pipe: Pipeline, tmp_path: Path) -> None:
     assert second["scores"] == first["scores"] and second["metrics"] is None, "what was not run was not measured"
 
 
-def test_ranks_share_the_documents(tmp_path: Path) -> None:
-    """Two processes, five documents: one is padded, none is counted twice."""
-    args = [
-        "eval",
-        "tasks=mini_gsm",
-        "limit=5",
-        "max_new_tokens=96",
-        "decoder.threshold=0.6",
-        "device=cpu",
-        "runtime.rows=6",
-    ]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=0",
-        "--rdzv-backend=c10d",
-    ]
-    launcher += ["--rdzv-endpoint=localhost:0", "-m", "dinfer.cli.main", *args, f"out={tmp_path}"]
-    done = subprocess.run(launcher, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(next(tmp_path.glob("*.json")).read_text())
-    alone, both = run(recipe_pipe(), limit=5)["tasks"]["mini_gsm"], document["tasks"]["mini_gsm"]
-    assert document["ranks"] == 2 and len(list(tmp_path.glob("*.answers-*.jsonl"))) == 2
-    assert both["scores"] == alone["scores"]
+class Threads(Ranks):
+    """Ranks that are threads of this process: what they exchange lies on a table between them."""
+
+    table: ClassVar[dict[int, Any]] = {}
+    barrier: ClassVar[threading.Barrier] = threading.Barrier(2, timeout=60)
+
+    def exchanged(self, value: Any) -> list[Any]:
+        self.wait()
+        self.table[self.rank] = value
+        self.wait()
+        return [self.table[rank] for rank in range(self.size)]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.exchanged(tensor))
+
+    def collect(self, value: Any, to: int = 0) -> list[Any] | None:
+        found = self.exchanged(value)
+        return found if self.rank == to else None
+
+    def wait(self) -> None:
+        self.barrier.wait()
+
+
+def test_ranks_share_the_documents(pipe: Pipeline, tmp_path: Path) -> None:
+    """Two ranks, five documents: one is padded, none is counted twice."""
+    settings = Settings(tasks=("mini_gsm",), limit=5, max_new_tokens=NEW)
+
+    def rank(number: int) -> Any:
+        among = Threads(number, 2, torch.device("cpu"))
+        return evaluate(recipe_pipe(), settings, among=among, recipe=RECIPE, runtime={}, out=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        document, other = pool.map(rank, (0, 1))
+    assert document is not None and other is None
+    alone, both = run(pipe, limit=5)["tasks"]["mini_gsm"], document["tasks"]["mini_gsm"]
+    assert document["ranks"] == 2 and both["scores"] == alone["scores"]
     for name in ("problems", "correct", "nfe", "tpf", "tokens"):
         assert both["metrics"][name] == alone["metrics"][name]
-    keys = [
-        json.loads(line).get("key") for path in tmp_path.glob("*.answers-*") for line in path.read_text().splitlines()
-    ]
-    assert len([key for key in keys if key]) == len({key for key in keys if key}) == 5
+    parts = [path.read_text().splitlines()[1:] for path in sorted(tmp_path.glob("*.answers-*.jsonl"))]
+    assert [len(lines) for lines in parts] == [3, 2]
+
+
+def test_ranks_of_a_launcher() -> None:
+    """As torchrun and accelerate start them: by environment variables."""
+    code = """
+import torch
+from evaluations.ranks import ranks
+here = ranks("cpu")
+here.wait()
+print(here.size, here.gather(torch.tensor(here.rank + 5)).tolist(), here.collect({"rank": here.rank}))
+torch.distributed.destroy_process_group()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=shared | {"RANK": rank, "LOCAL_RANK": rank},
+                         stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    said = [child.communicate(timeout=120)[0].strip() for child in children]
+    assert said == ["2 [5, 6] [{'rank': 0}, {'rank': 1}]", "2 [5, 6] None"]
+
+
+def test_a_card_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device='cuda:1' names one card for several ranks"):
+        ranks("cuda:1")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 from support.evaluation import NEW, recipe_pipe, run
+from support.models import EOS, tiny_model
+from support.tokenizer import save_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import dinfer
 from dinfer.likelihood import log_likelihoods
@@ -92,6 +96,22 @@ def test_greedy_or_not(pipe: Pipeline) -> None:
     found = DinferLM.of(pipe, likelihood=Likelihood(samples=2)).loglikelihood(requests)
     assert [same for _, same in found] == [True, False] and found[0][0] > found[1][0]
     assert DinferLM.of(pipe, likelihood=Likelihood(samples=2, greedy=False)).loglikelihood(requests)[0][1] is False
+
+
+def test_block_models_get_the_bound_of_their_blocks(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    recipe = dinfer.compose(tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": 4},
+                            decoder="threshold", cache="block")  # fmt: skip
+    pipe = Pipeline(recipe, PreTrainedTokenizerFast.from_pretrained(tmp_path), dinfer.Runtime())
+    lm = DinferLM.of(pipe, likelihood=Likelihood(samples=6, seed=2))
+    requests = [
+        Instance("loglikelihood", {}, pair, 0, ("task", 0, 1)) for pair in (("w1 w2 ", "w3 w4 w5"), ("", "w7 w8"))
+    ]
+    bounds = log_likelihoods(recipe.model, [([1, 2], [3, 4, 5]), ([EOS], [7, 8])], samples=6, seed=2)
+    assert [value for value, _ in lm.loglikelihood(requests)] == [bound.value for bound in bounds]
+    assert [answer.error for answer in lm.ledger.answers] == [bound.error for bound in bounds]
+    assert lm.get_model_info()["likelihood"]["estimator"] == "masked per block of 4"
+    assert lm.generate_until([request("w1 w2", {"max_gen_toks": 6})])[0]
 
 
 def test_stop_strings_cut_the_text_and_the_count(pipe: Pipeline) -> None:

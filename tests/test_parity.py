@@ -156,6 +156,35 @@ def test_a_wrong_entry_fails(copied: Path, path: str, change: Any, case: str, di
     assert difference in found[case]
 
 
+ORIGIN = "generation/dream/origin_s6_n12_B2"
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (put(lambda d: 1 - d, "uniform_draws_per_step", 5, 0), ""),  # the last step commits whatever is drawn
+        (put(0.0, "uniform_draws_per_step", 2, 0), "uniform_draws_per_step[3] has 15 draws for 14 masks"),
+        (put(lambda rows: rows[:-1], "uniform_draws_per_step"), "has 5 steps, not steps=6"),
+        (drop("uniform_draws_per_step"), "the field 'uniform_draws_per_step' is missing"),
+        (put(7, "uniform_draws_per_step"), "must be a list of lists of type float, not 7"),
+        (put(lambda n: n + 1, "snapshots", 1, 0, 7), "steps of row 0"),
+        (put([], "prompt_ids"), "prompt_ids must be a list of lists of type int, not []"),
+        (put(400, "prompt_ids", 1, 0), "prompt_ids must be tokens of the model's vocabulary of 320"),
+        (put(["x"], "params", "algorithm"), "algorithm must be a text"),
+        (put("6", "params", "steps"), "decoder.steps='6' must be an integer"),
+    ],
+)
+def test_a_recorded_run_is_read_strictly(tmp_path: Path, change: Any, difference: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/dream").symlink_to(GOLDENS / "models/dream")
+    (tmp_path / ORIGIN).parent.mkdir(parents=True)
+    shutil.copy(GOLDENS / f"{ORIGIN}.json", tmp_path / f"{ORIGIN}.json")
+    text(tmp_path / f"{ORIGIN}.json", change)
+    found = failures(check(tmp_path))
+    assert list(found) == ([ORIGIN] if difference else [])
+    assert difference in found.get(ORIGIN, "")
+
+
 def test_a_file_that_is_no_json_fails_and_the_others_run(copied: Path) -> None:
     (copied / f"{RUN}.json").write_text("{")
     report = check(copied)
@@ -258,6 +287,11 @@ def test_nothing_to_check_is_bad_usage(tmp_path: Path, folder: str, capsys: pyte
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / folder)]) == 2
     assert str(tmp_path / folder) in capsys.readouterr().err
+
+
+def test_a_folder_inside_the_goldens_names_the_one_to_give() -> None:
+    with pytest.raises(UsageError, match=r"did you mean .*goldens --only models/llada\?"):
+        check(GOLDENS / "models" / "llada")
 
 
 def test_a_pattern_without_a_match_names_the_nearest() -> None:

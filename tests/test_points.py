@@ -36,15 +36,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    decoders = ["decoder=threshold", "decoder=fixed"]
-    found = points(product(decoders, ["decoder.threshold=0.7", "decoder.threshold=0.9"], ["decoder.steps=8"]), SCHEMA)
+    decoders = ["decoder=threshold", "decoder=factor"]
+    found = points(product(decoders, ["decoder.threshold=0.7", "decoder.threshold=0.9"], ["decoder.factor=8"]), SCHEMA)
     assert found == [
         ["decoder=threshold", "decoder.threshold=0.7"],
         ["decoder=threshold", "decoder.threshold=0.9"],
-        ["decoder=fixed", "decoder.steps=8"],
+        ["decoder=factor", "decoder.factor=8"],
     ]
     said = capsys.readouterr().err
-    assert "decoder.steps of decoder=threshold, decoder.threshold of decoder=fixed" in said
+    assert "decoder.factor of decoder=threshold, decoder.threshold of decoder=factor" in said
 
 
 def test_a_point_that_has_all_options_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +75,10 @@ def test_what_no_component_has_is_refused_before_anything_runs(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["generate", "a", checkpoint, "-m", "decoder=threshold,fixed", "decoder.treshold=0.5"])
+        main(["generate", "a", checkpoint, "-m", "decoder=threshold,factor", "decoder.treshold=0.5"])
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
-    assert "unknown option of decoder 'threshold' or 'fixed': 'treshold'. Did you mean 'threshold'?" in said.err
+    assert "unknown option of decoder 'threshold' or 'factor': 'treshold'. Did you mean 'threshold'?" in said.err
 
 
 def test_a_sweep_runs_as_jobs_of_a_cluster(
@@ -100,11 +100,11 @@ def test_a_single_value_joins_the_product_where_components_are_swept(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hydra would set it before there are points, in a component that may not have it."""
-    assert spread(["decoder=threshold,fixed", "decoder.steps=8", "cache.interval=3", "iteration.block=8"]) == [
-        "decoder=threshold,fixed", "decoder.steps=choice(8)", "cache.interval=3", "iteration.block=8",
+    assert spread(["decoder=threshold,factor", "decoder.factor=8", "cache.interval=3", "iteration.block=8"]) == [
+        "decoder=threshold,factor", "decoder.factor=choice(8)", "cache.interval=3", "iteration.block=8",
     ]  # fmt: skip
-    main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder=threshold,fixed", "decoder.steps=2"])
+    main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder=threshold,factor", "decoder.factor=2"])
     said = capsys.readouterr()
     assert [line.split()[3:] for line in said.out.splitlines() if line.startswith("#")] == [
-        ["decoder=threshold"], ["decoder=fixed", "decoder.steps=2"],
+        ["decoder=threshold"], ["decoder=factor", "decoder.factor=2"],
     ]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from support.models import MASK, VOCAB
 from support.scripted import Scripted
 from torch import Tensor
 
-import dinfer.decoders.dream as dream_module
 from dinfer.canvas import BlockView
 from dinfer.compose import compose
 from dinfer.decoders.dream import Dream
@@ -22,7 +19,6 @@ from dinfer.kernels.random import uniform
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.kernels.token_stats import token_stats
 
-GOLDENS = Path(__file__).parents[2] / "shared" / "goldens" / "generation" / "dream"
 PROMPT = 1
 
 
@@ -135,43 +131,6 @@ def test_dream_origin_commits_each_position_at_the_published_rate() -> None:
         rate = float((step_RL == i).sum()) / left
         want = 1.0 if i == steps - 1 else float(1 - times[i + 1] / times[i])
         assert abs(rate - want) < 4 * (0.25 / left) ** 0.5, i
-
-
-@pytest.mark.skipif(not GOLDENS.is_dir(), reason="the goldens are not here")
-@pytest.mark.parametrize("name", ["origin_s10_n24_B1", "origin_s6_n12_B2"])
-def test_dream_origin_on_the_draws_of_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded draw below the rate at step i is, here, one draw between t_{i+1} and t_i for good."""
-    golden = json.loads((GOLDENS / f"{name}.json").read_text())
-    steps, new = golden["params"]["steps"], golden["params"]["max_new_tokens"]
-    prompt, batch = len(golden["prompt_ids"][0]), len(golden["prompt_ids"])
-    times = torch.linspace(1, golden["params"]["eps"], steps + 1)
-    masked = [[True] * new for _ in range(batch)]
-    draws = torch.zeros(batch, 64 + prompt + new, dtype=torch.float64)
-    for i, recorded in enumerate(golden["uniform_draws_per_step"]):
-        rest = iter(recorded)
-        for b in range(batch):
-            for p in range(new):
-                if masked[b][p] and (next(rest) < 1 - times[i + 1] / times[i] or i == steps - 1):
-                    masked[b][p], draws[b, prompt + p] = False, (times[i] + times[i + 1]) / 2
-    for b in range(batch):
-        monkeypatch.setattr(dream_module, "uniform", lambda seed, pos, row=draws[b]: row[pos])
-        table = script(1, new + prompt - PROMPT)
-        iteration = {"name": "blockwise", "block": new, "stop": "off"}
-        recipe = compose(
-            Scripted(table),
-            iteration=iteration,
-            decoder={"name": "dream", "alg": "origin", "steps": steps},
-            cache="none",
-        )
-        updates = engine_for(recipe).run([Request([1] * prompt, new, recipe.resolve({}))], snapshots=True)
-        found = [u.masked for u in updates]
-        want, before = [], [False] * prompt + [True] * new
-        for snapshot in golden["snapshots"]:
-            now = [token == golden["mask_id"] for token in snapshot[b]]
-            if now != before:
-                want.append(now)
-            before = now
-        assert found == want
 
 
 def test_dream_with_alg_temp_draws_positions_from_the_softmax_of_the_scores() -> None:

@@ -27,7 +27,7 @@ def test_sweep_resume_plot(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dinfer"])
     line = ["eval", "-m", "tasks=mini_turns", "limit=2", "max_new_tokens=8", "iteration.block=8", checkpoint]
-    sweep = [*line, "decoder=threshold,fixed", "decoder.steps=4"]
+    sweep = [*line, "decoder=threshold,factor", "decoder.factor=4"]
     main([*sweep, "decoder.threshold=0.9"])
     assert capsys.readouterr().out.count("wrote runs") == 2
     main([*sweep, "decoder.threshold=0.5,0.9"])  # one more: what is there is not done again
@@ -35,8 +35,8 @@ def test_sweep_resume_plot(
     assert said.out.count("done on") == 2 and said.out.count("wrote runs") == 1
     with (tmp_path / "runs" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {(row["decoder"], row["decoder.threshold"], row["decoder.steps"]) for row in rows} == {
-        ("threshold", "0.5", ""), ("threshold", "0.9", ""), ("fixed", "", "4"),
+    assert {(row["decoder"], row["decoder.threshold"], row["decoder.factor"]) for row in rows} == {
+        ("threshold", "0.5", ""), ("threshold", "0.9", ""), ("factor", "", "4"),
     }  # fmt: skip
     main(["plot", "runs", "out=front.svg"])
     said = capsys.readouterr()

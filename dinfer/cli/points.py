@@ -1,8 +1,8 @@
 """The points of a sweep: which there are, and what became of them.
 
 The product of all values, but an option goes only to those of the chosen components that have it: in
-`decoder=threshold,fixed decoder.threshold=0.7,0.9 decoder.steps=8,16` each decoder is swept over its own option, four
-points in all. A point that does not compose, or fails, does not end the sweep; all of them are named at its end.
+`decoder=threshold,factor decoder.threshold=0.7,0.9 decoder.factor=0.5,1` each decoder is swept over its own option,
+four points in all. A point that does not compose, or fails, does not end the sweep; all are named at its end.
 """
 
 from __future__ import annotations

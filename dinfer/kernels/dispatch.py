@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 VARIABLE = "DINFER_KERNELS"
-WIDEST_HEAD = 256  # wider ones need more registers and shared memory than a tile has
+WIDEST_HEAD = 256  # the tiles are made for heads up to this size
 
 
 def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:

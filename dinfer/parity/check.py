@@ -72,7 +72,12 @@ def find(root: Path) -> list[Case]:
     golden = Golden(root)
     cases = [case for kind in (models, decoders, generation) for case in kind.cases(golden)]
     if not cases:
-        raise UsageError(f"{root} holds no cases: there should be a folder models, decoders or generation with some")
+        kinds, here = {"models", "decoders", "generation"}, root.resolve()
+        above = next((folder.parent for folder in (here, *here.parents) if folder.name in kinds), None)
+        hint = f"; did you mean {above} --only {here.relative_to(above)}?" if above is not None else ""
+        raise UsageError(
+            f"{root} holds no cases: there should be a folder models, decoders or generation with some{hint}"
+        )
     return cases
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dinfer.decoders.dream import Dream
 from dinfer.parity.golden import GoldenError
 from dinfer.protocols import BlockView
+from dinfer.registry import DECODERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class RecordedDream(Dream):
 
 def recorded(decoder: dict[str, Any], draws: list[list[float]], prompts_B: list[int], new_tokens: int) -> RecordedDream:
     """The decoder with the draws of each step, which are in the order of rows, then of positions."""
-    options = {name: value for name, value in decoder.items() if name != "name"}
+    options = {name: getattr(DECODERS.build(decoder), name) for name in decoder if name != "name"}
     noise_S = torch.linspace(1, options["eps"], options["steps"] + 1)
     masked_BS = torch.ones(len(prompts_B), new_tokens, dtype=torch.bool)
     levels_BS = torch.zeros(len(prompts_B), new_tokens, dtype=torch.float64)

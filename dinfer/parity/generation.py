@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from dinfer.compose import compose
@@ -31,6 +32,7 @@ class Plan:
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
     drawn: bool = False  # with the recorded random numbers; row b is the request of seed b
+    every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
@@ -108,7 +110,7 @@ def _dream(prompts: list[list[int]], params: Fields) -> Plan:
     params.take("rand_seed_used", None)  # of draws that are recorded
     decoder = {"name": "dream"} | {name: params.take(name) for name in ("steps", "alg", "eps")}
     plan = Plan({"name": "full"}, decoder, {"name": "none"}, params.take("max_new_tokens"), pads_B=_pads(params))
-    return replace(plan, drawn=decoder["alg"] == "origin")
+    return replace(plan, drawn=decoder["alg"] == "origin", every_step=True)
 
 
 def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
@@ -236,24 +238,26 @@ def cases(golden: Golden) -> Iterator[Case]:
 
 def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
-    folder, family = doc.take("model"), doc.take("family")
+    folder, family = doc.text("model"), doc.text("family")
     golden.family(folder, family)
     if "random_canvas" in doc:
         return uniform.run_generation(golden, doc)
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
-    prompts, mask_id, eos_id = (doc.take(name) for name in ("prompt_ids", "mask_id", "eos_id"))
+    prompts, mask_id, eos_id = doc.rows("prompt_ids", int), doc.take("mask_id"), doc.take("eos_id")
     plan = _plan(prompts, doc.fields("params"))
     if any(mask_id in prompt for prompt in prompts):
         raise Skip("prompts that hold mask tokens are not there yet")
 
     network = copy.copy(golden.network(folder, family))  # shares the weights
     network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
+    if not all(0 <= token < network.spec.vocab for prompt in prompts for token in prompt):
+        raise GoldenError(f"{doc.where}: prompt_ids must be tokens of the model's vocabulary of {network.spec.vocab}")
     pads_B = plan.pads_B or [0] * len(prompts)
     bare = [prompt[pad:] for prompt, pad in zip(prompts, pads_B, strict=True)]
     decoder: Any = plan.decoder
     if plan.drawn:
-        draws = doc.take("uniform_draws_per_step")
+        draws = doc.rows("uniform_draws_per_step", float)
         decoder = recorded(decoder, draws, [len(prompt) for prompt in bare], plan.new_tokens)
     recipe = compose(network, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
     requests = [
@@ -263,12 +267,21 @@ def run(golden: Golden, doc: Fields) -> str:
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]
     forwards = [0] * len(requests)
-    for update in engine.run(requests, snapshots=plan.keep_masks):
+    trail: list[list[list[int]]] = [[] for _ in requests]
+    for update in engine.run(requests, snapshots=plan.keep_masks or plan.every_step):
+        if plan.every_step:
+            trail[update.index].append(prompts[update.index][: pads_B[update.index]] + (update.tokens or []))
         if update.completion is not None:
             canvas = update.tokens if plan.keep_masks else update.completion.canvas
             rows[update.index] = prompts[update.index][: pads_B[update.index]] + (canvas or [])
             forwards[update.index] = update.completion.counts.forwards
 
+    if plan.every_step:
+        for row, got in enumerate(trail):
+            before = prompts[row] + [mask_id] * plan.new_tokens
+            found = [before, *(snapshot[row] for snapshot in doc.take("snapshots"))]
+            changes = [now for last, now in pairwise(found) if now != last]
+            same(f"steps of row {row}", changes, got)
     if plan.answer is not None:
         rows = [answer(row, len(prompt), plan.answer, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
     if doc.take("final_array", None) is not None:
@@ -289,7 +302,7 @@ def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
 
 
 def _plan(prompts: list[list[int]], params: Fields) -> Plan:
-    algorithm = params.take("algorithm")
+    algorithm = params.text("algorithm")
     if algorithm not in ALGORITHMS:
         raise Skip(f"algorithm {algorithm!r} has no translation yet")
     params.where = f"algorithm {algorithm!r}"

@@ -68,6 +68,21 @@ class Fields:
             raise GoldenError(f"{self.where}: the field {name!r} is missing")
         return value
 
+    def text(self, name: str) -> str:
+        """The entry as a text."""
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise GoldenError(f"{self.where}: {name} must be a text, not {value!r:.80}")
+        return value
+
+    def rows(self, name: str, kind: type) -> list[list[Any]]:
+        """The entry as a list of lists of numbers of a kind; not an empty one."""
+        rows = self.take(name)
+        lists = isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)
+        if not lists or not all(type(value) is kind for row in rows for value in row):
+            raise GoldenError(f"{self.where}: {name} must be a list of lists of type {kind.__name__}, not {rows!r:.80}")
+        return rows
+
     def fields(self, name: str) -> Fields:
         return Fields(f"{self.where}.{name}", self.take(name))
 
