@@ -25,7 +25,7 @@ def test_the_whole_way_offline(dinfer: CommandLine) -> None:
             [*GSM, "-m", "cache=none,dual", "decoder.threshold=0.5"],
             ["eval", "tasks=[mini_infill,mini_choice]", "limit=1", "likelihood.samples=2", "device=cpu", "out=null"],
             ["eval", "tasks=mbpp_sanitized_llada", "limit=1", "device=cpu"],
-            ["eval"],
+            ["eval", "tasks=null"],
             ["eval", "tasks=mini_gsm", "gen_kwargs={treshold: 0.5}", "limit=1", "out=null", "device=cpu"],
             ["eval", "tasks=mini_gsm", "likelihood.samples=0"],
             ["eval", "tasks=mini_gsm", "likelihood.sample=3"],

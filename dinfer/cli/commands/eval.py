@@ -1,12 +1,13 @@
 """evaluates a recipe on tasks through lm-eval, and measures it meanwhile
 
-usage: dinfer eval tasks=NAME [overrides ...]
+usage: dinfer eval [tasks=NAME] [overrides ...]
 
 For each task: its score; forwards a request (NFE), tokens per forward (TPF), tokens per second (TPS) and latency. One
 JSON a run in the folder `out`, and runs.csv with a line for each task of each run there. A run that was killed goes on
 where it was when it is called again; one that is done is shown. Needs lm-eval: pip install 'dinfer[eval]'.
 
-  tasks=mini_gsm          name, pattern, or YAML file of a task; or a list, tasks=[gsm8k_llada,ifeval]
+  tasks=mini_gsm          name, pattern, or YAML file of a task; or a list, tasks=[gsm8k_llada,ifeval]. Unless given,
+                          mini_gsm: the word problems of the models in the box
   limit=50                documents of each task; below 1: that share
   num_fewshot=4 fewshot_seed=1234
                           examples, where the task lets one choose
