@@ -101,18 +101,18 @@ def test_what_the_user_chooses_holds() -> None:
         assert (config["decoder"]["name"], config["cache"]["name"]) == ("fixed", "block")
     assert composed("model=llada2_mini", "decoder.threshold=0.5")["decoder"]["threshold"] == 0.5
     check(["model=llada2_1_mini", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
-    with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'least'"):
-        check(["model=llada2_1_mini", "decoder.least=2"], SCHEMA, multirun=False)
+    with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'precision'"):
+        check(["model=llada2_1_mini", "decoder.precision=float64"], SCHEMA, multirun=False)
     with pytest.raises(ValueError, match="option of decoder 'fixed': 'edit_threshold'"):
         check(["model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
 
 
 def test_a_sweep_over_models_gives_options_to_the_components_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    swept = ["model=tiny,llada2_1_mini", "decoder.least=1,2"]
+    swept = ["model=tiny,llada2_1_mini", "decoder.precision=float32,float64"]
     check(swept, SCHEMA, multirun=True)
     product = [
-        [model, least]
+        [model, precision]
         for model in ("model=tiny", "model=llada2_1_mini")
-        for least in ("decoder.least=1", "decoder.least=2")
+        for precision in ("decoder.precision=float32", "decoder.precision=float64")
     ]
     assert points(product, SCHEMA) == [*product[:2], ["model=llada2_1_mini"]]
