@@ -100,7 +100,7 @@ def steps() -> str:
 def quantized() -> str:
     """Accuracy and tokens per forward of the model in the box with weights in 8 bits."""
     reports = {
-        "as they are": "tiny-quality-h200", "fp8": "tiny-quantized-fp8", "int8": "tiny-quantized-int8"
+        "as they are": "tiny-quality-h200", "fp8": "tiny-quantized-fp8"
     }  # fmt: skip
     lines = [
         "The model in the box on 500 held-out problems, `cache=none`, float32 but for the weights: accuracy, and "
