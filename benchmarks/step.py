@@ -24,7 +24,7 @@ from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
 from dinfer.checkpoint import random_network
 from dinfer.compose import Recipe
-from dinfer.layers.linear import QUANTIZED, quantize
+from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
 from dinfer.layers.mlp import Experts
 from dinfer.protocols import Model, StepShape
 
@@ -144,7 +144,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     if given.quantize:
-        quantize(model, given.quantize)
+        quantize(model, quantized_dtype(given.quantize))
     recipe = compose(
         model, iteration={"name": given.iteration, "block": given.block}, decoder="threshold", cache=given.cache
     )

@@ -290,11 +290,12 @@ def load(
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    network = load_network(folder, family, dtype=dtype, device=where)
-    if quantize is not None:
-        from dinfer.layers.linear import quantize as quantize_network  # networks are heavy to import
+    from dinfer.layers import linear  # only here: networks are heavy to import
 
-        quantize_network(network, quantize)
+    narrow = None if quantize is None else linear.quantized_dtype(quantize)
+    network = load_network(folder, family, dtype=dtype, device=where)
+    if narrow is not None:
+        linear.quantize(network, narrow)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 

@@ -58,7 +58,7 @@ def test_a_network_in_8_bits(name: str) -> None:
     ids = torch.arange(12)[None] % model.spec.vocab
     before = model.score(ids)
     embedding = model.embedding.weight.clone()
-    quantize(model, name)
+    quantize(model, QUANTIZED[name])
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     assert layers and all(layer.weight.dtype == QUANTIZED[name] for layer in layers)
     assert torch.equal(model.embedding.weight, embedding)

@@ -43,13 +43,18 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
     return nn.Parameter(made.values, requires_grad=False), made.scale
 
 
-def quantize(network: nn.Module, name: str) -> None:
-    """Rounds the weights of every linear layer and of all experts to "fp8" or "int8", in place, layer by layer.
-
-    Norms, routers, embeddings and a head that is the embedding stay as they are. Raises ValueError for another name.
-    """
+def quantized_dtype(name: str) -> torch.dtype:
+    """The dtype of "fp8" or "int8". Raises ValueError for another name."""
     if name not in QUANTIZED:
         raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(QUANTIZED)}, or null for none")
+    return QUANTIZED[name]
+
+
+def quantize(network: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
+
+    Norms, routers, embeddings and a head that is the embedding stay as they are.
+    """
     for module in network.modules():
         if callable(round_weights := getattr(module, "quantize", None)):
-            round_weights(QUANTIZED[name])
+            round_weights(dtype)
