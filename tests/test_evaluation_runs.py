@@ -194,6 +194,7 @@ def test_a_killed_run_goes_on(pipe: Pipeline, tmp_path: Path) -> None:
 import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from pathlib import Path
 import time
+import torch
 from support.evaluation import recipe_pipe, run
 from evaluations.ledger import Ledger
 add = Ledger.add
@@ -202,6 +203,7 @@ def slow(self, *args, **fields):
     time.sleep(0.2)
     return answer
 Ledger.add = slow
+torch.set_num_threads({torch.get_num_threads()})  # which is part of the hardware
 run(recipe_pipe(), Path({str(tmp_path)!r}))
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
