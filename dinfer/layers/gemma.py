@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
+from dinfer.kernels.packed import PACKED
 from dinfer.kernels.rotary import Table, rotary_table
 from dinfer.layers.linear import Linear, rounded
 from dinfer.layers.mlp import GatedMLP
@@ -75,7 +76,9 @@ class Experts(nn.Module):
         self.scales: tuple[Tensor, Tensor] | None = None
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights, each output's at a scale of its own."""
+        """Rounds the experts' weights; see `rounded`."""
+        if dtype == PACKED:
+            raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
         (self.gate_up, gate_up), (self.down, down) = rounded(self.gate_up, dtype), rounded(self.down, dtype)
         self.scales = gate_up, down
 

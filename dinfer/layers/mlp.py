@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dinfer.kernels.linear import Rows
 from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
+from dinfer.kernels.packed import PACKED
 from dinfer.layers.linear import Linear, rounded
 from dinfer.spec import ModelSpec
 
@@ -56,7 +57,9 @@ class Experts(nn.Module):
         self.register_buffer("down_scale", None, persistent=False)
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights, each output's at a scale of its own."""
+        """Rounds the experts' weights; see `rounded`."""
+        if dtype == PACKED:
+            raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
         self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
         self.down, self.down_scale = rounded(self.down, dtype)
 
