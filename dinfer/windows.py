@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas, span
+from dinfer.canvas import Canvas
+from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.compact import compact
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, State, StepShape, Window
 
@@ -48,10 +49,11 @@ class WindowCache(CachePolicy):
 
 def contiguous(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor, stop_B: Tensor) -> Window:
     """The window `[first, stop)` of each row, which holds the logits of its active region."""
-    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-    logits_BX = torch.where(pos_BX >= 0, (pos_BX - spec.shift).clamp_min(0) - first_B[:, None], -1)
-    logits_RL = logits_BX.clamp_max(shape.width - 1).view(-1, shape.block)  # in bounds where the row does not fit
-    return Window(span(first_B, stop_B, shape.width), stop_B - first_B <= shape.width, logits_RL)
+    pos_BW, fits_B, logits_BX = window_positions(
+        first_B, stop_B, lanes.start_B, lanes.end_B,
+        width=shape.width, active=shape.blocks * shape.block, shift=spec.shift,
+    )  # fmt: skip
+    return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block))
 
 
 def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor) -> Window:
