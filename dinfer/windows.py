@@ -35,12 +35,17 @@ class WindowCache(CachePolicy):
         return stop - max(start - max(back, spec.shift), 0)
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        first_B, stop_B = torch.zeros_like(lanes.start_B), horizon_B(spec, lanes)
-        if shape.phase != Phase.FULL:
-            back, ahead = self.reach()
-            first_B = (lanes.start_B - max(back, spec.shift)).clamp_min(0)
-            if ahead is not None:
-                stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, stop_B).clamp_min(1)
+        if shape.phase == Phase.FULL:
+            return contiguous(lanes, spec, shape, torch.zeros_like(lanes.start_B), horizon_B(spec, lanes))
+        back, ahead = self.reach()
+        back = max(back, spec.shift)
+        first_B = (lanes.start_B - back).clamp_min(0) if back else lanes.start_B
+        if ahead is None:
+            stop_B = horizon_B(spec, lanes)
+        elif ahead or spec.shift:
+            stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, horizon_B(spec, lanes)).clamp_min(1)
+        else:
+            stop_B = lanes.end_B
         return contiguous(lanes, spec, shape, first_B, stop_B)
 
     def exact(self, causal_block: int | None) -> bool:
@@ -80,5 +85,5 @@ def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
         return lanes.end_B
     if spec.causal_block is None:
         return lanes.length_B
-    last_B = (lanes.end_B - spec.shift).clamp_min(1)
+    last_B = (lanes.end_B - spec.shift).clamp_min(1) if spec.shift else lanes.end_B
     return torch.minimum(-(-last_B // spec.causal_block) * spec.causal_block, lanes.length_B)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
-from dinfer.kernels import attention, canvas, rotary, rules  # noqa: E402
+from dinfer.kernels import attention, canvas, rotary, rules, sweep  # noqa: E402
 from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.protocols import Proposal  # noqa: E402
 
@@ -37,7 +37,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, rotary, rules):
+        for module in (attention, canvas, commits, rotary, rules, sweep):
             monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -200,3 +200,18 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
     done = commits.commit(mine, *rest)
     there = [mine.tokens_NS[:, :-1], mine.status_NS[:, :-1]]  # the last column is scratch
     return [*(getattr(done, f.name) for f in fields(done)), *there]
+
+
+@pytest.mark.parametrize("stop", ["block", "cut", "off"])
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, blocks: int) -> None:
+    lanes, active = 64, 5 * blocks
+    flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
+    next_B, length_B, *bounds = (number(9, lanes) for _ in range(6))
+    region = tuple(bounds[:2]), tuple(bounds[2:])
+    finished_BK = chance(lanes, blocks, p=0.8)
+    work = partial(
+        sweep.leave_blocks, finished_BK, *flags, next_B, length_B, *region, stop=stop, prompt=prompt
+    )  # fmt: skip
+    same(*both(monkeypatch, work))
