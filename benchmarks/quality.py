@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
     parser.add_argument("--rows", type=int, default=500, help="requests in flight")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quantize", help="fp8 or int8: weights in 8 bits")
+    parser.add_argument("--quantize", help="fp8, int8 or int4: weights in so many bits")
     parser.add_argument("--out", type=Path, help="path without suffix")
     given = parser.parse_args()
 

@@ -270,9 +270,9 @@ def load(
     """A pipeline. Components are names, or mappings with a `name` and options.
 
     `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
-    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8" or
-    "int8" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None runs up to
-    32 requests at a time, as CUDA graphs where the device is CUDA.
+    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8",
+    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None
+    runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
     """
     where = _device(device)
     if isinstance(dtype, str):
@@ -293,7 +293,7 @@ def load(
     from dinfer.layers import linear  # only here: networks are heavy to import
 
     narrow = None if quantize is None else linear.quantized_dtype(quantize)
-    network = load_network(folder, family, dtype=dtype, device=where)
+    network = load_network(folder, family, dtype=dtype, device=where, narrow=narrow)
     if narrow is not None:
         linear.quantize(network, narrow)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what is rounded, how much that changes, and what is refused."""
+"""Weights in 8 and 4 bits: what is rounded, how much that changes, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.models import tiny_model
 import dinfer
 from dinfer.kernels.linear import FLOAT8, LARGEST, linear, round_rows, widened
 from dinfer.kernels.moe import expert_mlps
+from dinfer.kernels.packed import pack, packed_linear, unpack
 from dinfer.layers.linear import QUANTIZED, Linear, quantize
 
 
@@ -52,9 +53,36 @@ def test_experts_in_8_bits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(("width", "group"), [(384, 128), (192, 64), (96, 32)])
+def test_each_group_in_4_bits_has_a_scale_of_its_own(width: int, group: int) -> None:
+    weight = torch.randn(6, width, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 3)[:, None]
+    weight[2, :group], weight[3] = 0, weight[3].abs()
+    values, scale = pack(weight)
+    assert (values.shape, values.dtype) == ((6, width // 2), torch.uint8)
+    assert (scale.shape, scale.dtype) == ((6, width // group), torch.bfloat16)
+    got, want = (t.unflatten(-1, (-1, group)) for t in (unpack(values, scale), weight))
+    step = scale.float()[..., None]
+    largest = want.abs() == want.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(got[largest], want[largest], rtol=2**-8, atol=0)
+    far = want / step > 7.5  # where there are 7 steps only
+    assert ((got - want).abs() <= 0.51 * step.abs())[~largest & ~far].all()
+    assert ((got - want).abs() <= 1.1 * step.abs()).all()
+    assert not got[2, 0].any() and (got[3] >= 0).all()
+
+
+def test_products_with_weights_in_4_bits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(3, 5, 64, generator=generator), torch.randn(7, generator=generator)
+    values, scale = pack(torch.randn(7, 64, generator=generator))
+    want = x @ unpack(values, scale).mT + bias
+    torch.testing.assert_close(linear(x, values, bias, scale), want)
+    torch.testing.assert_close(packed_linear(x.bfloat16(), values, scale, bias), want.bfloat16(), atol=0.1, rtol=0.1)
+    torch.testing.assert_close(linear(round_rows(x), values, bias, scale), want, atol=0.5, rtol=0.1)
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_network_in_8_bits(name: str) -> None:
-    model = tiny_model()
+def test_a_network_in_few_bits(name: str) -> None:
+    model = tiny_model(mlp=64)
     ids = torch.arange(12)[None] % model.spec.vocab
     before = model.score(ids)
     embedding = model.embedding.weight.clone()
@@ -63,9 +91,27 @@ def test_a_network_in_8_bits(name: str) -> None:
     assert layers and all(layer.weight.dtype == QUANTIZED[name] for layer in layers)
     assert torch.equal(model.embedding.weight, embedding)
     drift = (model.score(ids) - before).norm() / before.norm()
-    assert 0 < drift < 0.3  # a random network magnifies it
+    assert 0 < drift < (0.6 if name == "int4" else 0.3)  # a random network magnifies it
 
 
-def test_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"quantize='int4' is not known; use one of fp8, int8, or null for none"):
-        dinfer.load("tiny", quantize="int4")
+def test_what_cannot_be_rounded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"quantize='int5' is not known; use one of fp8, int8, int4, or null for none"):
+        dinfer.load("tiny", quantize="int5")
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.down: quantize=int4 needs inputs in multiples of 32, not 48"):
+        quantize(tiny_model(), QUANTIZED["int4"])
+    with pytest.raises(ValueError, match=r"blocks.1.mlp: experts are not kept in 4 bits; use quantize=fp8 or int8"):
+        dinfer.load("tiny-llada2", quantize="int4")
+
+
+def test_the_model_in_the_box_in_4_bits() -> None:
+    """A third of the memory of float16, and the same answer."""
+    question = "Rosa has 66 clocks, loses 27 and gets 45 from Eva. Rosa shares all clocks equally among 7 friends. " \
+        "How many does each friend get?"  # fmt: skip
+    whole, packed = (dinfer.load("tiny", device="cpu", quantize=name) for name in (None, "int4"))
+    sizes = [
+        sum(layer.weight.nbytes + (0 if layer.weight_scale is None else layer.weight_scale.nbytes) for layer in layers)
+        for layers in ([m for m in p.model.modules() if isinstance(m, Linear)] for p in (whole, packed))
+    ]
+    assert sizes[1] == sizes[0] * (4 + 16 / 128) / 32
+    answers = [pipe.generate(question, max_new_tokens=96).text.split()[-1] for pipe in (whole, packed)]
+    assert answers[0] == answers[1]

@@ -9,11 +9,12 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import attention, linear, moe, norm, rotary, token_stats  # noqa: E402
+from dinfer.kernels import attention, linear, moe, norm, packed, rotary, token_stats  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
+from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 
@@ -215,6 +216,21 @@ def test_linear(
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config)
     torch.testing.assert_close(got, linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("config", [None, (16, 64, 1, 4, 2), (32, 32, 4, 4, 2)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 200, 192), (33, 64, 96)])
+def test_linear_in_4_bits(
+    reference: None, dtype: torch.dtype, config: tuple[int, ...] | None, rows: int, outputs: int, width: int
+) -> None:
+    """Tiles that do not fit, groups of every size, and sums of several parts, which come out the same each time."""
+    x, bias_O = draw(1, rows, width, dtype=dtype), draw(outputs, dtype=dtype)
+    weight_OH, scale_OG = packed.pack(draw(outputs, width) / width**0.5)
+    got = triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config)
+    torch.testing.assert_close(got, packed.packed_linear(x, weight_OH, scale_OG, bias_O), **CLOSE[dtype])
+    assert torch.equal(got, triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config))
+    assert torch.equal(triton_packed.unpack(weight_OH, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
 
 @pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")

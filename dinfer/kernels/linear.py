@@ -1,4 +1,4 @@
-"""Linear maps with weights as they are, or in 8 bits with a scale for each output.
+"""Linear maps with weights as they are, in 8 bits with a scale for each output, or in 4 (`dinfer.kernels.packed`).
 
 Shape suffixes: R rows, K inputs, O outputs.
 """
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.packed import PACKED, packed_linear
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
@@ -50,7 +51,10 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
 
     With a `scale_O` the weight is in 8 bits. Against float8 weights the rows are rounded to float8 as well, each at a
     scale of its own, unless they already are; products are summed in float32. Against int8 weights they stay as is.
+    A weight of bytes is one in 4 bits: `[O, K / 2]`, and its scales `[O, K / group]`.
     """
+    if scale_O is not None and weight_OK.dtype == PACKED:
+        return packed_linear(x if isinstance(x, Tensor) else widened(x).to(x.dtype), weight_OK, scale_O, bias_O)
     if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
         return F.linear(x, weight_OK, bias_O)
     if weight_OK.dtype == FLOAT8 and isinstance(x, Tensor):

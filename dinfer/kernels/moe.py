@@ -73,7 +73,7 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Callable[[Tensor, bool], Rows] = swiglu, scales: tuple[Tensor, Tensor] | None = None,
+    gated: Callable[[Tensor, bool], Rows] = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it. [N, D]
 
@@ -89,7 +89,7 @@ def expert_mlps(
         from dinfer.kernels.triton import moe as kernels
 
         plan = kernels.plan(experts_NC, experts)
-        up_scale, down_scale = scales or (None, None)
+        up_scale, down_scale = scales
         hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs, up_scale), narrow)
         return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs, down_scale), weights_NC)
     flat = experts_NC.flatten()
@@ -105,7 +105,7 @@ def expert_mlps(
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    up_scale, down_scale = scales or (None, None)
+    up_scale, down_scale = scales
     hidden_ITM = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), narrow)
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)

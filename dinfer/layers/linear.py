@@ -1,4 +1,4 @@
-"""A linear layer whose weights may be in 8 bits, and how a network's layers get there."""
+"""A linear layer whose weights may be in 8 or 4 bits, and how a network's layers get there."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows
+from dinfer.kernels.packed import PACKED, pack
 
-QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8}
-"""Names of what weights may be rounded to."""
+QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
+"""Names of what weights may be rounded to, and what they are then stored in."""
 
 
 class Linear(nn.Linear):
     """As torch's, for as few rows as a denoising step has; see `dinfer.kernels.linear.linear`."""
 
-    scale: Tensor | None
+    weight_scale: Tensor | None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
-        self.register_buffer("scale", None, persistent=False)
+        self.register_buffer("weight_scale", None, persistent=False)
 
     @property
     def narrow(self) -> bool:
@@ -26,25 +27,29 @@ class Linear(nn.Linear):
         return self.weight.dtype == FLOAT8
 
     def forward(self, x: Rows) -> Tensor:
-        return linear(x, self.weight, self.bias) if self.scale is None else self._in_8_bits(x)
+        return linear(x, self.weight, self.bias) if self.weight_scale is None else self._narrow(x)
 
     @torch.compiler.disable  # what would be traced is the slow reference
-    def _in_8_bits(self, x: Rows) -> Tensor:
-        return linear(x, self.weight, self.bias, self.scale)
+    def _narrow(self, x: Rows) -> Tensor:
+        return linear(x, self.weight, self.bias, self.weight_scale)
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the weights, each output's at a scale of its own."""
-        self.weight, self.scale = rounded(self.weight, dtype)
+        """Rounds the weights, unless they are already; see `rounded`."""
+        if self.weight_scale is None:
+            self.weight, self.weight_scale = rounded(self.weight, dtype)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """A weight in 8 bits, and the scale of each of its rows."""
+    """A weight in 8 bits and the scale of each of its rows, or in 4 and the scales of its groups (`kernels.packed`)."""
+    if dtype == PACKED:
+        values, scale = pack(weight.detach())
+        return nn.Parameter(values, requires_grad=False), scale
     made = round_rows(weight.detach(), dtype)
     return nn.Parameter(made.values, requires_grad=False), made.scale
 
 
 def quantized_dtype(name: str) -> torch.dtype:
-    """The dtype of "fp8" or "int8". Raises ValueError for another name."""
+    """What "fp8", "int8" or "int4" is stored in. Raises ValueError for another name."""
     if name not in QUANTIZED:
         raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(QUANTIZED)}, or null for none")
     return QUANTIZED[name]
@@ -53,8 +58,13 @@ def quantized_dtype(name: str) -> torch.dtype:
 def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 
-    Norms, routers, embeddings and a head that is the embedding stay as they are.
+    Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
+    holds rounded. Raises ValueError for a layer that
+    cannot be rounded so; the network is of no use then.
     """
-    for module in network.modules():
+    for name, module in network.named_modules():
         if callable(round_weights := getattr(module, "quantize", None)):
-            round_weights(dtype)
+            try:
+                round_weights(dtype)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error

@@ -12,7 +12,7 @@ Streams the answer, then one line: tokens, forwards, tokens per forward (TPF), s
   chat=null               use the checkpoint's chat template; null: if it has one
   delay=0.1               seconds that a step stays on the screen at least, with --watch
   device=null dtype=null  null: CUDA if there is any; float32 on a CPU, else the checkpoint's own
-  quantize=null           fp8 or int8: weights of linear layers and experts in 8 bits
+  quantize=null           fp8, int8 or int4: weights of linear layers and experts in so many bits
 
 Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
