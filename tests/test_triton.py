@@ -198,13 +198,15 @@ def test_token_stats_without_a_mask_token(reference: None) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("config", [None, (16, 64, 32, 1, 4, 2), (32, 64, 32, 2, 4, 2)])
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96)])
+@pytest.mark.parametrize(
+    "config", [None, triton_linear.Config(16, 64, 32, 4, 2), triton_linear.Config(32, 32, 32, 2, 2, late=True)]
+)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96), (33, 64, 256)])
 def test_linear(
-    reference: None, dtype: torch.dtype, quantized: bool, config: tuple[int, ...] | None,
+    reference: None, dtype: torch.dtype, quantized: bool, config: triton_linear.Config | None,
     rows: int, outputs: int, width: int,
 ) -> None:  # fmt: skip
-    """Tiles that do not fit, and sums of two halves, which come out the same each time."""
+    """Tiles that fit and tiles that do not; the same each time."""
     x, weight_OK, bias_O = (
         draw(1, rows, width, dtype=dtype),
         draw(outputs, width, dtype=dtype) / width**0.5,
