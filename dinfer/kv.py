@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.attention import paged_attention
+from dinfer.kernels.canvas import key_places
 from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
 from dinfer.spec import ModelSpec
 
@@ -88,15 +89,11 @@ class KVPool:
 
         `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.protocols.Attend`.
         """
-        table_BP = self.table_NP.index_select(0, slot_B)
-        where_BW = pos_BW.clamp_min(0)
-        own_BW = table_BP.gather(1, torch.div(where_BW, self.page, rounding_mode="floor"))
-        lost_BW = (pos_BW < 0) | (own_BW == NULL)
-        write_BW = torch.where(lost_BW, SCRATCH * self.page, own_BW * self.page + where_BW % self.page)
-        start_BW, end_BW = (bound_BW.contiguous() for bound_BW in interval_BW)  # once, not in every layer
-        return PagedAttend(
-            self, pos_BW, write_BW.flatten(), table_BP[:, :pages].contiguous(), (start_BW, end_BW), local_BW, context_BW
+        pages_BP, write_X = key_places(
+            self.table_NP, slot_B, pos_BW, page=self.page, pages=pages, null=NULL, scratch=SCRATCH
         )
+        start_BW, end_BW = (bound_BW.contiguous() for bound_BW in interval_BW)  # once, not in every layer
+        return PagedAttend(self, pos_BW, write_X, pages_BP, (start_BW, end_BW), local_BW, context_BW)
 
 
 @dataclass(frozen=True, slots=True)

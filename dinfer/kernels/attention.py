@@ -81,6 +81,10 @@ def attention_interval(
     `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions counted from 0. Padding
     (position -1) gets the first visible key, so that its softmax is defined; nothing reads what comes out.
     """
+    if use_triton(pos_BW):
+        from dinfer.kernels.triton.attention import attention_interval as kernel
+
+        return kernel(pos_BW, start_B, end_B, causal_block)
     start_BW, end_BW = start_B[:, None].expand_as(pos_BW), end_B[:, None].expand_as(pos_BW)
     if causal_block is not None:
         own_BW = (torch.div(pos_BW, causal_block, rounding_mode="floor") + 1) * causal_block

@@ -6,6 +6,7 @@ Shape suffixes: B lanes, W positions, X query, key and value heads, E head size,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,13 +32,24 @@ def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pai
     and of its halves swapped. `pairs`: only the first so many pairs turn (Gemma's "proportional" RoPE).
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    half = torch.arange(0, dim, 2, device=pos_BW.device, dtype=dtype) / dim
-    turn = torch.pow(theta, -half)
-    if pairs is not None:
-        turn = turn * (torch.arange(dim // 2, device=pos_BW.device) < pairs)
+    if dtype == torch.float32 and use_triton(pos_BW):
+        from dinfer.kernels.triton.rotary import rotary_table as kernel
+
+        return kernel(pos_BW, _turns(dim, theta, dtype, pairs, pos_BW.device))
+    turn = turns(dim, theta, dtype, pairs, pos_BW.device)
     angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * turn
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def turns(dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device) -> Tensor:
+    """By what angle each pair turns from one position to the next. [dim / 2]"""
+    half = torch.arange(0, dim, 2, device=device, dtype=dtype) / dim
+    turn = torch.pow(theta, -half)
+    return turn if pairs is None else turn * (torch.arange(dim // 2, device=device) < pairs)
+
+
+_turns = cache(turns)  # for kernels alone: what is made in inference mode is of no use to a backward pass
 
 
 def rotate(x_BWXE: Tensor, table: Table) -> Tensor:

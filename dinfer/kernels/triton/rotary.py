@@ -1,4 +1,4 @@
-"""QK-norm and RoPE of queries and keys and the write of keys and values, in one pass over the projections."""
+"""RoPE's table; QK-norm, RoPE and the write of keys and values in one pass over the projections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ from torch import Tensor
 
 from dinfer.kernels.rotary import HeadNorm
 from dinfer.kernels.triton.launch import early, follow
+
+
+@triton.jit
+def _rotary_table(pos_ptr, turns_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    inside = pair < half
+    pos = tl.maximum(tl.load(pos_ptr + row), 0).to(tl.float32)
+    angle = pos * tl.load(turns_ptr + pair, mask=inside, other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    at = row * 2 * half + pair
+    tl.store(cos_ptr + at, cos, mask=inside)
+    tl.store(cos_ptr + at + half, cos, mask=inside)
+    tl.store(sin_ptr + at, -sin, mask=inside)
+    tl.store(sin_ptr + at + half, sin, mask=inside)
+
+
+def rotary_table(pos_BW: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dinfer.kernels.rotary.rotary_table`; `turns` as `dinfer.kernels.rotary.turns` gives them."""
+    half = turns.shape[0]
+    cos, sin = (turns.new_empty(*pos_BW.shape, 1, 2 * half) for _ in range(2))
+    _rotary_table[(pos_BW.numel(),)](
+        pos_BW.contiguous(), turns, cos, sin, half, HALF=triton.next_power_of_2(half), num_warps=1, **early(pos_BW)
+    )
+    return cos, sin
 
 
 @triton.jit
