@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.feeds import random_prompts
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
@@ -43,8 +44,8 @@ def measured(name: str, device: torch.device, prompt: int, new: int) -> dict[str
     recipe = compose(model, decoder="threshold", **RECIPES[spec.causal_block is not None])
     pipe = Pipeline(recipe, None, Runtime(rows=1, graphs=cuda))
     weights = sum(p.nbytes for p in model.parameters())
-    ids = torch.randint(0, min(spec.eos_id, spec.mask_id), (prompt,), generator=torch.Generator().manual_seed(1))
-    runs = [generation(pipe, ids.tolist(), new) for _ in range(2)]
+    ids = random_prompts(spec, 1, prompt)[0]
+    runs = [generation(pipe, ids, new) for _ in range(2)]
     kv = pipe.engine._state.kv
     cached = kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes
     found: dict[str, Any] = {

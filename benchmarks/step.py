@@ -1,10 +1,13 @@
-"""Time of one denoising step: a real generation with random weights, eagerly and as CUDA graphs.
+"""Time of one denoising step and where it goes: a real generation with random weights, eagerly and as CUDA graphs.
 
     python -m benchmarks.step --out benchmarks/results/step-llada-8b-h200.json
-    python -m benchmarks.step --shape small --device cpu          # dry run
+    python -m benchmarks.step --shape small --device cpu --new 64          # dry run
 
-Steps are timed by CUDA events around each launch of the engine; the limit is the time that reading the weights of the
-layers and of the head once takes at the copy bandwidth measured in the same run.
+Steps are timed by CUDA events around each launch of the engine, which wait for nothing; what a run takes beyond its
+steps is the host's. The limit is the larger of two times: that of reading the weights that a step needs, and the keys
+and values of its rows, once, and that of its multiply-adds, at rates measured in the same run. Decoding, commits and
+cursors are what a step with no network in it takes. The kernels of some window steps are summed by part
+(`benchmarks.parts`). With `--spread` tokens choose their experts independently of each other (`benchmarks.feeds`).
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ import argparse
 import json
 import statistics
 import time
-from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.clock import Clock
+from benchmarks.feeds import Hollow, apart, random_prompts
+from benchmarks.limits import limits, rates
+from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
@@ -26,101 +35,57 @@ from dinfer.checkpoint import random_network
 from dinfer.compose import Recipe
 from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
 from dinfer.layers.mlp import Experts
-from dinfer.protocols import Model, StepShape
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a device-to-device copy of 4 GB."""
-    source = torch.empty(2**31, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    seconds = [_event_seconds(lambda: target.copy_(source)) for _ in range(10)]
-    return 2 * source.nbytes / statistics.median(seconds)
-
-
-def weight_bytes(model: Model, experts: float | None) -> float:
-    """Bytes of the weights that one step reads: all but unread experts, and the embedding but for a few rows.
-
-    `experts`: how many of a layer's are read.
-    """
-    parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
-    tied, spec = "head.weight" not in parameters, model.spec.experts
-    share = 1.0 if spec is None or experts is None else experts / spec.experts
-    return sum(
-        p.nbytes * (share if name.endswith((".gate_up", ".down")) else 1.0)
-        for name, p in parameters.items()
-        if tied or name != "embedding.weight"
-    )
+from dinfer.protocols import StepShape
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
     """How many experts of a layer the tokens of a window step choose between them, on average of layers and steps."""
     counts, route = [], Experts.route
 
-    def counted(self: Experts, logits_NX: torch.Tensor, pos_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen_NC, weights_NC = route(self, logits_NX, pos_BW)
-        if logits_NX.shape[0] <= 64 * len(prompts):  # no prefill
+    def counted(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen_NC, weights_NC = route(self, *given)
+        if chosen_NC.shape[0] == len(prompts) * recipe.iteration.block:  # neither a prefill nor a block's first step
             counts.append(chosen_NC.unique().numel())
         return chosen_NC, weights_NC
 
     Experts.route = counted  # type: ignore[method-assign]
-    Pipeline(recipe, None, Runtime(rows=len(prompts), graphs=False)).generate_ids(prompts, max_new_tokens=64)
-    Experts.route = route  # type: ignore[method-assign]
+    try:
+        run = Pipeline(recipe, None, Runtime(rows=len(prompts), graphs=False))
+        run.generate_ids(prompts, max_new_tokens=2 * recipe.iteration.block)
+    finally:
+        Experts.route = route  # type: ignore[method-assign]
     return statistics.mean(counts)
 
 
-def _event_seconds(work: Any) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def timed_run(pipe: Pipeline, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Generates twice, the first time as warm-up, and times every step of the second."""
-    cuda = pipe.model.device.type == "cuda"
+def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], list[StepShape]]:
+    """Runs until everything is warm, and times every step of one run more; and the shapes of these steps."""
     began = time.perf_counter()
-    pipe.generate_ids(prompts, max_new_tokens=new_tokens)
+    first = run()
     warm_up = time.perf_counter() - began
-
-    launcher, seconds = pipe.engine.launcher, defaultdict(list)
-    launch = launcher.launch
-
-    def timed(step_shape: StepShape, slots: list[int]) -> None:
-        if cuda:
-            seconds[step_shape.phase].append(_event_seconds(lambda: launch(step_shape, slots)))
-        else:
-            start = time.perf_counter()
-            launch(step_shape, slots)
-            seconds[step_shape.phase].append(time.perf_counter() - start)
-
-    launcher.launch = timed  # type: ignore[method-assign]
-    results = pipe.generate_ids(prompts, max_new_tokens=new_tokens)
-    launcher.launch = launch  # type: ignore[method-assign]
-    began = time.perf_counter()
-    again = pipe.generate_ids(prompts, max_new_tokens=new_tokens)
-    wall = time.perf_counter() - began
+    if pipe.engine.runtime.graphs:
+        run()  # what came up once has not been captured
+    with Clock(pipe.engine) as clock:
+        began = time.perf_counter()
+        again = run()
+        wall = time.perf_counter() - began
+    steps = clock.table()
+    window = max((row for row in steps if row["phase"] == "WINDOW"), key=lambda row: row["launches"])
+    launches = sum(row["launches"] for row in steps)
     return {
         "warm_up_s": warm_up,
-        "graphs": launcher.captured,
-        "steps": {phase.name: len(values) for phase, values in seconds.items()},
-        "step_ms": {phase.name: 1e3 * statistics.median(values) for phase, values in seconds.items()},
-        "wall_ms_per_step": 1e3 * wall / sum(map(len, seconds.values())),
-        "repeats_itself": [r.canvas for r in results] == [r.canvas for r in again],
+        "graphs": pipe.engine.launcher.captured,
+        "refused_graphs": [*pipe.engine.launcher.refused.values()],
+        "step_ms": window["median_ms"],
+        "host_ms": (1e3 * wall - sum(row["total_ms"] for row in steps)) / launches,
+        "lanes": window["lanes"],
+        "width": window["width"],
+        "steps": steps,
+        "repeats_itself": [r.canvas for r in first] == [r.canvas for r in again],
         "canvas": [r.canvas for r in again],
-    }
+    }, clock.shapes
 
 
-def kernels(pipe: Pipeline, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """GPU time by kernel over a short generation, most first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        pipe.generate_ids(prompts, max_new_tokens=8)
-    events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
-    return [{"kernel": e.key[:90], "calls": e.count, "us": round(e.device_time_total)} for e in events[:25]]
-
-
-def main() -> None:
+def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--device", default="cuda")
@@ -131,48 +96,70 @@ def main() -> None:
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
     parser.add_argument("--quantize", choices=QUANTIZED)
-    parser.add_argument("--profile", action="store_true", help="print GPU time by kernel")
+    parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    return parser.parse_args(args)
 
+
+def main(args: list[str] | None = None) -> None:
+    given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device)}
     family, spec = shape(given.shape)
-    bandwidth = copy_bandwidth(device) if cuda else None
+    card = rates(device, given.quantize) if cuda else None
     torch.manual_seed(0)
-    torch.cuda.empty_cache()
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     if given.quantize:
         quantize(model, quantized_dtype(given.quantize))
-    recipe = compose(
-        model, iteration={"name": given.iteration, "block": given.block}, decoder="threshold", cache=given.cache
-    )
-    generator = torch.Generator().manual_seed(1)
-    low = min(spec.eos_id, spec.mask_id)
-    prompts = torch.randint(low, (given.batch, given.prompt), generator=generator).tolist()
-    experts = experts_read(recipe, prompts) if spec.experts else None
-    report |= {"experts_read": experts, "weights_gb": weight_bytes(model, experts) / 1e9}
-    if bandwidth:
-        report["copy_tb_per_s"] = bandwidth / 1e12
-        report["limit_ms"] = 1e3 * weight_bytes(model, experts) / bandwidth
+    iteration = {"name": given.iteration, "block": given.block, "stop": "off"}
+    plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
+    recipe = apart(plain) if given.spread else plain
+    prompts = random_prompts(spec, given.batch, given.prompt)
+    report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
+
     for graphs in (False, True)[: 2 if cuda else 1]:
         memory = torch.cuda.memory_allocated() if cuda else 0
         torch.cuda.reset_peak_memory_stats() if cuda else None
         pipe = Pipeline(recipe, None, Runtime(rows=given.batch, graphs=graphs))
+        run = partial(pipe.generate_ids, prompts, max_new_tokens=given.new)
         name = "graph" if graphs else "eager"
-        report[name] = timed_run(pipe, prompts, given.new)
+        report[name], shapes = timed_run(pipe, run)
         if cuda:
             report[name]["beyond_weights_gb"] = (torch.cuda.max_memory_allocated() - memory) / 1e9
-        if given.profile and cuda:
-            for row in kernels(pipe, prompts):
-                print(f"{row['us']:8d} us {row['calls']:6d} x  {row['kernel']}")
     canvases = [report[name].pop("canvas") for name in ("eager", "graph") if name in report]
     report["graph_equals_eager"] = canvases[0] == canvases[-1] if cuda else None
-    text = json.dumps(report, indent=1, default=str)
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+    found = report[name]
+
+    seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
+    keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
+    report["limit"] = limits(
+        model, pipe.engine.launcher.state.kv, rows=given.batch, width=found["width"], block=given.block, keys=keys,
+        experts=report["experts_read"], rates=card,
+    )  # fmt: skip
+    if cuda:
+        report["limit"]["reached"] = report["limit"]["limit_ms"] / found["step_ms"]
+
+    hollow = Pipeline(replace(plain, model=Hollow(model)), None, Runtime(rows=given.batch, graphs=cuda))
+    rest, _ = timed_run(hollow, partial(hollow.generate_ids, prompts, max_new_tokens=given.new))
+    whole = found["step_ms"] + found["host_ms"]
+    report["without_network"] = {
+        "step_ms": rest["step_ms"], "host_ms": found["host_ms"], "share": (rest["step_ms"] + found["host_ms"]) / whole,
+    }  # fmt: skip
+    save(report, given.out)
+
+    spans, steps = profiled(pipe.engine, run, shapes)
+    rows = by_kernel(spans, steps)
+    parts = by_part(rows, found["step_ms"])
+    report["profile"] = {"steps": steps, "parts": parts, "kernels": rows}
+    save(report, given.out)
+    print(json.dumps(report | {"profile": None}, indent=1, default=str))
+    print(told(parts))
+
+
+def save(report: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -11,7 +12,9 @@ from dinfer.surroundings import surroundings as found
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Command, commit, versions and hardware."""
+    """Command with the variables that change what is measured, commit, versions and hardware."""
     spec = sys.modules["__main__"].__spec__
     module = [spec.name] if spec else [sys.argv[0]]
-    return {"command": " ".join(["python", "-m", *module, *sys.argv[1:]])} | found(device)
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DINFER_")]
+    settings = [setting for setting in settings if not setting.startswith("DINFER_COMMIT=")]
+    return {"command": " ".join([*settings, "python", "-m", *module, *sys.argv[1:]])} | found(device)

@@ -9,7 +9,8 @@ that of a real model, whatever the logits say. The models in the box decode for 
 request alone says how long the first block takes with nothing compiled. Then, for each number in flight, a round of
 warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
 so that rows are at all stages afterwards, as they are where requests come when they like; `steady` is then what was
-finished while that many were in flight, without the last requests, which have the card to themselves.
+finished while that many were in flight, without the last requests, which have the card to themselves. With `--spread`
+tokens choose their experts independently of each other (`benchmarks.feeds`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import argparse
 import json
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,15 @@ from typing import Any
 import torch
 
 import dinfer
+from benchmarks.clock import Clock
+from benchmarks.feeds import apart, random_prompts
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.surroundings import surroundings
 from dinfer.checkpoint import random_network
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.problems import generate
-from dinfer.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
+from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.registry import check_range, option
 
 
@@ -49,53 +51,6 @@ class Scripted(Decoder):
         step_R1, rate_R1 = view.step_R[:, None], view.options["rate"]
         count_R1 = ((step_R1 + 1) * rate_R1).floor() - (step_R1 * rate_R1).floor()
         return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
-
-
-class Clock:
-    """GPU (on a CPU: host) time of every launch, by shape, without waiting for any."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.cuda = engine, engine.device.type == "cuda"
-        self.marks: list[tuple[StepShape, int, Any, Any]] = []
-
-    def __enter__(self) -> Clock:
-        self.launch = self.engine.launcher.launch
-        self.engine.launcher.launch = self._timed  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.engine.launcher.launch = self.launch  # type: ignore[method-assign]
-
-    def _timed(self, step_shape: StepShape, slots: list[int]) -> None:
-        begin = self._mark()
-        self.launch(step_shape, slots)
-        self.marks.append((self.engine.launcher.bucket(step_shape), len(slots), begin, self._mark()))
-
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def table(self) -> list[dict[str, Any]]:
-        """Launches of each shape, the rows in them, and what they took; the most time first."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        found = defaultdict(list)
-        for step_shape, rows, begin, end in self.marks:
-            taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
-            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
-        table = [
-            {
-                "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),
-                "rows": round(statistics.fmean(rows for _, rows in values), 2),
-                "median_ms": round(statistics.median(ms for ms, _ in values), 3),
-                "total_ms": round(sum(ms for ms, _ in values), 1),
-            }
-            for (phase, lanes, width, settles), values in found.items()
-        ]  # fmt: skip
-        return sorted(table, key=lambda row: -row["total_ms"])
 
 
 def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
@@ -188,15 +143,14 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
     recipe = dinfer.compose(
         model, iteration=iteration, decoder=decoder, cache=given.cache or ("block" if causal else "dual")
     )
-    return dinfer.Pipeline(recipe, tokenizer, runtime)
+    return dinfer.Pipeline(apart(recipe) if given.spread else recipe, tokenizer, runtime)
 
 
 def prompts(given: argparse.Namespace, pipe: dinfer.Pipeline, count: int) -> list[list[int]]:
     """Held-out problems, or random tokens."""
     if given.prompts == "problems":
         return [pipe.encode(problem.question) for problem in generate("heldout", count, 0)]
-    spec, generator = pipe.model.spec, torch.Generator().manual_seed(1)
-    return torch.randint(min(spec.eos_id, spec.mask_id), (count, given.prompt), generator=generator).tolist()
+    return random_prompts(pipe.model.spec, count, given.prompt)
 
 
 def memory(engine: Engine, before: int) -> dict[str, float]:
@@ -206,7 +160,7 @@ def memory(engine: Engine, before: int) -> dict[str, float]:
     return {"kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9}
 
 
-def arguments() -> argparse.Namespace:
+def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
     parser.add_argument("--model", help="a real model in place of random weights, such as tiny")
@@ -226,16 +180,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--settle", action="store_true")
     parser.add_argument("--stagger", action="store_true")
+    parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(args)
+    if given.spread and given.model:
+        parser.error("--spread is for random weights: leave it out, or --model")
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     given.length = given.length or given.prompt + given.new
     return given
 
 
-def main() -> None:
-    given = arguments()
+def main(args: list[str] | None = None) -> None:
+    given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device), "runs": []}

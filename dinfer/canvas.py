@@ -17,6 +17,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from dinfer.kernels.canvas import canvas_values, lane_columns, store_columns
+
 
 class Phase(IntEnum):
     """What a row needs next. A step acts on the rows of one phase and leaves all others as they are."""
@@ -173,26 +175,22 @@ class Canvas:
         self.cursors_NC[slot] = 0
 
     def lanes(self, slot_B: Tensor, phase: Phase) -> Lanes:
-        columns = self.cursors_NC.index_select(0, slot_B).unbind(1)
-        cursors = dict(zip(CURSORS, columns, strict=True))
-        step_BK, quota_BK = self.blocks_NKC.index_select(0, slot_B).unbind(2)
+        cursors = dict(zip(CURSORS, lane_columns(self.cursors_NC, slot_B).unbind(0), strict=True))
+        blocks_XB = lane_columns(self.blocks_NKC.flatten(1), slot_B)
+        step_BK, quota_BK = blocks_XB[0::2].T, blocks_XB[1::2].T
         live_B = cursors["phase_B"] == int(phase)
         return Lanes(slot_B=slot_B, live_B=live_B, step_BK=step_BK, quota_BK=quota_BK, **cursors)
 
     def store(self, lanes: Lanes) -> None:
         """Writes the cursors of live lanes back to their slots."""
-        live_B1 = lanes.live_B[:, None]
-        old_BC = self.cursors_NC.index_select(0, lanes.slot_B)
-        new_BC = torch.stack([getattr(lanes, name) for name in CURSORS], 1)
-        self.cursors_NC.index_copy_(0, lanes.slot_B, torch.where(live_B1, new_BC, old_BC))
-        old_BKC = self.blocks_NKC.index_select(0, lanes.slot_B)
-        new_BKC = torch.stack((lanes.step_BK, lanes.quota_BK), 2)
-        self.blocks_NKC.index_copy_(0, lanes.slot_B, torch.where(live_B1[..., None], new_BKC, old_BKC))
+        store_columns(self.cursors_NC, lanes.slot_B, lanes.live_B, [getattr(lanes, name) for name in CURSORS])
+        pairs = zip(lanes.step_BK.unbind(1), lanes.quota_BK.unbind(1), strict=True)
+        blocks = [column_B for pair in pairs for column_B in pair]
+        store_columns(self.blocks_NKC.flatten(1), lanes.slot_B, lanes.live_B, blocks)
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
-        index = slot_B[:, None], padded(pos_BW, self.capacity)
-        return self.tokens_NS[index], self.status_NS[index]
+        return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
 
     def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:
         """Writes the tokens where `commit_BW`, and marks them decoded, or `open_BW`, and marks them open."""
@@ -220,12 +218,6 @@ class Canvas:
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)
-
-
-def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
-    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
-    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
-    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
 
 
 def padded(pos: Tensor, scratch: int) -> Tensor:

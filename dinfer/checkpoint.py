@@ -1,25 +1,28 @@
 """Hugging Face checkpoints: finding them, loading them strictly, and writing them.
 
 Only safetensors are read, and no code that comes with a checkpoint is ever run. A tensor that is missing, unknown,
-of another shape or not a plain float is an error that names it.
+of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dinfer.adapters import CONFIG as ADAPTER
 from dinfer.adapters import read_adapter
 from dinfer.protocols import ModelFamily
+from dinfer.quantized import FIELD, Scales, roundable, scale_block, scales_of, widened
 from dinfer.registry import MODELS, unknown
 from dinfer.shards import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
 from dinfer.spec import ModelSpec, Placement
@@ -92,25 +95,49 @@ def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
         raise CheckpointError(f"config.json lacks the field {error}") from error
 
 
-def load_network(folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device) -> Any:
+def load_network(
+    folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device,
+    narrow: torch.dtype | None = None,
+) -> Any:  # fmt: skip
     """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
 
     Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor. Experts may
-    be stored each for itself or all of a layer together. An adapter of the family is merged in.
+    be stored each for itself or all of a layer together. An adapter of the family is merged in. Weights that the
+    checkpoint holds in 8 bits (`dinfer.quantized`) stay so where the network has a place for their scales; of others, a
+    warning says so. `narrow`: those in another dtype are widened too, as they are to be rounded to this one.
     """
-    spec = read_spec(family, read_config(folder))
+    config = read_config(folder)
+    block = scale_block(config)
+    spec = read_spec(family, config | {FIELD: None})
     tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
+    tensors, scales = scales_of(tensors, block)
     placements = layout(family, spec, tensors)
-    check(folder, tensors, placements)
+    check(folder, tensors, placements, scales)
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
-        dtype = FLOATS[tensors[next(iter(placements))].dtype]
-    network = _empty(family, spec, dtype, device)
-    parameters = dict(network.named_parameters())
+        dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
+    kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
+    network = _empty(family, spec, dtype, device, kept)
+    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    scale_of = scales.read()
+    wide = 0
     with torch.no_grad():
         for name, tensor in read(tensors):
+            place = placements[name]
+            if name in scale_of:
+                scale = scale_of[name].to(device)
+                if parameters[place.parameter].dtype == tensor.dtype:
+                    rows_of(buffers[f"{place.parameter}_scale"], place).copy_(scale.flatten())
+                else:
+                    tensor, wide = widened(tensor.to(device), scale, block), wide + 1
             merged = tensor if adapter is None else adapter.merged(name, tensor, device)
-            place_of(parameters, placements[name]).copy_(merged)
+            place_of(parameters, place).copy_(merged)
+    if wide and narrow is None:
+        logging.getLogger(__name__).warning(
+            "%s: %d of %d rounded weights are widened to %s: their scales are of blocks, an adapter changes them, or "
+            "they share a matrix with others. quantize=fp8, int8 or int4 rounds them again.",
+            folder, wide, len(scale_of), dtype,
+        )  # fmt: skip
     return network
 
 
@@ -127,6 +154,12 @@ def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
     return parameter.detach().narrow(0, place.row, rows).view(place.shape)
 
 
+def rows_of(scale: Tensor, place: Placement) -> Tensor:
+    """The scales of the outputs that a checkpoint's tensor fills, one behind the other."""
+    outputs = math.prod(scale.shape[1:])  # of each row of the parameter
+    return scale.flatten().narrow(0, place.row * outputs, math.prod(place.shape[:-1]))
+
+
 def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
     network = _empty(family, spec, dtype, device)
@@ -140,13 +173,24 @@ def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, 
     return network
 
 
-def _empty(family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so."""
+def _empty(
+    family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
+    narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
+
+    `narrow`: parameters in 8 bits, if the network has a place for their scales.
+    """
     with torch.device("meta"):
         network = family.network(spec).to(dtype)
         for name, parameter in network.named_parameters():
             if name.endswith("choice_bias"):
                 parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+        for name, (module, own) in roundable(network).items():
+            if name in narrow:
+                shape = getattr(module, own).shape
+                setattr(module, own, nn.Parameter(torch.empty(shape, dtype=narrow[name]), requires_grad=False))
+                setattr(module, f"{own}_scale", torch.empty(shape[:-1]))
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 
@@ -162,14 +206,19 @@ def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[s
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def check(folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement]) -> None:
-    """CheckpointError that lists every tensor which is missing, not known, of another shape or no float."""
+def check(
+    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> None:
+    """CheckpointError that lists every tensor which is missing, not known, of another shape, or no float though it has
+    no scale."""
     problems = [f"missing: {name}" for name in placements if name not in tensors]
     problems += [f"unexpected: {name}" for name in tensors if name not in placements]
     for name in placements.keys() & tensors.keys():
         found = tensors[name]
         if found.shape != placements[name].shape:
             problems.append(f"shape of {name}: {found.shape}, must be {placements[name].shape}")
-        if found.dtype not in FLOATS:
+        if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
             problems.append(f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}")
+    if scales is not None:
+        problems += scales.problems(tensors)
     refuse(problems, f"the tensors in {folder} do not fit its config.json")

@@ -293,7 +293,7 @@ def load(
     from dinfer.layers import linear  # only here: networks are heavy to import
 
     narrow = None if quantize is None else linear.quantized_dtype(quantize)
-    network = load_network(folder, family, dtype=dtype, device=where)
+    network = load_network(folder, family, dtype=dtype, device=where, narrow=narrow)
     if narrow is not None:
         linear.quantize(network, narrow)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+"""What weights may be rounded to, with scales beside them (`dinfer.quantized`)."""
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
 
 
@@ -35,7 +37,7 @@ class Stored:
     @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * FLOATS[self.dtype].itemsize
+        return math.prod(self.shape) * (FLOATS | NARROW)[self.dtype].itemsize
 
 
 def stored(folder: Path) -> dict[str, Stored]:

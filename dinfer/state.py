@@ -66,7 +66,7 @@ class BatchState:
         cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
         block: int | None = None,
     ) -> BatchState:  # fmt: skip
-        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions.
+        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
 
         `block` is L; None: what the iteration says for a generation of `length`.
         """
@@ -117,7 +117,8 @@ class BatchState:
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
-        values_BO = self.options_NO.index_select(0, slot_B).repeat_interleave(repeat, 0)
+        values_BO = self.options_NO.index_select(0, slot_B)
+        values_BO = values_BO if repeat == 1 else values_BO.repeat_interleave(repeat, 0)
         return {
             o.name: values_BO[:, i : i + 1].to(torch.int64 if isinstance(o.default, int) else torch.float64)
             for i, o in enumerate(recipe.request_options)

@@ -12,12 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dinfer.canvas import BlockView, Canvas, Lanes, Phase, Status, span
+from dinfer.canvas import BlockView, Canvas, Lanes, Phase, Status
+from dinfer.commits import commit
 from dinfer.compose import Recipe
 from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
+from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.token_stats import TokenStats, token_stats
-from dinfer.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, StepShape
+from dinfer.protocols import BlockAfter, Moved, Proposal, State, StepShape
 from dinfer.state import BatchState
 
 Interval = tuple[Tensor, Tensor]
@@ -63,21 +65,12 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         logits_BWV = None
         logits_RLV = model.logits(take(h_BWD, window.logits_RL))
 
-    # The commits: the decoder says which positions, the step keeps the promises every decoder may rely on.
+    # The commits: the decoder says which positions, `dinfer.commits` keeps the promises every decoder may rely on.
     view = block_view(recipe, state, shape, lanes)
     stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
-    written_RL = ~view.given_RL if decoder.edits else view.masked_RL
-    broken_B = (written_RL & ~stats.finite_RL).view(slot_B.shape[0], -1).any(-1) & lanes.live_B
-    able_R1 = rows_of(lanes.live_B & ~broken_B, shape.blocks)[:, None]
-    commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, decoder.edits)
-    commit_RL = commit_RL & able_R1
-    remask_RL = allowed_remasks(proposal, commit_RL, view, decoder.edits) & able_R1
-    left_RL = (view.masked_RL & ~commit_RL) | remask_RL
-    blank_RL = what_is_left(recipe, lanes, view, proposal)
-    token_RL = torch.where(left_RL, blank_RL, token_RL)
-    open_RL = remask_RL if spec.mask_id is not None else left_RL & able_R1  # other masks are there already
-    canvas.write(slot_B, *fold(slot_B, view.pos_RL, token_RL, commit_RL, open_RL))
+    blank_RL = what_is_left(recipe, view, proposal)
+    commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
     elif iteration.scores == "adjusted":
@@ -86,29 +79,26 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         iteration.observe(model, adjusted_BXV, pos_BX, lanes, iteration_state)
 
     # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
-    finished_R = ~left_RL.any(-1) if proposal.busy_R is None else ~left_RL.any(-1) & ~proposal.busy_R
+    finished_R = commits.finished_R if proposal.busy_R is None else commits.finished_R & ~proposal.busy_R
     if (lingers_B := cache.lingers(lanes, shape.phase, cache_state)) is not None:
         finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
-    after_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(
-        tokens_BKL=after_RL.view(*by_block, -1),
+        tokens_BKL=commits.tokens_RL.view(*by_block, -1),
         given_BKL=view.given_RL.view(*by_block, -1),
-        stop_BKL=(canvas.is_stop(after_RL) & (view.pos_RL >= 0)).view(*by_block, -1)
-        & (lanes.stops_B > 0)[:, None, None],
-        open_BKL=left_RL.view(*by_block, -1),
+        stop_BKL=commits.stop_RL.view(*by_block, -1),
+        open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
         next_B=canvas.next_open(slot_B, lanes.end_B),
     )
     lanes.forwards_B = lanes.forwards_B + 1
     if cache.reuses and shape.phase == Phase.FULL:
         lanes.refreshes_B = lanes.refreshes_B + 1
-    gained_RL = (commit_RL & view.masked_RL).to(torch.int64) - remask_RL.to(torch.int64)
-    lanes.committed_B = lanes.committed_B + gained_RL.view(slot_B.shape[0], -1).sum(-1)
+    lanes.committed_B = lanes.committed_B + commits.gained_B
     lanes.step_BK, lanes.quota_BK = lanes.step_BK + 1, view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after)
     state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
-    finish(lanes, moved, broken_B, cache.next_phase(lanes, moved, shape.phase, cache_state))
+    finish(lanes, moved, commits.broken_B, cache.next_phase(lanes, moved, shape.phase, cache_state))
 
     canvas.store(lanes)
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
@@ -143,18 +133,18 @@ def settle(canvas: Canvas, lanes: Lanes, settled_B: Tensor, kept_B: Tensor, phas
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
-    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-    tokens_BX, status_BX = state.canvas.gather(lanes.slot_B, pos_BX)
-    pos_RL, tokens_RL, status_RL = (t.view(-1, shape.block) for t in (pos_BX, tokens_BX, status_BX))
-    masked_RL = (status_RL == int(Status.OPEN)) & (pos_RL >= 0)
-    step_R = lanes.step_BK.flatten()
+    canvas = state.canvas
+    pos_RL, tokens_RL, masked_RL, given_RL, quota_R = active_rows(
+        canvas.tokens_NS, canvas.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
+        block=shape.block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+    )  # fmt: skip
     return BlockView(
         pos_RL=pos_RL,
         tokens_RL=tokens_RL,
         masked_RL=masked_RL,
-        given_RL=(status_RL == int(Status.GIVEN)) | (pos_RL < 0),
-        step_R=step_R,
-        quota_R=torch.where(step_R == 0, masked_RL.sum(-1), lanes.quota_BK.flatten()),
+        given_RL=given_RL,
+        step_R=lanes.step_BK.flatten(),
+        quota_R=quota_R,
         floor_R=rows_of(recipe.iteration.floor(lanes), shape.blocks),
         must_progress_R=recipe.iteration.must_progress(lanes).flatten(),
         forward_R=rows_of(lanes.steps_B, shape.blocks),
@@ -185,32 +175,7 @@ def proposed_tokens(
     ), logits_RLV  # fmt: skip
 
 
-def allowed_commits(
-    proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
-) -> tuple[Tensor, Tensor]:
-    """Which positions to write and what: the proposal without what may not be written, and with one commit where a
-    row must progress but chose none. A decoder that drafts may choose none.
-
-    That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
-    no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
-    """
-    commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
-    token_RL = stats.token_RL
-    if proposal.token_RL is not None:
-        wanted_RL = proposal.token_RL
-        valid_RL = (wanted_RL >= 0) & (wanted_RL < spec.vocab)
-        if spec.mask_id is not None:
-            valid_RL = valid_RL & (wanted_RL != spec.mask_id)
-        commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
-    if proposal.draft_RL is not None:
-        return commit_RL, token_RL
-    score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
-    best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
-    stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
-    return commit_RL | (best_RL & stuck_R[:, None]), token_RL
-
-
-def what_is_left(recipe: Recipe, lanes: Lanes, view: BlockView, proposal: Proposal) -> Tensor | int:
+def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor | int:
     """What open positions hold after this step: the mask token, or, where models have none, drafts and noise."""
     spec = recipe.model.spec
     if spec.mask_id is not None:
@@ -218,20 +183,6 @@ def what_is_left(recipe: Recipe, lanes: Lanes, view: BlockView, proposal: Propos
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
-
-
-def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
-    """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
-
-    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`).
-    """
-    if proposal.remask_RL is None or not edits:
-        return torch.zeros_like(commit_RL)
-    remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
-    free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
-    if proposal.retry_R is not None:
-        free_R = free_R | proposal.retry_R
-    return remask_RL & (free_R | ~view.must_progress_R)[:, None]
 
 
 def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:
@@ -243,12 +194,7 @@ def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None
 
 def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
     """One value a lane, repeated for each of its blocks. [B] -> [R]"""
-    return flags_B.repeat_interleave(blocks, 0)
-
-
-def fold(slot_B: Tensor, *tensors_RL: Tensor) -> tuple[Tensor, ...]:
-    """Rows of blocks as rows of lanes. [R, L] -> [B, K * L]"""
-    return tuple(t.view(slot_B.shape[0], -1) for t in tensors_RL)
+    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)
 
 
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.kernels.sweep import leave_blocks
 from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
 from dinfer.registry import option
 
@@ -46,21 +47,19 @@ class AlignedSweep(Iteration):
         """Where it ends, in a canvas without an end. int64 [B]"""
         return self.next_start(open_B) + self.block
 
-    def stopped(self, after: BlockAfter) -> Tensor:
-        """Rows that end at a stop token now. bool [B]"""
-        stop_BX = (after.stop_BKL & ~after.given_BKL).flatten(1) & (self.stop != "off")
-        if self.stop == "cut":
-            return (stop_BX & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
-        return stop_BX.any(-1) & after.finished_BK.all(-1)
+    @property
+    def stop_rule(self) -> tuple[str, bool]:
+        """What a stop token does, and whether those of the prompt count too."""
+        return self.stop, False
 
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
-        leave_B = after.finished_BK.all(-1)
-        done_B = self.stopped(after) | (leave_B & (after.next_B >= lanes.length_B))
-        entered_B = leave_B & ~done_B
-        end_B = torch.minimum(self.next_end(after.next_B), lanes.length_B)
-        lanes.start_B = torch.where(entered_B, self.next_start(after.next_B), lanes.start_B)
-        lanes.end_B = torch.where(entered_B, end_B, lanes.end_B)
-        lanes.block_B = lanes.block_B + leave_B
+        stop, prompt = self.stop_rule
+        leaves_B, entered_B, done_B, lanes.start_B, lanes.end_B = leave_blocks(
+            after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
+            after.next_B, lanes.length_B, (lanes.start_B, lanes.end_B),
+            (self.next_start(after.next_B), self.next_end(after.next_B)), stop=stop, prompt=prompt,
+        )  # fmt: skip
+        lanes.block_B = lanes.block_B + leaves_B
         return Moved(entered_B, done_B)
 
 
@@ -81,7 +80,9 @@ class BlockSweep(AlignedSweep):
     def next_start(self, open_B: Tensor) -> Tensor:
         return super().next_start(open_B) if self.align else open_B
 
-    def stopped(self, after: BlockAfter) -> Tensor:
-        if self.compat is None:
-            return super().stopped(after)
-        return after.stop_BKL.flatten(1).any(-1) & after.finished_BK.all(-1)
+    def next_end(self, open_B: Tensor) -> Tensor:
+        return super().next_end(open_B) if self.align else open_B + self.block
+
+    @property
+    def stop_rule(self) -> tuple[str, bool]:
+        return super().stop_rule if self.compat is None else ("block", True)

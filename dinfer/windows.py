@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas, span
+from dinfer.canvas import Canvas
+from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.compact import compact
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Phase, State, StepShape, Window
 
@@ -34,12 +35,17 @@ class WindowCache(CachePolicy):
         return stop - max(start - max(back, spec.shift), 0)
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        first_B, stop_B = torch.zeros_like(lanes.start_B), horizon_B(spec, lanes)
-        if shape.phase != Phase.FULL:
-            back, ahead = self.reach()
-            first_B = (lanes.start_B - max(back, spec.shift)).clamp_min(0)
-            if ahead is not None:
-                stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, stop_B).clamp_min(1)
+        if shape.phase == Phase.FULL:
+            return contiguous(lanes, spec, shape, torch.zeros_like(lanes.start_B), horizon_B(spec, lanes))
+        back, ahead = self.reach()
+        back = max(back, spec.shift)
+        first_B = (lanes.start_B - back).clamp_min(0) if back else lanes.start_B
+        if ahead is None:
+            stop_B = horizon_B(spec, lanes)
+        elif ahead or spec.shift:
+            stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, horizon_B(spec, lanes)).clamp_min(1)
+        else:
+            stop_B = lanes.end_B
         return contiguous(lanes, spec, shape, first_B, stop_B)
 
     def exact(self, causal_block: int | None) -> bool:
@@ -48,10 +54,11 @@ class WindowCache(CachePolicy):
 
 def contiguous(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor, stop_B: Tensor) -> Window:
     """The window `[first, stop)` of each row, which holds the logits of its active region."""
-    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-    logits_BX = torch.where(pos_BX >= 0, (pos_BX - spec.shift).clamp_min(0) - first_B[:, None], -1)
-    logits_RL = logits_BX.clamp_max(shape.width - 1).view(-1, shape.block)  # in bounds where the row does not fit
-    return Window(span(first_B, stop_B, shape.width), stop_B - first_B <= shape.width, logits_RL)
+    pos_BW, fits_B, logits_BX = window_positions(
+        first_B, stop_B, lanes.start_B, lanes.end_B,
+        width=shape.width, active=shape.blocks * shape.block, shift=spec.shift,
+    )  # fmt: skip
+    return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block))
 
 
 def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor) -> Window:
@@ -78,5 +85,5 @@ def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
         return lanes.end_B
     if spec.causal_block is None:
         return lanes.length_B
-    last_B = (lanes.end_B - spec.shift).clamp_min(1)
+    last_B = (lanes.end_B - spec.shift).clamp_min(1) if spec.shift else lanes.end_B
     return torch.minimum(-(-last_B // spec.causal_block) * spec.causal_block, lanes.length_B)

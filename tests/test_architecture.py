@@ -18,7 +18,7 @@ COMPONENT = CORE | {"registry"}
 # What each module or package of dinfer may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
-    "canvas": set(),
+    "canvas": {"kernels"},
     "registry": set(),
     "problems": set(),
     "spec": set(),
@@ -37,10 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shards": set(),
     "catalog": set(),
     "adapters": {"shards", "spec"},
-    "checkpoint": {"adapters", "protocols", "registry", "shards", "spec"},
+    "quantized": {"shards", "spec"},
+    "checkpoint": {"adapters", "protocols", "quantized", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
-    "step": CORE | {"compose", "guidance", "state"},
+    "commits": CORE,
+    "step": CORE | {"commits", "compose", "guidance", "state"},
     "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},

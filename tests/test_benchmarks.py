@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.command_line import write_checkpoint
 
-from benchmarks import dataset, single
+import dinfer.kernels
+from benchmarks import dataset, parts, single, step, throughput
+from benchmarks.feeds import apart, plain_tokens, random_prompts
+from benchmarks.limits import operations, weight_bytes
+from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.prompts import Prompt, read_prompts
+from benchmarks.shapes import shape
+from dinfer.canvas import Phase
+from dinfer.checkpoint import random_network
+from dinfer.compose import Recipe, compose
+from dinfer.layers.linear import FLOAT8, quantize
+from dinfer.protocols import StepShape
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +136,109 @@ def test_a_single_prompt_is_timed(tmp_path: Path, checkpoint: str, capsys: pytes
     assert capsys.readouterr().out.splitlines()[-1].startswith("median: ")
     with pytest.raises(SystemExit, match="--repeats=0 must be at least 1"):
         single.main(["--repeats", "0", *settings])
+
+
+def random_recipe(name: str) -> Recipe:
+    family, spec = shape(name)
+    torch.manual_seed(0)
+    model = random_network(family, spec, dtype=torch.float32, device=torch.device("cpu"))
+    iteration, cache = ("blockwise", "dual") if spec.causal_block is None else ("block_diffusion", "block")
+    return compose(model, iteration={"name": iteration, "stop": "off"}, decoder="threshold", cache=cache)
+
+
+def test_prompts_have_no_special_token() -> None:
+    _, spec = shape("small")
+    assert plain_tokens(spec) == range(510)
+    assert plain_tokens(replace(spec, mask_id=None, eos_id=1, stop_ids=(1, 106))) == range(107, 512)
+    some, more = random_prompts(spec, 2, 8), random_prompts(spec, 3, 8)
+    assert some == more[:2] and {len(prompt) for prompt in more} == {8}
+
+
+def test_apart_masks_are_fed_tokens_of_their_own_and_reach_more_experts() -> None:
+    alike, recipe = random_recipe("small-llada2"), apart(random_recipe("small-llada2"))
+    prompts = random_prompts(recipe.model.spec, 1, 32)
+    assert step.experts_read(recipe, prompts) > step.experts_read(alike, prompts) + 1
+    mask, slots = recipe.model.spec.mask, torch.tensor([0, 1])
+    canvas = dinfer.canvas.Canvas.alloc(2, 64, 1, (510,), "cpu")
+    tokens_BW, pos_BW = torch.full((2, 8), mask), torch.arange(8).expand(2, -1)
+    tokens_BW[:, 0] = 7
+    fed_BWD = []
+    for forwards in range(2):
+        lanes = canvas.lanes(slots, Phase.WINDOW)
+        lanes.forwards_B = lanes.forwards_B + forwards
+        fed_BWD.append(recipe.iteration.embed(recipe.model, tokens_BW, pos_BW, lanes, {}))
+    given_BWD = torch.stack(fed_BWD)[:, :, :1]
+    assert (given_BWD == recipe.model.embed(torch.tensor(7))).all()
+    masked = torch.stack(fed_BWD)[:, :, 1:].flatten(0, 2)
+    assert masked.unique(dim=0).shape[0] == 2 * 2 * 7  # every forward, row and position
+    noisy = replace(recipe.model.spec, mask_id=None)
+    assert "open positions of this one hold noise" in str(recipe.iteration.unfit(noisy))
+
+
+def test_what_a_step_reads_and_multiplies() -> None:
+    model = random_recipe("small-llada2").model
+    spec, each = model.spec, 3 * 64 * 32
+    linear = 3 * (64 * (4 + 2 + 2) * 16 + 4 * 16 * 64) + 3 * 64 * 128 + 2 * (64 * 16 + each)  # one dense layer, 2 mixed
+    work = operations(model, positions=40, decoded=32, keys=100)
+    assert work["weights"] == 2 * (40 * (linear + 2 * 4 * each) + 32 * 64 * 512)
+    assert work["attention"] == 2 * 3 * 40 * 100 * 2 * spec.heads * spec.head_dim
+    everything = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
+    assert weight_bytes(model, None) == everything
+    assert weight_bytes(model, 8) == pytest.approx(everything - 2 * (8 * each + 8) * 4)  # the bias is counted with them
+    quantize(model, FLOAT8)
+    assert everything / 4 < weight_bytes(model, None) < everything / 3
+
+
+def test_kernels_are_summed_by_part_and_no_moment_twice() -> None:
+    spans = [Span("_linear", 0, 10), Span("_swiglu", 4, 12), Span("_linear", 20, 30), Span("void nvjet_x", 30, 31)]
+    spans += [Span("void at::native::where<4>", 22, 25)]
+    rows = by_kernel(spans, 2)
+    assert {row["kernel"]: row["own_us"] for row in rows} == {
+        "_linear": 10.0, "_swiglu": 1.0, "nvjet_x": 0.5, "where<4>": 0.0
+    }  # fmt: skip
+    found = by_part(rows, step_ms=0.020)
+    assert found["linear"] == {"calls": 1.5, "us": 10.5, "own_us": 10.5} and found["gate"]["us"] == 4.0
+    assert found["rest"] == {"calls": 0.5, "us": 1.5, "own_us": 0.0}
+    assert sum(row["own_us"] for row in found.values()) == pytest.approx(20)
+
+
+def test_kernels_are_parts_by_the_file_they_are_in() -> None:
+    names = {path.stem for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py")}
+    assert set(parts.FILES) <= names, "benchmarks/parts.py names a file that is gone"
+    assert set(parts.FILES.values()) <= set(parts.PARTS)
+    assert parts.part_of("_linear") == parts.part_of("nvjet_sm90_tst_96x64_TNN") == "linear"
+    assert parts.part_of("_expert_linear") == "experts" and parts.part_of("_swiglu") == "gate"
+    assert parts.part_of("Memcpy DtoH (Device -> Pinned)") == "rest"
+
+
+def test_the_longest_run_of_window_steps_is_profiled() -> None:
+    narrow = StepShape(Phase.WINDOW, 1, 32, 1, 32, 8)
+    wide, full = replace(narrow, width=64), replace(narrow, phase=Phase.FULL)
+    assert longest([full, narrow, wide, narrow, narrow, narrow, full, narrow]) == (3, 6)
+    assert longest([full, *[narrow] * 99]) == (1, 1 + parts.LONGEST)
+
+
+@pytest.mark.parametrize(
+    "options", ["--shape small", "--shape small-llada2 --spread --iteration block_diffusion --cache block"]
+)
+def test_a_step_is_timed(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    step.main([*options.split(), "--device", "cpu", "--prompt", "32", "--new", "32", "--out", str(out)])
+    found = json.loads(out.read_text())
+    timed, mixed = found["eager"], "llada2" in options
+    assert timed["repeats_itself"] and (timed["lanes"], timed["width"]) == (1, 32)
+    assert sum(row["launches"] for row in timed["steps"]) == 32 + mixed  # a prefill
+    assert (found["experts_read"] is not None) == mixed
+    assert 0 < found["without_network"]["share"] < 1
+    assert found["profile"]["steps"] == parts.LONGEST and found["profile"]["kernels"]
+    assert "between kernels" in capsys.readouterr().out
+
+
+def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> None:
+    out = tmp_path / "throughput.json"
+    args = "--shape small-llada2 --device cpu --in-flight 2 --rounds 1 --prompt 32 --new 32 --spread"
+    throughput.main([*args.split(), "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["setting"]["spread"] and found["runs"][0]["requests"] == 2
+    with pytest.raises(SystemExit):
+        throughput.main(["--spread", "--model", "tiny"])

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from support.families import CONFIGS, EXPERTS, family_for, random_model
 
 from dinfer.checkpoint import load_network, save_network
+from dinfer.layers.linear import QUANTIZED
+from dinfer.layers.linear import quantize as quantize_network
 from dinfer.shards import CheckpointError, read, stored
 from tools import convert as tool
 
@@ -50,6 +52,24 @@ def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
     networks = [load_network(tmp_path / f, family, dtype=None, device=cpu) for f in ("source", "fused", "back")]
     for other in networks[1:]:
         assert all(map(torch.equal, networks[0].parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_weights_in_8_bits_are_those_that_loading_rounds(name: str, quantize: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", name)
+    tool.convert(source, tmp_path / "apart", quantize=quantize, shard=9000)
+    tool.convert(source, tmp_path / "fused", quantize=quantize, fused=True)
+    family, cpu = family_for(CONFIGS[name]), torch.device("cpu")
+    want = load_network(source, family, dtype=None, device=cpu)
+    quantize_network(want, QUANTIZED[quantize])
+    for folder in ("apart", "fused"):
+        got = load_network(tmp_path / folder, family, dtype=None, device=cpu)
+        for mine, theirs in ((got.named_parameters(), want.parameters()), (got.named_buffers(), want.buffers())):
+            for (what, tensor), other in zip(mine, theirs, strict=True):
+                assert tensor.dtype == other.dtype and torch.equal(tensor.float(), other.float()), what
+        with pytest.raises(ValueError, match=r"quantization_config=.* is not supported"):
+            tool.convert(tmp_path / folder, tmp_path / "again", quantize=quantize)
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

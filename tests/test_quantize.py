@@ -109,7 +109,7 @@ def test_the_model_in_the_box_in_4_bits() -> None:
         "How many does each friend get?"  # fmt: skip
     whole, packed = (dinfer.load("tiny", device="cpu", quantize=name) for name in (None, "int4"))
     sizes = [
-        sum(layer.weight.nbytes + (0 if layer.scale is None else layer.scale.nbytes) for layer in layers)
+        sum(layer.weight.nbytes + (0 if layer.weight_scale is None else layer.weight_scale.nbytes) for layer in layers)
         for layers in ([m for m in p.model.modules() if isinstance(m, Linear)] for p in (whole, packed))
     ]
     assert sizes[1] == sizes[0] * (4 + 16 / 128) / 32

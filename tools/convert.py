@@ -1,9 +1,12 @@
-"""Writes a checkpoint with the experts of each layer in two tensors, or each in three of its own again.
+"""Writes a checkpoint with the experts of each layer in two tensors or each in three of its own again, or in 8 bits.
 
-    python -m tools.convert IN OUT --experts fused|separate
+    python -m tools.convert IN OUT [--experts fused|separate] [--quantize fp8|int8]
 
-Loading needs neither: both are read as they are. Fused is the layout of dInfer's converter (`mlp.w1` [X, 2M, D], gate
-rows first, and `mlp.w2` [X, D, M]), with far fewer tensors. Values are copied bit for bit. IN is a folder or hub name.
+Loading needs neither: both layouts are read as they are, and `quantize=` rounds after loading. Fused is the layout of
+dInfer's converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), with far fewer tensors. Values are
+copied bit for bit. With --quantize, what `quantize=` would round is written rounded, each output at a scale of its own,
+as "compressed-tensors": half the file, and loading needs no memory for the weights before they are rounded. IN is a
+folder or hub name.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dinfer.checkpoint import check, family_of, layout, locate, read_config, read_spec
+from dinfer.kernels.linear import round_rows
+from dinfer.layers.linear import QUANTIZED
+from dinfer.quantized import FIELD, roundable
 from dinfer.registry import MODELS
-from dinfer.shards import CheckpointError, Stored, read, stored
+from dinfer.shards import CheckpointError, Stored, read, read_object, stored
 from dinfer.spec import Placement
 
 SHARD = 5 * 10**9  # bytes
@@ -28,15 +35,21 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 INDEX = "model.safetensors.index.json"
 
 
-def convert(source: Path, target: Path, *, fused: bool, shard: int = SHARD) -> None:
-    """Reads the checkpoint in one folder and writes it to another, new one. Raises CheckpointError."""
+def convert(
+    source: Path, target: Path, *, fused: bool | None = None, quantize: str | None = None, shard: int = SHARD
+) -> None:
+    """Reads the checkpoint in one folder and writes it to another, new one. Raises CheckpointError.
+
+    `fused`: None leaves experts as they are stored. `quantize`: "fp8" or "int8".
+    """
     config = read_config(source)
     family = MODELS.build({"name": family_of(config), "checkpoint": str(source)})
     spec = read_spec(family, config)
     tensors = stored(source)
-    have, want = layout(family, spec, tensors), family.weights(spec, fused=fused)
+    have = layout(family, spec, tensors)
+    want = have if fused is None else family.weights(spec, fused=fused)
     check(source, tensors, have)
-    if have == want:
+    if have == want and fused is not None:
         raise CheckpointError(f"{source} has no experts, or they are {'fused' if fused else 'separate'} already")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new folder")
@@ -44,7 +57,14 @@ def convert(source: Path, target: Path, *, fused: bool, shard: int = SHARD) -> N
     for path in {path for pattern in COPIED for path in source.glob(pattern)}:
         if path.name != INDEX:
             shutil.copy2(path, target / path.name)
-    write(target, regrouped(tensors, have, want, fused), shard)
+    made = regrouped(tensors, have, want, bool(fused))
+    if quantize is not None:
+        with torch.device("meta"):
+            narrow = roundable(family.network(spec)).keys()
+        made = rounded(made, {name for name, place in want.items() if place.parameter in narrow}, QUANTIZED[quantize])
+        config = read_object(source / "config.json") | {FIELD: described(quantize)}
+        (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write(target, made, shard)
 
 
 def regrouped(
@@ -65,6 +85,27 @@ def regrouped(
             raise CheckpointError(f"the experts for {name} are of different dtypes, {', '.join(sorted(dtypes))}")
         else:
             yield name, torch.cat([tensor.clone() for _, tensor in read(tensors, own)]).view(whole[name].shape)
+
+
+def rounded(
+    tensors: Iterator[tuple[str, Tensor]], names: Collection[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, those that are named in 8 bits and followed by the scales of their outputs."""
+    for name, tensor in tensors:
+        if name in names:
+            made = round_rows(tensor, dtype)
+            yield name, made.values
+            yield f"{name}_scale", made.scale[..., None]
+        else:
+            yield name, tensor
+
+
+def described(quantize: str) -> dict[str, Any]:
+    """What config.json says of weights rounded so."""
+    kind = "float" if quantize == "fp8" else "int"
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": groups}
 
 
 def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> None:
@@ -96,10 +137,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT", type=Path)
-    parser.add_argument("--experts", choices=("fused", "separate"), required=True)
+    parser.add_argument("--experts", choices=("fused", "separate"))
+    parser.add_argument("--quantize", choices=("fp8", "int8"))
     given = parser.parse_args()
+    if given.experts is None and given.quantize is None:
+        parser.error("nothing to do: give --experts, --quantize or both")
+    fused = None if given.experts is None else given.experts == "fused"
     try:
-        convert(locate(given.source), given.target, fused=given.experts == "fused")
+        convert(locate(given.source), given.target, fused=fused, quantize=given.quantize)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -72,6 +72,8 @@ class BlockCache(CachePolicy):
         # What was finished when the step began has just been computed, but for a prefill, which leaves out the block
         # whose logits decode the first position.
         final_B = lanes.start_B // (spec.causal_block or 1) * (spec.causal_block or 1)
+        if not spec.shift:  # then it leaves out none
+            return final_B
         return torch.where(lanes.phase_B == int(Phase.PREFILL), self._settled_B(lanes, spec), final_B)
 
     def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
@@ -85,4 +87,5 @@ class BlockCache(CachePolicy):
     def _settled_B(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
         """`_settled` on the device. int64 [B]"""
         block = spec.causal_block or 1
-        return (lanes.start_B - spec.shift).clamp_min(0) // block * block
+        first_B = (lanes.start_B - spec.shift).clamp_min(0) if spec.shift else lanes.start_B
+        return first_B // block * block

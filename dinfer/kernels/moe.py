@@ -76,7 +76,7 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Gate = swiglu, scales: tuple[Tensor, Tensor] | None = None,
+    gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
     plus_ND: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it, and `plus_ND`. [N, D]
@@ -90,7 +90,7 @@ def expert_mlps(
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
     piece = PIECE if down_XDM.dtype == FLOAT8 and down_XDM.shape[-1] % PIECE == 0 else None
-    up_scale, down_scale = scales or (None, None)
+    up_scale, down_scale = scales
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.token_stats import TokenStats
+
+LONGEST = 128  # rows that the kernel compares all pairs of positions of
 
 
 def confident(
@@ -17,6 +20,13 @@ def confident(
     `compat`: None is Fast-dLLM's rule; "sglang" asks for c > bar; "dinfer" leaves positions that the mask token wins
     out before anything else, and lowers the bar to 1e-5 below the best where that is lower.
     """
+    if compat != "dinfer" and masked_RL.shape[1] <= LONGEST and use_triton(masked_RL):
+        from dinfer.kernels.triton.commit import confident as kernel
+
+        return kernel(
+            stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1, least,
+            above=compat == "sglang",
+        )  # fmt: skip
     bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
     if compat == "dinfer":
         candidate_RL = masked_RL & ~stats.declined_RL

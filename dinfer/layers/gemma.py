@@ -63,6 +63,9 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     """The best experts by softmax, their weights divided by their sum; the router norms and scales its own input."""
 
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         if (experts := spec.experts) is None:
@@ -73,14 +76,17 @@ class Experts(nn.Module):
         self.expert_scale = nn.Parameter(torch.ones(experts.experts))
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
-        self.scales: tuple[Tensor, Tensor] | None = None
+        self.register_buffer("gate_up_scale", None, persistent=False)
+        self.register_buffer("down_scale", None, persistent=False)
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights; see `rounded`."""
+        """Rounds the experts' weights, unless they are already; see `rounded`."""
         if dtype == PACKED:
             raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
-        (self.gate_up, gate_up), (self.down, down) = rounded(self.gate_up, dtype), rounded(self.down, dtype)
-        self.scales = gate_up, down
+        if self.gate_up_scale is None:
+            self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
+        if self.down_scale is None:
+            self.down, self.down_scale = rounded(self.down, dtype)
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -89,7 +95,8 @@ class Experts(nn.Module):
         logits_NX = F.linear(wide_ND, self.router.weight.to(wide_ND.dtype))
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
-        out_ND = expert_mlps(x_BWD.flatten(0, 1), chosen_NC, weights_NC, self.gate_up, self.down, geglu, self.scales)
+        scales = self.gate_up_scale, self.down_scale
+        out_ND = expert_mlps(x_BWD.flatten(0, 1), chosen_NC, weights_NC, self.gate_up, self.down, geglu, scales)
         return out_ND.view_as(x_BWD)
 
 

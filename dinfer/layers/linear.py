@@ -15,11 +15,11 @@ QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
 class Linear(nn.Linear):
     """As torch's, for as few rows as a denoising step has; see `dinfer.kernels.linear.linear`."""
 
-    scale: Tensor | None
+    weight_scale: Tensor | None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
-        self.register_buffer("scale", None, persistent=False)
+        self.register_buffer("weight_scale", None, persistent=False)
 
     @property
     def narrow(self) -> bool:
@@ -27,15 +27,16 @@ class Linear(nn.Linear):
         return self.weight.dtype == FLOAT8
 
     def forward(self, x: Rows) -> Tensor:
-        return linear(x, self.weight, self.bias) if self.scale is None else self._narrow(x)
+        return linear(x, self.weight, self.bias) if self.weight_scale is None else self._narrow(x)
 
     @torch.compiler.disable  # what would be traced is the slow reference
     def _narrow(self, x: Rows) -> Tensor:
-        return linear(x, self.weight, self.bias, self.scale)
+        return linear(x, self.weight, self.bias, self.weight_scale)
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the weights; see `rounded`."""
-        self.weight, self.scale = rounded(self.weight, dtype)
+        """Rounds the weights, unless they are already; see `rounded`."""
+        if self.weight_scale is None:
+            self.weight, self.weight_scale = rounded(self.weight, dtype)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
@@ -57,7 +58,8 @@ def quantized_dtype(name: str) -> torch.dtype:
 def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 
-    Norms, routers, embeddings and a head that is the embedding stay as they are. Raises ValueError for a layer that
+    Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
+    holds rounded. Raises ValueError for a layer that
     cannot be rounded so; the network is of no use then.
     """
     for name, module in network.named_modules():

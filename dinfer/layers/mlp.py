@@ -57,11 +57,13 @@ class Experts(nn.Module):
         self.register_buffer("down_scale", None, persistent=False)
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights; see `rounded`."""
+        """Rounds the experts' weights, unless they are already; see `rounded`."""
         if dtype == PACKED:
             raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
-        self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
-        self.down, self.down_scale = rounded(self.down, dtype)
+        if self.gate_up_scale is None:
+            self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
+        if self.down_scale is None:
+            self.down, self.down_scale = rounded(self.down, dtype)
 
     @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
@@ -69,9 +71,8 @@ class Experts(nn.Module):
         x_ND = x_BWD.flatten(0, 1)
         logits_NX = wide_linear(x_ND, self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
-        scales = None
-        if self.gate_up_scale is not None and self.down_scale is not None:
-            scales = self._by_expert(self.gate_up_scale), self._by_expert(self.down_scale)
+        up, down = self.gate_up_scale, self.down_scale
+        scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
         weights = self._by_expert(self.gate_up), self._by_expert(self.down)
         shared_ND = None if self.shared is None else self.shared(x_ND, pos_BW)
         out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, plus_ND=shared_ND)

@@ -1,4 +1,4 @@
-"""QK-norm and RoPE of queries and keys and the write of keys and values, in one pass over the projections."""
+"""RoPE's table; QK-norm, RoPE and the write of keys and values in one pass over the projections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,39 @@ from torch import Tensor
 
 from dinfer.kernels.rotary import HeadNorm
 from dinfer.kernels.triton.launch import early, follow
+
+
+@triton.jit
+def fitting(x, dtype: tl.constexpr):
+    """In the dtype of a pool: float8 takes what exceeds its range as its largest value."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
+def _rotary_table(pos_ptr, turns_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    inside = pair < half
+    pos = tl.maximum(tl.load(pos_ptr + row), 0).to(tl.float32)
+    angle = pos * tl.load(turns_ptr + pair, mask=inside, other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    at = row * 2 * half + pair
+    tl.store(cos_ptr + at, cos, mask=inside)
+    tl.store(cos_ptr + at + half, cos, mask=inside)
+    tl.store(sin_ptr + at, -sin, mask=inside)
+    tl.store(sin_ptr + at + half, sin, mask=inside)
+
+
+def rotary_table(pos_BW: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dinfer.kernels.rotary.rotary_table`; `turns` as `dinfer.kernels.rotary.turns` gives them."""
+    half = turns.shape[0]
+    cos, sin = (turns.new_empty(*pos_BW.shape, 1, 2 * half) for _ in range(2))
+    _rotary_table[(pos_BW.numel(),)](
+        pos_BW.contiguous(), turns, cos, sin, half, HALF=triton.next_power_of_2(half), num_warps=1, **early(pos_BW)
+    )
+    return cos, sin
 
 
 @triton.jit
@@ -37,8 +70,9 @@ def _rotate_and_store(
     rotated = (wide * cos + wide_swapped * sin).to(x.dtype)
     place = tl.load(write_ptr + row)
     tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
-    tl.store(k_ptr + (place * G + head - H) * E + entry, rotated, mask=inside & (head >= H) & (head < H + G))
-    tl.store(v_ptr + (place * G + head - H - G) * E + entry, x, mask=inside & (head >= H + G))
+    k, v = fitting(rotated, k_ptr.dtype.element_ty), fitting(x, v_ptr.dtype.element_ty)
+    tl.store(k_ptr + (place * G + head - H) * E + entry, k, mask=inside & (head >= H) & (head < H + G))
+    tl.store(v_ptr + (place * G + head - H - G) * E + entry, v, mask=inside & (head >= H + G))
 
 
 def rotate_and_store(

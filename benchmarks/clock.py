@@ -1,0 +1,65 @@
+"""The time that the steps of an engine take, without waiting for any of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from dinfer.engine.engine import Engine
+from dinfer.protocols import StepShape
+
+
+class Clock:
+    """GPU (on a CPU: host) time of every launch, by shape, without waiting for any."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.cuda = engine, engine.device.type == "cuda"
+        self.marks: list[tuple[StepShape, int, Any, Any]] = []
+
+    def __enter__(self) -> Clock:
+        self.launch = self.engine.launcher.launch
+        self.engine.launcher.launch = self._timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.launcher.launch = self.launch  # type: ignore[method-assign]
+
+    def _timed(self, step_shape: StepShape, slots: list[int]) -> None:
+        begin = self._mark()
+        self.launch(step_shape, slots)
+        self.marks.append((self.engine.launcher.bucket(step_shape), len(slots), begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """The shape of each launch, in order."""
+        return [step_shape for step_shape, *_ in self.marks]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Launches of each shape, the rows in them, and what they took; the most time first."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        found = defaultdict(list)
+        for step_shape, rows, begin, end in self.marks:
+            taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
+            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
+        table = [
+            {
+                "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),
+                "rows": round(statistics.fmean(rows for _, rows in values), 2),
+                "median_ms": round(statistics.median(ms for ms, _ in values), 4),
+                "total_ms": round(sum(ms for ms, _ in values), 3),
+            }
+            for (phase, lanes, width, settles), values in found.items()
+        ]  # fmt: skip
+        return sorted(table, key=lambda row: -row["total_ms"])

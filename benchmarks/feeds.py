@@ -1,0 +1,89 @@
+"""What stands in for a trained network: prompts, tokens that choose their experts apart, and no network at all."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.compose import Recipe
+from dinfer.layers.mlp import Experts
+from dinfer.protocols import Attend, Iteration, Lanes, Model, ModelSpec, State
+
+STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
+
+
+def plain_tokens(spec: ModelSpec) -> range:
+    """The longest run of token ids without a special one."""
+    special = sorted({-1, *spec.stop_ids, spec.vocab} | ({spec.mask_id} - {None}))
+    return max((range(a + 1, b) for a, b in zip(special, special[1:], strict=False)), key=len)
+
+
+def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
+    """Prompts of plain tokens, the same every time."""
+    plain, generator = plain_tokens(spec), torch.Generator().manual_seed(1)
+    return torch.randint(plain.start, plain.stop, (count, length), generator=generator).tolist()
+
+
+class Spread(Iteration):
+    """Feeds every masked position a token of its own, another one at every forward of every row."""
+
+    def unfit(self, spec: ModelSpec) -> str | None:
+        if spec.mask_id is None:
+            return "--spread is for models with a mask token; open positions of this one hold noise. Leave it out."
+        return super().unfit(spec)
+
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+        plain = plain_tokens(model.spec)
+        row_B = torch.add(lanes.slot_B, lanes.forwards_B, alpha=64)
+        other_BW = torch.add(pos_BW, row_B[:, None], alpha=STRIDE).remainder_(len(plain)).add_(plain.start)
+        fed_BW = torch.where(tokens_BW == model.spec.mask_id, other_BW, tokens_BW)
+        return super().embed(model, fed_BW, pos_BW, lanes, state)
+
+
+def apart(recipe: Recipe) -> Recipe:
+    """The recipe, its tokens choosing experts independently of each other; changes the network in place.
+
+    To a network with random weights all masks are alike, what attention adds is much the same for all tokens, and a
+    random bias prefers some experts, so few experts are read. Here each mask is fed a token of its own (`Spread`),
+    embeddings are so long that they decide the choice, and the bias is 0. The work of a step is the same but for a
+    handful of small kernels.
+    """
+    model: Any = recipe.model
+    model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
+    for module in model.modules():
+        if isinstance(module, Experts) and module.choice_bias is not None:
+            module.choice_bias.zero_()
+    iteration = recipe.iteration
+    made = type(f"Spread{type(iteration).__name__}", (Spread, type(iteration)), {})
+    values = {field.name: getattr(iteration, field.name) for field in fields(iteration)}  # type: ignore[arg-type]
+    return replace(recipe, iteration=made(**values))
+
+
+class Hollow:
+    """A model without a network: what goes in comes out, and the logits are always the same random ones.
+
+    What a step with it takes is what decoding, commits and cursors take.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.spec, self.dtype, self.device = model.spec, model.dtype, model.device
+        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._logits: dict[Any, Tensor] = {}
+
+    def embed(self, tokens_BW: Tensor) -> Tensor:
+        return self._zero.expand(*tokens_BW.shape, self.spec.hidden)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        return x_BWD
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        shape = h_BLD.shape[:-1]
+        if shape not in self._logits:  # the engine runs a shape once before it captures it
+            self._logits[shape] = torch.randn(*shape, self.spec.vocab, dtype=self.dtype, device=self.device)
+        return self._logits[shape]
+
+    def mix(self, logits_BLV: Tensor) -> Tensor:
+        return self._zero.expand(*logits_BLV.shape[:-1], self.spec.hidden)

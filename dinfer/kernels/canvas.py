@@ -1,0 +1,102 @@
+"""What a step reads of the canvas, the page tables and the cursors: small integers, one launch each on a GPU.
+
+Shape suffixes: N slots, B lanes, K active blocks of a lane, R = B * K, L block length, S canvas length, W query
+positions, P pages, C columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.dispatch import use_triton
+
+
+def lane_columns(rows_NC: Tensor, slot_B: Tensor) -> Tensor:
+    """The columns of the rows that the lanes name. [C, B], contiguous"""
+    if use_triton(rows_NC):
+        from dinfer.kernels.triton.canvas import lane_columns as kernel
+
+        return kernel(rows_NC, slot_B)
+    return rows_NC.index_select(0, slot_B).T.contiguous()
+
+
+def store_columns(rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, columns: list[Tensor]) -> None:
+    """Writes the columns, [B] each, to the rows of the live lanes, in place. No two live lanes name one row."""
+    columns_CB = torch.stack(columns)
+    if use_triton(rows_NC):
+        from dinfer.kernels.triton.canvas import store_columns as kernel
+
+        return kernel(rows_NC, slot_B, live_B, columns_CB)
+    old_BC = rows_NC.index_select(0, slot_B)
+    rows_NC.index_copy_(0, slot_B, torch.where(live_B[:, None], columns_CB.T, old_BC))
+
+
+def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and statuses at the positions of each lane; those of the last column where the position is -1."""
+    if use_triton(tokens_NS):
+        from dinfer.kernels.triton.canvas import canvas_values as kernel
+
+        return kernel(tokens_NS, status_NS, slot_B, pos_BW)
+    index = slot_B[:, None], torch.where(pos_BW >= 0, pos_BW, tokens_NS.shape[1] - 1)
+    return tokens_NS[index], status_NS[index]
+
+
+def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
+    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
+    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
+    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
+
+
+def window_positions(
+    first_B: Tensor, stop_B: Tensor, start_B: Tensor, end_B: Tensor, *, width: int, active: int, shift: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The window `[first, stop)` of each row: its positions, whether `width` is enough, and where its logits are.
+
+    int64 [B, W], -1 behind the window; bool [B]; int64 [B, active], the place in the window of the logits of each
+    position of `[start, end)`, which stand `shift` before it; -1 from `end` on. In bounds where the row does not fit.
+    """
+    if use_triton(first_B):
+        from dinfer.kernels.triton.canvas import window_positions as kernel
+
+        return kernel(first_B, stop_B, start_B, end_B, width, active, shift)
+    pos_BX = span(start_B, end_B, active)
+    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
+    return span(first_B, stop_B, width), stop_B - first_B <= width, logits_BX.clamp_max(width - 1)
+
+
+def active_rows(
+    tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
+    quota_BK: Tensor, *, block: int, open_status: int, given_status: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The active blocks as rows: positions (-1: padding), tokens, which are open, which are given or padding, [R, L]
+    each, and how many masks each block began with: where it begins now, those that are there. int64 [R]
+    """
+    if use_triton(tokens_NS):
+        from dinfer.kernels.triton.canvas import active_rows as kernel
+
+        return kernel(tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status)
+    pos_BX = span(start_B, end_B, step_BK.shape[1] * block)
+    tokens_BX, status_BX = canvas_values(tokens_NS, status_NS, slot_B, pos_BX)
+    pos_RL, tokens_RL, status_RL = (t.view(-1, block) for t in (pos_BX, tokens_BX, status_BX))
+    masked_RL = (status_RL == open_status) & (pos_RL >= 0)
+    quota_R = torch.where(step_BK.flatten() == 0, masked_RL.sum(-1), quota_BK.flatten())
+    return pos_RL, tokens_RL, masked_RL, (status_RL == given_status) | (pos_RL < 0), quota_R
+
+
+def key_places(
+    table_NP: Tensor, slot_B: Tensor, pos_BW: Tensor, *, page: int, pages: int, null: int, scratch: int
+) -> tuple[Tensor, Tensor]:
+    """The first `pages` pages of each lane, [B, pages], and the place in the pool of each position's key, [B * W].
+
+    Padding (-1) and positions whose page is `null` go to the beginning of the page `scratch`.
+    """
+    if use_triton(table_NP):
+        from dinfer.kernels.triton.canvas import key_places as kernel
+
+        return kernel(table_NP, slot_B, pos_BW, page, pages, null, scratch)
+    table_BP, where_BW = table_NP.index_select(0, slot_B), pos_BW.clamp_min(0)
+    own_BW = table_BP.gather(1, torch.div(where_BW, page, rounding_mode="floor"))
+    lost_BW = (pos_BW < 0) | (own_BW == null)
+    place_BW = torch.where(lost_BW, scratch * page, own_BW * page + where_BW % page)
+    return table_BP[:, :pages].contiguous(), place_BW.flatten()

@@ -1,0 +1,177 @@
+"""Small integers of a step, one launch where torch would take up to two dozen; see `dinfer.kernels.canvas`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dinfer.kernels.triton.launch import early, follow
+
+PIECE = 256
+
+
+@triton.jit
+def _lane_columns(rows_ptr, slot_ptr, out_ptr, lanes, columns, LANES: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    column, lane = tl.program_id(0), tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = lane < lanes
+    slot = tl.load(slot_ptr + lane, mask=inside, other=0)
+    tl.store(out_ptr + column * lanes + lane, tl.load(rows_ptr + slot * columns + column, mask=inside), mask=inside)
+
+
+def lane_columns(rows_NC: Tensor, slot_B: Tensor) -> Tensor:
+    lanes, columns = slot_B.shape[0], rows_NC.shape[1]
+    out_CB = rows_NC.new_empty(columns, lanes)
+    _lane_columns[(columns, triton.cdiv(lanes, PIECE))](
+        rows_NC, slot_B, out_CB, lanes, columns, LANES=min(triton.next_power_of_2(lanes), PIECE), num_warps=1,
+        **early(rows_NC),
+    )  # fmt: skip
+    return out_CB
+
+
+@triton.jit
+def _store_columns(
+    rows_ptr, slot_ptr, live_ptr, columns_ptr, lanes, columns, LANES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    follow(EARLY)
+    column, lane = tl.program_id(0), tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = lane < lanes
+    slot = tl.load(slot_ptr + lane, mask=inside, other=0)
+    live = tl.load(live_ptr + lane, mask=inside, other=0) != 0
+    value = tl.load(columns_ptr + column * lanes + lane, mask=inside)
+    tl.store(rows_ptr + slot * columns + column, value, mask=inside & live)
+
+
+def store_columns(rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, columns_CB: Tensor) -> None:
+    columns, lanes = columns_CB.shape
+    _store_columns[(columns, triton.cdiv(lanes, PIECE))](
+        rows_NC, slot_B, live_B, columns_CB, lanes, columns, LANES=min(triton.next_power_of_2(lanes), PIECE),
+        num_warps=1, **early(rows_NC),
+    )  # fmt: skip
+
+
+@triton.jit
+def _canvas_values(
+    tokens_ptr, status_ptr, slot_ptr, pos_ptr, out_ptr, out_status_ptr, length, width,
+    PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside = at < width
+    pos = tl.load(pos_ptr + lane * width + at, mask=inside, other=-1)
+    place = tl.load(slot_ptr + lane) * length + tl.where(pos >= 0, pos, length - 1)
+    tl.store(out_ptr + lane * width + at, tl.load(tokens_ptr + place), mask=inside)
+    tl.store(out_status_ptr + lane * width + at, tl.load(status_ptr + place), mask=inside)
+
+
+def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    pos_BW = pos_BW.contiguous()
+    (lanes, width), length = pos_BW.shape, tokens_NS.shape[1]
+    out_BW, status_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW, dtype=status_NS.dtype)
+    _canvas_values[(lanes, triton.cdiv(width, PIECE))](
+        tokens_NS, status_NS, slot_B, pos_BW, out_BW, status_BW, length, width, PIECE=PIECE, num_warps=1,
+        **early(pos_BW),
+    )  # fmt: skip
+    return out_BW, status_BW
+
+
+@triton.jit
+def _window_positions(
+    first_ptr, stop_ptr, start_ptr, end_ptr, pos_ptr, fits_ptr, logits_ptr, width, active, shift,
+    PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    first, stop = tl.load(first_ptr + lane), tl.load(stop_ptr + lane)
+    start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
+    pos = first + at
+    tl.store(pos_ptr + lane * width + at, tl.where(pos < stop, pos, -1), mask=at < width)
+    wanted = start + at
+    place = tl.where(wanted < end, tl.maximum(wanted - shift, 0) - first, -1)
+    tl.store(logits_ptr + lane * active + at, tl.minimum(place, width - 1), mask=at < active)
+    tl.store(fits_ptr + lane, stop - first <= width, mask=tl.program_id(1) == 0)
+
+
+def window_positions(
+    first_B: Tensor, stop_B: Tensor, start_B: Tensor, end_B: Tensor, width: int, active: int, shift: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    lanes = first_B.shape[0]
+    pos_BW, logits_BX = first_B.new_empty(lanes, width), first_B.new_empty(lanes, active)
+    fits_B = first_B.new_empty(lanes, dtype=torch.bool)
+    _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
+        first_B.contiguous(), stop_B.contiguous(), start_B.contiguous(), end_B.contiguous(), pos_BW, fits_B,
+        logits_BX, width, active, shift, PIECE=PIECE, num_warps=1, **early(first_B),
+    )  # fmt: skip
+    return pos_BW, fits_B, logits_BX
+
+
+@triton.jit
+def _active_rows(
+    tokens_ptr, status_ptr, slot_ptr, start_ptr, end_ptr, step_ptr, quota_ptr, pos_ptr, out_ptr, masked_ptr,
+    given_ptr, began_ptr, length, block, OPEN: tl.constexpr, GIVEN: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    lane, at = row // K, tl.arange(0, L)
+    inside = at < block
+    pos = tl.load(start_ptr + lane) + (row % K) * block + at
+    there = inside & (pos < tl.load(end_ptr + lane))
+    pos = tl.where(there, pos, -1)
+    place = tl.load(slot_ptr + lane) * length + tl.where(there, pos, length - 1)
+    status = tl.load(status_ptr + place)
+    masked = (status == OPEN) & there
+    tl.store(pos_ptr + row * block + at, pos, mask=inside)
+    tl.store(out_ptr + row * block + at, tl.load(tokens_ptr + place), mask=inside)
+    tl.store(masked_ptr + row * block + at, masked, mask=inside)
+    tl.store(given_ptr + row * block + at, (status == GIVEN) | (pos < 0), mask=inside)
+    began = tl.where(tl.load(step_ptr + row) == 0, tl.sum(masked.to(tl.int64), 0), tl.load(quota_ptr + row))
+    tl.store(began_ptr + row, began)
+
+
+def active_rows(
+    tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
+    quota_BK: Tensor, block: int, open_status: int, given_status: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = step_BK.numel()
+    pos_RL, tokens_RL = (tokens_NS.new_empty(rows, block) for _ in range(2))
+    masked_RL, given_RL = (torch.empty_like(pos_RL, dtype=torch.bool) for _ in range(2))
+    quota_R = tokens_NS.new_empty(rows)
+    padded = triton.next_power_of_2(block)
+    _active_rows[(rows,)](
+        tokens_NS, status_NS, slot_B, start_B.contiguous(), end_B.contiguous(), step_BK.contiguous(),
+        quota_BK.contiguous(), pos_RL, tokens_RL, masked_RL, given_RL, quota_R, tokens_NS.shape[1], block,
+        OPEN=open_status, GIVEN=given_status, K=step_BK.shape[1], L=padded,
+        num_warps=min(max(padded // 128, 1), 8), **early(tokens_NS),
+    )  # fmt: skip
+    return pos_RL, tokens_RL, masked_RL, given_RL, quota_R
+
+
+@triton.jit
+def _key_places(
+    table_ptr, slot_ptr, pos_ptr, pages_ptr, place_ptr, columns, width, page, pages,
+    NULL: tl.constexpr, SCRATCH: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    table = table_ptr + tl.load(slot_ptr + lane) * columns
+    pos = tl.load(pos_ptr + lane * width + at, mask=at < width, other=-1)
+    own = tl.load(table + pos // page, mask=pos >= 0, other=NULL)
+    place = tl.where(own == NULL, SCRATCH * page, own * page + pos % page)
+    tl.store(place_ptr + lane * width + at, place, mask=at < width)
+    tl.store(pages_ptr + lane * pages + at, tl.load(table + at, mask=at < pages), mask=at < pages)
+
+
+def key_places(
+    table_NP: Tensor, slot_B: Tensor, pos_BW: Tensor, page: int, pages: int, null: int, scratch: int
+) -> tuple[Tensor, Tensor]:
+    pos_BW = pos_BW.contiguous()
+    (lanes, width), pages = pos_BW.shape, min(pages, table_NP.shape[1])
+    pages_BP, place_X = table_NP.new_empty(lanes, pages), table_NP.new_empty(lanes * width)
+    _key_places[(lanes, triton.cdiv(max(width, pages), PIECE))](
+        table_NP, slot_B, pos_BW, pages_BP, place_X, table_NP.shape[1], width, page, pages, NULL=null,
+        SCRATCH=scratch, PIECE=PIECE, num_warps=1, **early(pos_BW),
+    )  # fmt: skip
+    return pages_BP, place_X

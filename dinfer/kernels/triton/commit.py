@@ -1,0 +1,178 @@
+"""Which positions are confident enough, and the commits of a step: one program for the active blocks of a lane."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dinfer.kernels.triton.launch import early, follow
+
+
+@triton.jit
+def _confident(
+    confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, bar_ptr, least_ptr, out_ptr, least, length,
+    DRAWN: tl.constexpr, LEAST: tl.constexpr, ABOVE: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row, own, other = tl.program_id(0).to(tl.int64), tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
+    bar = tl.load(bar_ptr + row).to(confidence_ptr.dtype.element_ty)
+    if LEAST:
+        least = tl.load(least_ptr + row).to(tl.int32)
+    score, masked, declined = _score(
+        confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, row * length + own, own < length, DRAWN
+    )
+    rival, _, _ = _score(
+        confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, row * length + other, other < length, DRAWN
+    )
+    before = (rival > score) | ((rival == score) & (other < own))
+    rank = tl.sum((before & (other < length)).to(tl.int32), 1)[:, None]
+    sure = score > bar if ABOVE else score >= bar
+    tl.store(out_ptr + row * length + own, (sure | (rank < least)) & masked & ~declined, mask=own < length)
+
+
+@triton.jit
+def _score(confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, at, inside, DRAWN: tl.constexpr):
+    """The probability of what is most likely or was drawn, where there is a mask, and whether that is the mask."""
+    confidence = tl.load(confidence_ptr + at, mask=inside, other=0.0)
+    mask_confidence = tl.load(mask_confidence_ptr + at, mask=inside, other=0.0)
+    masked = tl.load(masked_ptr + at, mask=inside, other=0) != 0
+    declined = mask_confidence > confidence
+    top = tl.maximum(confidence, mask_confidence, propagate_nan=tl.PropagateNan.ALL)
+    if DRAWN:
+        declined = tl.load(drawn_ptr + at, mask=inside, other=0) != 0
+        top = tl.where(declined, mask_confidence, confidence)
+    return tl.where(masked, top, -1.0), masked, declined
+
+
+def confident(
+    confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None, masked_RL: Tensor, bar_R1: Tensor,
+    least: Tensor | int, above: bool,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.rules.confident`; `above`: strictly."""
+    rows, length = masked_RL.shape
+    out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
+    least_R1, least = (least.contiguous(), 0) if isinstance(least, Tensor) else (None, least)
+    read = [confidence_RL, mask_confidence_RL, drawn_RL, masked_RL, bar_R1.expand(rows, 1), least_R1]
+    _confident[(rows,)](
+        *(out_RL if t is None else t.contiguous() for t in read), out_RL, least, length,
+        DRAWN=drawn_RL is not None, LEAST=least_R1 is not None, ABOVE=above,
+        L=triton.next_power_of_2(length), num_warps=4, **early(masked_RL),
+    )  # fmt: skip
+    return out_RL
+
+
+@triton.jit
+def _commit(
+    canvas_ptr, status_ptr, stops_ptr, slot_ptr, live_ptr, minds_ptr, pos_ptr, tokens_ptr, masked_ptr, given_ptr,
+    must_ptr, token_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr, commit_ptr, wanted_ptr, remask_ptr, retry_ptr,
+    blank_ptr, after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr,
+    capacity, vocab, mask_id, stop_count, blocks, length,
+    EDITS: tl.constexpr, DRAFTS: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
+    RETRY: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr, DONE: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    block, column = tl.arange(0, K), tl.arange(0, L)[None, :]
+    row = lane * blocks + block
+    there = (block < blocks)[:, None] & (column < length)
+    at = row[:, None] * length + column
+    pos = tl.load(pos_ptr + at, mask=there, other=-1)
+    old = tl.load(tokens_ptr + at, mask=there, other=0)
+    masked = tl.load(masked_ptr + at, mask=there, other=0) != 0
+    given = tl.load(given_ptr + at, mask=there, other=1) != 0
+    must = tl.load(must_ptr + row, mask=block < blocks, other=0) != 0
+    token = tl.load(token_ptr + at, mask=there, other=0)
+    confidence = tl.load(confidence_ptr + at, mask=there, other=0.0)
+    if DRAWN:
+        declined = tl.load(drawn_ptr + at, mask=there, other=0) != 0
+    else:
+        declined = tl.load(mask_confidence_ptr + at, mask=there, other=0.0) > confidence
+
+    each = lane + tl.zeros((K, 1), tl.int64)  # the interpreter makes numbers of a flag that is no tensor
+    live = tl.load(live_ptr + each) != 0
+    finite = (confidence == confidence) & (tl.abs(confidence) != float("inf"))
+    writable = ~given if EDITS else masked
+    spoilt = tl.max(tl.max((writable & ~finite).to(tl.int32), 1), 0) + tl.zeros((K, 1), tl.int32)
+    broken, able = live & (spoilt > 0), live & (spoilt == 0)
+
+    commit = (tl.load(commit_ptr + at, mask=there, other=0) != 0) & writable & there
+    if WANTED:
+        wanted = tl.load(wanted_ptr + at, mask=there, other=-1)
+        valid = (wanted >= 0) & (wanted < vocab)
+        if MASK:
+            valid = valid & (wanted != mask_id)
+        commit, token = commit & valid, tl.where(valid, wanted, token)
+    if not DRAFTS:
+        score = tl.where(masked & finite, tl.where(declined, confidence - 2.0, confidence), -4.0)
+        best = tl.argmax(tl.where(there, score, -5.0), 1)
+        stuck = must & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
+        commit = commit | ((column == best[:, None]) & stuck[:, None])
+    commit = commit & able
+    remask = commit & ~commit
+    if REMASK:
+        remask = (tl.load(remask_ptr + at, mask=there, other=0) != 0) & ~masked & ~given & ~commit
+        free = tl.sum((commit & masked).to(tl.int32), 1) > tl.sum(remask.to(tl.int32), 1)
+        if RETRY:
+            free = free | (tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0)
+        remask = remask & (free | ~must)[:, None] & able
+
+    left = (masked & ~commit) | remask
+    if BLANK:
+        token = tl.where(left, tl.load(blank_ptr + at, mask=there, other=0), token)
+    else:
+        token = tl.where(left, mask_id, token)
+    opened = remask if MASK else left & able
+    place = tl.load(slot_ptr + lane) * capacity + pos
+    touched = (commit | opened) & (pos >= 0)
+    tl.store(canvas_ptr + place, token, mask=touched)
+    tl.store(status_ptr + place, tl.where(opened, OPEN, DONE).to(tl.uint8), mask=touched)
+
+    after = tl.where(commit | left, token, old)
+    stop = pos < -1
+    for i in range(stop_count):
+        stop = stop | (after == tl.load(stops_ptr + i))
+    stop = stop & (pos >= 0) & (tl.load(minds_ptr + each) > 0)
+    tl.store(after_ptr + at, after, mask=there)
+    tl.store(left_ptr + at, left, mask=there)
+    tl.store(stop_ptr + at, stop, mask=there)
+    tl.store(finished_ptr + row, tl.max(left.to(tl.int32), 1) == 0, mask=block < blocks)
+    gained = (commit & masked).to(tl.int64) - remask.to(tl.int64)
+    tl.store(gained_ptr + lane, tl.sum(tl.sum(gained, 1), 0))
+    tl.store(broken_ptr + each, broken)
+
+
+def commit(
+    tokens_NS: Tensor, status_NS: Tensor, stop_X: Tensor, slot_B: Tensor, live_B: Tensor, stops_B: Tensor,
+    pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor,
+    token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
+    commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
+    blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
+    open_status: int, done_status: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `dinfer.commits.commit`; returns the fields of `dinfer.commits.Commits`."""
+    (rows, length), lanes = pos_RL.shape, slot_B.shape[0]
+    blocks = rows // lanes
+    after_RL = tokens_NS.new_empty(rows, length)
+    left_RL, stop_RL = (torch.empty_like(after_RL, dtype=torch.bool) for _ in range(2))
+    finished_R, broken_B = live_B.new_empty(rows), live_B.new_empty(lanes)
+    gained_B = tokens_NS.new_empty(lanes)
+    read = [
+        pos_RL, tokens_RL, masked_RL, given_RL, must_R, token_RL, confidence_RL, mask_confidence_RL, drawn_RL,
+        commit_RL, wanted_RL, remask_RL, retry_R, blank_RL if isinstance(blank_RL, Tensor) else None,
+    ]  # fmt: skip
+    padded = triton.next_power_of_2(length) * triton.next_power_of_2(blocks)
+    _commit[(lanes,)](
+        tokens_NS, status_NS, stop_X, slot_B, live_B.contiguous(), stops_B.contiguous(),
+        *(after_RL if t is None else t.contiguous() for t in read),
+        after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B,
+        tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
+        EDITS=edits, DRAFTS=drafts, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
+        REMASK=remask_RL is not None, RETRY=retry_R is not None, BLANK=isinstance(blank_RL, Tensor),
+        MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
+        K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),
+        num_warps=min(max(padded // 64, 1), 8), **early(tokens_NS),
+    )  # fmt: skip
+    return after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B

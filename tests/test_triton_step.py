@@ -1,0 +1,217 @@
+"""The small Triton kernels of a step against their torch references, on random canvases and proposals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.models import MASK, VOCAB
+from support.scripted import scripted_spec
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+from dinfer import commits  # noqa: E402
+from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
+from dinfer.kernels import attention, canvas, rotary, rules, sweep  # noqa: E402
+from dinfer.kernels.token_stats import TokenStats  # noqa: E402
+from dinfer.protocols import Proposal  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+SLOTS, CAPACITY, LANES = 5, 70, 3
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any, Any]:
+    """What the kernels give, and what torch gives."""
+    made = []
+    for use in (True, False):
+        for module in (attention, canvas, commits, rotary, rules, sweep):
+            monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
+        made.append(work())
+    return made[0], made[1]
+
+
+def same(got: object, want: object) -> None:
+    if isinstance(want, Tensor):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        return
+    assert isinstance(want, list | tuple) and isinstance(got, list | tuple) and len(got) == len(want)
+    for mine, theirs in zip(got, want, strict=True):
+        same(mine, theirs)
+
+
+def number(high: int, *shape: int, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, device=DEVICE)
+
+
+def chance(*shape: int, p: float = 0.5) -> Tensor:
+    return torch.rand(shape, device=DEVICE) < p
+
+
+def some_canvas(blocks: int = 1) -> Canvas:
+    made = Canvas.alloc(SLOTS, CAPACITY, blocks, (3, 7), DEVICE)
+    made.tokens_NS.copy_(number(VOCAB, *made.tokens_NS.shape))
+    made.status_NS.copy_(number(3, *made.status_NS.shape))
+    made.cursors_NC.copy_(number(99, *made.cursors_NC.shape))
+    made.cursors_NC[:, CURSORS.index("phase_B")] = number(3, SLOTS + 1)
+    made.blocks_NKC.copy_(number(4, *made.blocks_NKC.shape))
+    return made
+
+
+def some_lanes(made: Canvas, length: int, blocks: int = 1) -> Lanes:
+    lanes = made.lanes(torch.tensor([3, 0, SLOTS], device=DEVICE), Phase.WINDOW)
+    lanes.start_B = number(CAPACITY - blocks * length, LANES)
+    lanes.end_B = lanes.start_B + number(blocks * length + 1, LANES, low=1)
+    lanes.stops_B = number(2, LANES)
+    return lanes
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_lanes_are_gathered_and_stored(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    made = some_canvas(blocks)
+    slot_B = torch.tensor([4, 1, 2, SLOTS, SLOTS], device=DEVICE)
+
+    def work() -> list[Tensor]:
+        mine = replace(made, cursors_NC=made.cursors_NC.clone(), blocks_NKC=made.blocks_NKC.clone())
+        lanes = mine.lanes(slot_B, Phase.FULL)
+        lanes.live_B = torch.tensor([True, False, True, False, False], device=DEVICE)
+        lanes.end_B, lanes.step_BK = lanes.end_B + 5, lanes.step_BK + 1
+        mine.store(lanes)
+        return [*(getattr(lanes, f.name) for f in fields(lanes)), mine.cursors_NC, mine.blocks_NKC]
+
+    same(*both(monkeypatch, work))
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(8, 1), (5, 3), (1, 1)])
+def test_active_rows_and_values(monkeypatch: pytest.MonkeyPatch, length: int, blocks: int) -> None:
+    made = some_canvas(blocks)
+    lanes = some_lanes(made, length, blocks)
+    pos_BW = number(CAPACITY, LANES, 9, low=-1)
+
+    def work() -> tuple[object, ...]:
+        rows = canvas.active_rows(
+            made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
+            block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+        )  # fmt: skip
+        return rows, made.gather(lanes.slot_B, pos_BW)
+
+    same(*both(monkeypatch, work))
+
+
+@pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
+def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
+    first_B, start_B = number(20, 9), number(30, 9)
+    stop_B, end_B = first_B + number(2 * width, 9), start_B + number(active + 1, 9)
+    bounds = first_B, stop_B, start_B, end_B
+    same(*both(monkeypatch, partial(canvas.window_positions, *bounds, width=width, active=active, shift=shift)))
+
+
+def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    table_NP, pos_BW = number(9, SLOTS, 6), number(24, LANES, 300, low=-1)
+    slot_B = torch.tensor([2, 0, 4], device=DEVICE)
+    for pages in (3, 6):
+        work = partial(canvas.key_places, table_NP, slot_B, pos_BW, page=4, pages=pages, null=0, scratch=1)
+        same(*both(monkeypatch, work))
+
+
+@pytest.mark.parametrize("block", [None, 1, 4])
+def test_attention_interval(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
+    pos_BW, start_B = number(60, LANES, 7, low=-1), number(5, LANES)
+    end_B = start_B + number(50, LANES)
+    same(*both(monkeypatch, lambda: attention.attention_interval(pos_BW, start_B, end_B, block)))
+
+
+@pytest.mark.parametrize(("dim", "pairs"), [(16, None), (24, None), (32, 5)])
+def test_rotary_table(monkeypatch: pytest.MonkeyPatch, dim: int, pairs: int | None) -> None:
+    pos_BW = number(4096, 2, 6, low=-1)
+    got, want = both(monkeypatch, lambda: rotary.rotary_table(pos_BW, dim, 5e5, torch.bfloat16, pairs))
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == theirs.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def some_stats(rows: int, length: int, dtype: torch.dtype, *, drawn: bool, broken: float) -> TokenStats:
+    confidence_RL = (number(6, rows, length) / 6).to(dtype)  # many are equal
+    confidence_RL = torch.where(chance(rows, length, p=broken), torch.nan, confidence_RL)
+    return TokenStats(
+        number(VOCAB - 1, rows, length), confidence_RL, (number(6, rows, length) / 7).to(dtype),
+        mask_drawn_RL=chance(rows, length) if drawn else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("compat", [None, "sglang", "dinfer"])
+def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, compat: str | None) -> None:
+    for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1))):
+        stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
+        bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
+        same(*both(monkeypatch, partial(rules.confident, stats, masked_RL, bar_R1, least=least, compat=compat)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("masks", [True, False], ids=["masks", "noise"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks: bool, drawn: bool) -> None:
+    for trial in range(24):
+        length = (8, 5, 1)[trial % 3]
+        shape = rows, _ = LANES * blocks, length
+        dtype = torch.float64 if trial % 5 == 4 else torch.float32
+        made = some_canvas(blocks)
+        lanes = some_lanes(made, length, blocks)
+        lanes.live_B = torch.tensor([True, trial % 4 > 0, False], device=DEVICE)
+        pos_RL, tokens_RL, masked_RL, given_RL, quota_R = canvas.active_rows(
+            made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
+            block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+        )  # fmt: skip
+        view = BlockView(
+            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, quota_R, chance(rows, p=0.7), quota_R, quota_R, {}
+        )
+        stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
+        proposal = Proposal(
+            chance(*shape, p=0.3),
+            token_RL=number(VOCAB + 2, *shape, low=-1) if trial % 2 else None,
+            remask_RL=chance(*shape, p=0.3) if trial % 3 else None,
+            retry_R=chance(rows) if trial % 4 == 1 else None,
+            draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
+        )
+        spec = scripted_spec(mask_id=MASK if masks else None)
+        blank_RL = MASK if masks else number(VOCAB, *shape)
+
+        same(*both(monkeypatch, partial(committed, made, lanes, view, stats, proposal, spec, blank_RL, edits)))
+
+
+def committed(made: Canvas, *rest: Any) -> list[Tensor]:
+    """What `commit` returns, and a copy of the canvas after it."""
+    mine = replace(made, tokens_NS=made.tokens_NS.clone(), status_NS=made.status_NS.clone())
+    done = commits.commit(mine, *rest)
+    there = [mine.tokens_NS[:, :-1], mine.status_NS[:, :-1]]  # the last column is scratch
+    return [*(getattr(done, f.name) for f in fields(done)), *there]
+
+
+@pytest.mark.parametrize("stop", ["block", "cut", "off"])
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, blocks: int) -> None:
+    lanes, active = 64, 5 * blocks
+    flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
+    next_B, length_B, *bounds = (number(9, lanes) for _ in range(6))
+    region = tuple(bounds[:2]), tuple(bounds[2:])
+    finished_BK = chance(lanes, blocks, p=0.8)
+    work = partial(
+        sweep.leave_blocks, finished_BK, *flags, next_B, length_B, *region, stop=stop, prompt=prompt
+    )  # fmt: skip
+    same(*both(monkeypatch, work))
