@@ -116,7 +116,6 @@ def main(args: list[str] | None = None) -> None:
     plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
     recipe = apart(plain) if given.spread else plain
     prompts = random_prompts(spec, given.batch, given.prompt)
-    report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
 
     for graphs in (False, True)[: 2 if cuda else 1]:
         memory = torch.cuda.memory_allocated() if cuda else 0
@@ -130,6 +129,7 @@ def main(args: list[str] | None = None) -> None:
     canvases = [report[name].pop("canvas") for name in ("eager", "graph") if name in report]
     report["graph_equals_eager"] = canvases[0] == canvases[-1] if cuda else None
     found = report[name]
+    report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
 
     seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
     keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
