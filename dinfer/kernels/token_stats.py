@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,5 +99,5 @@ def token_stats(
     stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
     if wanted_RL is None:
         return stats
-    there = {f.name: getattr(stats, f.name) for f in fields(stats)}
-    return TokenStats(**{name: t if t is None else t.masked_fill(~wanted_RL, 0) for name, t in there.items()})
+    there: dict[str, Any] = {f.name: getattr(stats, f.name) for f in fields(stats)}
+    return replace(stats, **{name: t.masked_fill(~wanted_RL, 0) for name, t in there.items() if t is not None})
