@@ -16,6 +16,7 @@ from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
+from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -130,7 +131,7 @@ def test_route(reference: None, name: str) -> None:
     router = {"groups": 1, "groups_chosen": 1} | ROUTERS[name]
     bias_X = draw(24) if router.pop("biased", False) else None
     logits_NX = draw(33, 24)
-    got = triton_moe.route(logits_NX, 5, bias_X=bias_X, **router)
+    got = triton_route.route(logits_NX, 5, bias_X=bias_X, **router)
     want = moe.route(logits_NX, 5, bias_X=bias_X, **router)
     for experts, weights, (theirs, their_weights) in zip(*got, zip(*want, strict=True), strict=True):
         order, their_order = experts.argsort(), theirs.argsort()
@@ -151,21 +152,23 @@ ROUTINGS = ("spread", "half alike", "alike")
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize(("rows", "shared"), [(16, False), (16, True), (128, True)])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (33, 8, 1), (20, 64, 6), (300, 5, 3)])
 def test_every_pair_is_in_one_tile_of_its_expert(
-    tokens: int, experts: int, chosen: int, rows: int, routing: str
+    tokens: int, experts: int, chosen: int, rows: int, shared: bool, routing: str
 ) -> None:
     experts_NC = chosen_by(tokens, experts, chosen, routing)
-    plan = triton_moe.plan(experts_NC, experts, rows)
+    plan = triton_moe.plan(experts_NC, experts, rows, shared)
     seen, places = [], []
     for expert, first, place, count in plan.tile_I4.tolist():
         if expert >= 0:
             assert 0 < count <= rows
             seen += [(expert, pair) for pair in plan.pairs_XN[expert, first : first + count].tolist()]
             places += range(place, place + count)
-    assert seen == sorted((expert, pair) for pair, expert in enumerate(experts_NC.flatten().tolist()))
-    assert places == list(range(tokens * chosen))
+    want_NC = torch.cat((experts_NC, experts_NC.new_full((tokens, shared), experts)), 1)
+    want = sorted((expert, pair) for pair, expert in enumerate(want_NC.flatten().tolist()))
+    assert seen == want[tokens * chosen :] + want[: tokens * chosen]  # a shared expert is the last and comes first
+    assert places == list(range(len(want)))
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -177,35 +180,43 @@ def test_expert_mlps(
     reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int, rows: int,
     routing: str,
 ) -> None:  # fmt: skip
-    x_ND, plus_ND = draw(tokens, hidden, dtype=dtype), draw(tokens, hidden, dtype=dtype)
+    x_ND = draw(tokens, hidden, dtype=dtype)
     gate_up_XMD = draw(experts, 2 * width, hidden, dtype=dtype) / hidden**0.5
     down_XDM = draw(experts, hidden, width, dtype=dtype) / width**0.5
     experts_NC = chosen_by(tokens, experts, chosen, routing)
-    weights_NC = torch.rand(tokens, chosen, device=DEVICE)
-    plan = triton_moe.plan(experts_NC, experts, rows)
-    for gated, plus in ((norm.swiglu, plus_ND), (norm.geglu, None)):
-        hidden_PM = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, moe.GATES[gated])
-        got = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down_XDM, plan), weights_NC, plus)
-        want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, plus_ND=plus)
-        torch.testing.assert_close(got, want, **CLOSE[dtype])
+    weights_NC = torch.rand(tokens, chosen, device=DEVICE) / chosen
+    shared = moe.Shared(gate_up_XMD[1].flip(0), down_XDM[1].flip(0))
+    for gated, one in ((norm.swiglu, shared), (norm.geglu, None)):
+        gate_up, down = triton_moe.Weight(gate_up_XMD), triton_moe.Weight(down_XDM)
+        if one is not None:
+            gate_up, down = gate_up._replace(shared=one.gate_up), down._replace(shared=one.down)
+        plan = triton_moe.plan(experts_NC, experts, rows, one is not None)
+        out_PD = triton_moe.expert_linear(triton_moe.gated_linear(x_ND, gate_up, plan, moe.GATES[gated]), down, plan)
+        wide_x, wide_up, wide_down = (t.float() for t in (x_ND, gate_up_XMD, down_XDM))
+        wide = None if one is None else moe.Shared(one.gate_up.float(), one.down.float())
+        want_ND = moe.expert_mlps(wide_x, experts_NC, weights_NC, wide_up, wide_down, gated, shared=wide)
+        got_ND = triton_moe.combine(out_PD, weights_NC)
+        torch.testing.assert_close(got_ND.float(), want_ND, **CLOSE[dtype])
+        got_ND = triton_moe.combine(out_PD, weights_NC, x_ND)
+        torch.testing.assert_close(got_ND.float(), want_ND + wide_x, **CLOSE[dtype])
 
 
 def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
     """Values in float8 would be the same, but the interpreter does not multiply them."""
     tokens, experts, width = 40, 4, 96
     plan = triton_moe.plan(chosen_by(tokens, experts, 2, "spread"), experts, 16)
-    x_PM, down_XDM = draw(2 * tokens, width), draw(experts, 48, width)
+    x_PM, down = draw(2 * tokens, width), triton_moe.Weight(draw(experts, 48, width))
     scale_PG = (torch.rand(3, 2 * tokens, device=DEVICE) + 0.5).mT
     scaled_PM = (x_PM.unflatten(-1, (3, -1)) * scale_PG[..., None]).flatten(1)
-    got = triton_moe.expert_linear(linear.Rounded(x_PM, scale_PG, torch.float32), down_XDM, plan)
-    torch.testing.assert_close(got, triton_moe.expert_linear(scaled_PM, down_XDM, plan), **CLOSE[torch.float32])
+    got = triton_moe.expert_linear(linear.Rounded(x_PM, scale_PG, torch.float32), down, plan)
+    torch.testing.assert_close(got, triton_moe.expert_linear(scaled_PM, down, plan), **CLOSE[torch.float32])
 
 
 def test_gates_are_rounded_piece_by_piece() -> None:
-    x_ND, gate_up_XMD = draw(7, 64), draw(4, 2 * 64, 64) / 8
+    x_ND, gate_up = draw(7, 64), triton_moe.Weight(draw(4, 2 * 64, 64) / 8)
     plan = triton_moe.plan(chosen_by(7, 4, 2, "spread"), 4, 16)
-    want_PM = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, "silu")
-    got = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, "silu", piece=32)
+    want_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
+    got = triton_moe.gated_linear(x_ND, gate_up, plan, "silu", piece=32)
     want = linear.round_rows(want_PM.unflatten(-1, (2, -1)))
     torch.testing.assert_close(got.scale, want.scale)
     pieces = got.values.float().unflatten(-1, (2, -1)) * got.scale[..., None]
@@ -221,8 +232,8 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 
     def run(count: int) -> torch.Tensor:
         plan = triton_moe.plan(experts_NC[:count], 64, 16)
-        hidden_PM = triton_moe.gated_linear(x_ND[:count], gate_up_XMD, plan, "silu")
-        out_PD = triton_moe.expert_linear(hidden_PM, down_XDM, plan)
+        hidden_PM = triton_moe.gated_linear(x_ND[:count], triton_moe.Weight(gate_up_XMD), plan, "silu")
+        out_PD = triton_moe.expert_linear(hidden_PM, triton_moe.Weight(down_XDM), plan)
         return triton_moe.combine(out_PD, weights_NC[:count])
 
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])
@@ -315,14 +326,18 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     experts_NC = torch.rand(rows, 8, device=DEVICE).topk(3).indices
     weights_NC = torch.rand(rows, 3, device=DEVICE)
 
+    alike = moe.Shared(gate_up.values[0], down.values[0], gate_up.scale[0], down.scale[0])
+    other = moe.Shared(draw(80, 512, dtype=torch.bfloat16), draw(512, 40, dtype=torch.bfloat16) / 20)
+
     def outcomes() -> list[torch.Tensor]:
         rounded = [norm.add_rms_norm(x, delta, weight_D, 1e-5, True)[1], norm.swiglu(x, True), linear.round_rows(x)]
+        experts = experts_NC, weights_NC, gate_up.values, down.values
         scales = gate_up.scale, down.scale
         return [
             *(linear.widened(some) for some in rounded),
             linear.linear(rounded[2], weight.values, None, weight.scale),
             linear.linear(x, weight.values, None, weight.scale),
-            moe.expert_mlps(x[0], experts_NC, weights_NC, gate_up.values, down.values, scales=scales),
+            *(moe.expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
         ]
 
     with torch.no_grad():

@@ -1,22 +1,24 @@
 """Mixtures of experts: which experts each token goes to, and what they make of it.
 
 Shape suffixes: N tokens, D hidden size, X experts, C chosen experts of a token, M width of an expert's gated MLP,
-T tokens of a tile, I tiles.
+S width of a shared expert, T tokens of a tile, I tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, Rows, round_rows, widened
+from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows, widened
 from dinfer.kernels.norm import geglu, swiglu
 
 TILE = 16
+TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
 Gate = Callable[[Tensor, bool], Rows]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
@@ -39,7 +41,7 @@ def route(
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
     if allowed_NX is None and use_triton(logits_NX):
-        from dinfer.kernels.triton.moe import route as kernel
+        from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
             logits_NX, chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
@@ -74,12 +76,21 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
     return open_NX.index_select(0, block_N)
 
 
+class Shared(NamedTuple):
+    """An expert that every token goes to with weight 1: [2S, D], [D, S], and scales as in `dinfer.kernels.linear`."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
     gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    plus_ND: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of what each token's experts make of it, and `plus_ND`. [N, D]
+    """The weighted sum of what each token's experts make of it, and what the shared one does. [N, D]
 
     `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
     between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
@@ -94,10 +105,17 @@ def expert_mlps(
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 
-        plan = kernels.plan(experts_NC, experts, kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize))
-        hidden_PM = kernels.gated_linear(x_ND, gate_up_XMD, plan, GATES[gated], up_scale, piece)
-        out_PD = kernels.expert_linear(hidden_PM, down_XDM, plan, down_scale)
-        return kernels.combine(out_PD, weights_NC, plus_ND)
+        many = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
+        gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
+        plus_ND = None
+        if shared is not None and tokens <= TOGETHER and _alike(shared, gate_up_XMD, down_XDM):
+            gate_up = gate_up._replace(shared=shared.gate_up, shared_scale=shared.gate_up_scale)
+            down = down._replace(shared=shared.down, shared_scale=shared.down_scale)
+        elif shared is not None:
+            plus_ND = _shared_mlp(x_ND, gated, shared)
+        plan = kernels.plan(experts_NC, experts, many, gate_up.shared is not None)
+        hidden_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
+        return kernels.combine(kernels.expert_linear(hidden_PM, down, plan), weights_NC, plus_ND)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -117,7 +135,18 @@ def expert_mlps(
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     mixed_ND = torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
-    return mixed_ND if plus_ND is None else mixed_ND + plus_ND
+    return mixed_ND if shared is None else mixed_ND + _shared_mlp(x_ND, gated, shared)
+
+
+def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:
+    """Whether the shared expert is as wide as the others, and its weights are stored as theirs are."""
+    pairs = (shared.gate_up, gate_up_XMD), (shared.down, down_XDM)
+    return all(one.shape == all.shape[1:] and one.dtype == all.dtype for one, all in pairs)
+
+
+def _shared_mlp(x_ND: Tensor, gated: Gate, shared: Shared) -> Tensor:
+    hidden_NS = gated(linear(x_ND, shared.gate_up, None, shared.gate_up_scale), shared.down.dtype == FLOAT8)
+    return linear(hidden_NS, shared.down, None, shared.down_scale)
 
 
 def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.kernels.linear import Rows
-from dinfer.kernels.moe import block_experts, expert_mlps, route, wide_linear
+from dinfer.kernels.moe import Shared, block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.kernels.packed import PACKED
 from dinfer.layers.linear import Linear, rounded
@@ -74,8 +74,10 @@ class Experts(nn.Module):
         up, down = self.gate_up_scale, self.down_scale
         scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
         weights = self._by_expert(self.gate_up), self._by_expert(self.down)
-        shared_ND = None if self.shared is None else self.shared(x_ND, pos_BW)
-        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, plus_ND=shared_ND)
+        shared, one = None, self.shared
+        if one is not None:
+            shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
+        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
         return out_ND.view_as(x_BWD)
 
     def _by_expert(self, rows: Tensor) -> Tensor:

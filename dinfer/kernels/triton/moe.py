@@ -1,4 +1,4 @@
-"""The router's choice, and products of tokens with the experts they chose.
+"""Products of tokens with the experts they chose.
 
 With up to some thousand tokens the time is that of reading the chosen experts' weights. A plan cuts the pairs of token
 and expert into tiles of one expert each, and a program multiplies a tile with some outputs of its expert. Most experts
@@ -21,81 +21,12 @@ from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import round_rows
 
 
-@triton.jit
-def _route(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, experts, scale,
-    C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    follow(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    size = experts // G
-    group, part = tl.arange(0, GROUPS), tl.arange(0, SIZE)
-    lane = group[:, None] * size + part[None, :]  # experts by group, and room up to powers of two
-    inside = (group < G)[:, None] & (part < size)[None, :]
-    logits = tl.load(logits_ptr + token * experts + lane, mask=inside, other=float("-inf"))
-    if SIGMOID:
-        score = tl.sigmoid(logits)
-    else:
-        top = tl.max(logits)
-        sum = tl.sum(tl.exp(logits - top))
-        score = tl.exp(logits - top) / sum
-    rank = score
-    if BIAS:
-        rank += tl.load(bias_ptr + lane, mask=inside, other=0.0)
-    rank = tl.where(inside, rank, float("-inf"))
-    if G > 1:
-        best = tl.max(rank, 1)
-        if SIZE > 1:
-            first = tl.argmax(rank, 1)
-            second = tl.max(tl.where(part[None, :] == first[:, None], float("-inf"), rank), 1)
-            best += second
-        best = tl.where(group < G, best, float("-inf"))
-        kept = group < 0
-        for _ in tl.static_range(KEPT):
-            g = tl.argmax(best, 0)
-            kept = kept | (group == g)
-            best = tl.where(group == g, float("-inf"), best)
-        rank = tl.where(kept[:, None], rank, float("-inf"))
-    rank = tl.reshape(rank, (GROUPS * SIZE,))
-    cell = tl.arange(0, GROUPS * SIZE)
-    place = tl.arange(0, CHOSEN)
-    chosen = tl.zeros((CHOSEN,), tl.int32)
-    for c in tl.static_range(C):
-        at = tl.argmax(rank, 0)
-        chosen = tl.where(place == c, at // SIZE * size + at % SIZE, chosen)
-        rank = tl.where(cell == at, float("-inf"), rank)
-    weight = tl.load(logits_ptr + token * experts + chosen, mask=place < C, other=float("-inf"))
-    weight = tl.sigmoid(weight) if SIGMOID else tl.exp(weight - top) / sum
-    if NORMALIZE:
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(experts_ptr + token * C + place, chosen, mask=place < C)
-    tl.store(weights_ptr + token * C + place, weight * scale, mask=place < C)
-
-
-def route(
-    logits_NX: Tensor, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
-    groups: int, groups_chosen: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.kernels.moe.route`. The experts of a token come with the best first; of equals the first is taken."""
-    logits_NX = logits_NX.contiguous()
-    tokens, experts = logits_NX.shape
-    experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits_NX.device)
-    weights_NC = logits_NX.new_empty(tokens, chosen)
-    _route[(tokens,)](
-        logits_NX, logits_NX if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
-        C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias_X is not None,
-        SIZE=triton.next_power_of_2(experts // groups), CHOSEN=triton.next_power_of_2(chosen),
-        GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits_NX),
-    )  # fmt: skip
-    return experts_NC, weights_NC
-
-
 class Plan(NamedTuple):
     """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
 
-    `pairs_XN`: indices in `experts_NC`, ascending. A tile: its expert, or -1 if it is none, the first of its pairs
-    among those of the expert and in the order of all experts, and how many they are.
+    `pairs_XN`: their numbers, ascending, counted token by token, and with each in the order of `experts_NC`. A shared
+    expert is each token's last and the last of all, but its tiles come first: they are the most. A tile: its expert, or
+    -1 if it is none, the first of its pairs among those of the expert and in the order of tiles, and how many they are.
     """
 
     pairs_XN: Tensor
@@ -106,11 +37,12 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _plan(
-    experts_ptr, pairs_ptr, tile_ptr, tokens, C: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    experts_ptr, pairs_ptr, tile_ptr, tokens, experts, C: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     expert = tl.program_id(0)
+    everyone = expert == experts
     place = tl.arange(0, CHOSEN)[None, :]
     found, before = 0, 0
     for start in range(0, tokens, BLOCK):
@@ -118,13 +50,20 @@ def _plan(
         there = (token < tokens)[:, None] & (place < C)
         chosen = tl.load(experts_ptr + token[:, None] * C + place, mask=there, other=2**30)
         here = tl.sum((chosen == expert).to(tl.int32), 1)
-        pair = token * C + tl.sum(tl.where(chosen == expert, place, 0), 1)
+        pair = token * (C + SHARED) + tl.sum(tl.where(chosen == expert, place, 0), 1)
+        if SHARED:
+            here = tl.where(everyone & (token < tokens), 1, here)
+            pair += tl.where(everyone, C, 0)
         rank = found + tl.cumsum(here, 0) - 1
         tl.store(pairs_ptr + expert.to(tl.int64) * tokens + rank, pair, mask=here > 0)
         found += tl.sum(here, 0)
         before += tl.sum((chosen < expert).to(tl.int32))
+    turn = expert
+    if SHARED:
+        before = tl.where(everyone, 0, before + tokens)
+        turn = tl.where(everyone, 0, expert + 1)
     # Room for an expert's tiles, wherever those of the others end: one more than whole tiles, and whole ones add up.
-    first, end = before // ROWS + expert, (before + found) // ROWS + expert + 1
+    first, end = before // ROWS + turn, (before + found) // ROWS + turn + 1
     for start in range(first, end, 32):
         tile = start + tl.arange(0, 32)
         slot = (tile - first) * ROWS
@@ -135,18 +74,20 @@ def _plan(
         tl.store(fields + 3, tl.minimum(found - slot, ROWS), mask=tile < end)
 
 
-def plan(experts_NC: Tensor, experts: int, rows: int) -> Plan:
+def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False) -> Plan:
     """No expert is in `experts_NC` [N, C] twice for one token."""
-    (tokens, chosen), pairs, device = experts_NC.shape, experts_NC.numel(), experts_NC.device
+    (tokens, chosen), device = experts_NC.shape, experts_NC.device
+    programs, pairs = experts + shared, tokens * (chosen + shared)
     made = Plan(
-        torch.empty(experts, tokens, dtype=torch.int32, device=device),
-        torch.empty(experts + pairs // rows, 4, dtype=torch.int32, device=device),
+        torch.empty(programs, tokens, dtype=torch.int32, device=device),
+        torch.empty(programs + pairs // rows, 4, dtype=torch.int32, device=device),
         rows,
         pairs,
     )
     block, many = min(triton.next_power_of_2(tokens), 1024), triton.next_power_of_2(chosen)
-    _plan[(experts,)](
-        experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, C=chosen, CHOSEN=many, ROWS=rows, BLOCK=block,
+    _plan[(programs,)](
+        experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, experts,
+        C=chosen, CHOSEN=many, SHARED=int(shared), ROWS=rows, BLOCK=block,
         num_warps=min(max(block * many // 1024, 1), 8), **early(experts_NC),
     )  # fmt: skip
     return made
@@ -226,11 +167,11 @@ def _tile(
 
 @triton.jit
 def _expert_linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, tile_ptr, out_ptr, out_scale_ptr,
-    tokens, pairs, width, outputs,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, shared_ptr, shared_scale_ptr, pairs_ptr, tile_ptr, out_ptr,
+    out_scale_ptr, tokens, pairs, width, outputs, experts,
     PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     # Programs next to each other share their rows, and those of one expert its weights, through the L2 cache.
@@ -241,7 +182,10 @@ def _expert_linear(
         return
     pairs_ptr += expert * tokens + tl.load(tile_ptr + 1)
     place, count = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
-    if FEW < ROWS:  # noqa: SIM102 (known when it is compiled, the next one is not)
+    if SHARED:  # noqa: SIM102 (known when it is compiled, the next one is not)
+        if expert == experts:
+            expert, weight_ptr, scale_ptr = expert * 0, shared_ptr, shared_scale_ptr
+    if FEW < ROWS:  # noqa: SIM102 (likewise)
         if count <= FEW:
             _tile(
                 x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
@@ -256,6 +200,15 @@ def _expert_linear(
     )  # fmt: skip
 
 
+class Weight(NamedTuple):
+    """Of all experts, and of one that is shared, if there is one: [X, O, K] and [O, K], scales [X, O] and [O]."""
+
+    each: Tensor
+    scale: Tensor | None = None
+    shared: Tensor | None = None
+    shared_scale: Tensor | None = None
+
+
 class Shape(NamedTuple):
     outputs: int  # of a tile
     depth: int
@@ -263,33 +216,29 @@ class Shape(NamedTuple):
     stages: int
 
 
-def gated_linear(
-    x_ND: Rows, weight_XOD: Tensor, plan: Plan, gate: str, scale_XO: Tensor | None = None, piece: int | None = None
-) -> Rows:
+def gated_linear(x_ND: Rows, weight: Weight, plan: Plan, gate: str, piece: int | None = None) -> Rows:
     """Each token by each of its experts, "silu" or "gelu" of half of the outputs times the other half. [P, O / 2]
 
-    One row for each pair, in the order of the experts. Rounded to float8 by pieces of so many values, if `piece` says
+    One row for each pair, in the order of tiles. Rounded to float8 by pieces of so many values, if `piece` says
     so, whose scales are [P, pieces].
     """
-    out, out_scale = _product(x_ND, weight_XOD, plan, gate, scale_XO, piece)
+    out, out_scale = _product(x_ND, weight, plan, gate, piece)
     return out if out_scale is None else Rounded(out, out_scale.mT, x_ND.dtype)
 
 
-def expert_linear(x_PM: Rows, weight_XOM: Tensor, plan: Plan, scale_XO: Tensor | None = None) -> Tensor:
+def expert_linear(x_PM: Rows, weight: Weight, plan: Plan) -> Tensor:
     """Each row that `gated_linear` made times the matrix of its expert. [P, O]
 
-    The rows that come out are in the order of the tokens, and with each token in that of its experts.
+    The rows that come out are in the order of the tokens, with each in that of its experts, a shared one last.
     """
-    return _product(x_PM, weight_XOM, plan, None, scale_XO, None)[0]
+    return _product(x_PM, weight, plan, None, None)[0]
 
 
-def _product(
-    x: Rows, weight_XOK: Tensor, plan: Plan, gate: str | None, scale_XO: Tensor | None, piece: int | None
-) -> tuple[Tensor, Tensor | None]:
-    if weight_XOK.dtype == FLOAT8 and isinstance(x, Tensor):
+def _product(x: Rows, weight: Weight, plan: Plan, gate: str | None, piece: int | None) -> tuple[Tensor, Tensor | None]:
+    if weight.each.dtype == FLOAT8 and isinstance(x, Tensor):
         x = round_rows(x)
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
-    (_, outputs, width), (rows, pairs) = weight_XOK.shape, plan[2:]
+    (experts, outputs, width), (rows, pairs) = weight.each.shape, plan[2:]
     outputs = outputs // 2 if gate else outputs
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
     many, depth, warps, stages = _shape(rows, values.dtype.itemsize, gate is not None)
@@ -297,12 +246,13 @@ def _product(
     out = values.new_empty(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
     out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
     _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0],)](
-        values, out if x_scale is None else x_scale, weight_XOK, out if scale_XO is None else scale_XO,
+        values, out if x_scale is None else x_scale, *(out if part is None else part for part in weight),
         plan.pairs_XN, plan.tile_I4, out, out if out_scale is None else out_scale,
-        plan.pairs_XN.shape[1], pairs, width, outputs,
-        PARTS=parts, SCALE=scale_XO is not None, PER=pairs // values.shape[0], GATE=gate,
-        LARGEST=LARGEST[FLOAT8] if piece else 0, ROWS=rows, FEW=rows // 2 if rows >= 64 else rows,
-        OUTPUTS=many, DEPTH=depth, EXACT=width % depth == 0 and outputs % many == 0,
+        plan.pairs_XN.shape[1], pairs, width, outputs, experts,
+        PARTS=parts, SCALE=weight.scale is not None, PER=pairs // values.shape[0], GATE=gate,
+        LARGEST=LARGEST[FLOAT8] if piece else 0, SHARED=weight.shared is not None,
+        ROWS=rows, FEW=rows // 2 if rows >= 64 else rows, OUTPUTS=many, DEPTH=depth,
+        EXACT=width % depth == 0 and outputs % many == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
         **early(values),
     )  # fmt: skip
@@ -330,29 +280,32 @@ def _shape(rows: int, size: int, gated: bool) -> Shape:
 
 @triton.jit
 def _combine(
-    x_ptr, weights_ptr, plus_ptr, out_ptr, width, C: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, weights_ptr, plus_ptr, out_ptr, width, C: tl.constexpr, SHARED: tl.constexpr, PLUS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    x_ptr += token * (C + SHARED) * width + column
     sum = tl.zeros((BLOCK,), tl.float32)
     for c in tl.static_range(C):
-        x = tl.load(x_ptr + (token * C + c) * width + column, mask=inside, other=0.0)
+        x = tl.load(x_ptr + c * width, mask=inside, other=0.0)
         sum += x.to(tl.float32) * tl.load(weights_ptr + token * C + c)
+    if SHARED:
+        sum += tl.load(x_ptr + C * width, mask=inside, other=0.0).to(tl.float32)
     if PLUS:
         sum += tl.load(plus_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, sum.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def combine(x_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's pairs, and `plus_ND`, in float32. [N * C, D] -> [N, D]"""
+    """The weighted sum of each token's pairs, that with a shared expert as it is, and `plus_ND`, in float32. [N, D]"""
     (tokens, chosen), width = weights_NC.shape, x_PD.shape[-1]
     out_ND = x_PD.new_empty(tokens, width)
     block = min(triton.next_power_of_2(width), 1024)
     _combine[(tokens, triton.cdiv(width, block))](
         x_PD, weights_NC.float().contiguous(), out_ND if plus_ND is None else plus_ND.contiguous(), out_ND, width,
-        C=chosen, PLUS=plus_ND is not None, BLOCK=block, **early(x_PD),
+        C=chosen, SHARED=x_PD.shape[0] // tokens - chosen, PLUS=plus_ND is not None, BLOCK=block, **early(x_PD),
     )  # fmt: skip
     return out_ND
