@@ -179,7 +179,8 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab", [7, 5000])
-def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype, vocab: int) -> None:
+@pytest.mark.parametrize("some", [False, True])
+def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool) -> None:
     inf, nan = float("inf"), float("nan")
     logits_RLV = draw(2, 6, vocab, dtype=dtype) * 3
     logits_RLV[0, 0, 3] = 60.0  # the mask token is by far the likeliest
@@ -190,8 +191,9 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     logits_RLV[0, 4, 3] = 1.0  # nothing but the mask token
     logits_RLV[1, 0, : vocab - 2] = -inf
     logits_RLV[1, 1, 6:] = -inf  # whole pieces are empty
-    got = triton_stats.token_stats(logits_RLV, 3, precision, entropy=True, margin=True)
-    want = token_stats.token_stats(logits_RLV, 3, precision, entropy=True, margin=True)
+    wanted_RL = torch.arange(12, device=DEVICE).view(2, 6) % 3 > 0 if some else None
+    got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
+    want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
     assert torch.equal(got[1].isfinite(), want.finite_RL)
     sure = want.finite_RL
     assert torch.equal(got[0][sure], want.token_RL[sure])
@@ -206,19 +208,23 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
 
 def test_token_stats_without_a_mask_token(reference: None) -> None:
     logits_RLV = draw(1, 3, 40)
-    token_RL, _, mask_RL, _, _ = triton_stats.token_stats(logits_RLV, None, torch.float32, entropy=False, margin=False)
+    token_RL, _, mask_RL, _, _ = triton_stats.token_stats(
+        logits_RLV, None, torch.float32, wanted_RL=None, entropy=False, margin=False
+    )
     assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("config", [None, (16, 64, 32, 1, 4, 2), (32, 64, 32, 2, 4, 2)])
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96)])
+@pytest.mark.parametrize(
+    "config", [None, triton_linear.Config(16, 64, 32, 4, 2), triton_linear.Config(32, 32, 32, 2, 2, late=True)]
+)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96), (33, 64, 256)])
 def test_linear(
-    reference: None, dtype: torch.dtype, quantized: bool, config: tuple[int, ...] | None,
+    reference: None, dtype: torch.dtype, quantized: bool, config: triton_linear.Config | None,
     rows: int, outputs: int, width: int,
 ) -> None:  # fmt: skip
-    """Tiles that do not fit, and sums of two halves, which come out the same each time."""
+    """Tiles that fit and tiles that do not; the same each time."""
     x, weight_OK, bias_O = (
         draw(1, rows, width, dtype=dtype),
         draw(outputs, width, dtype=dtype) / width**0.5,

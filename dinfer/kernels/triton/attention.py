@@ -93,8 +93,8 @@ def paged_attention(
     # At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with the tiles of bfloat16.
     keys, warps = (64, 4) if q_BWHE.dtype.itemsize == 2 else (32, 8 if tile == 64 else 4)
     if splits == 0:
-        # Enough programs for every multiprocessor, but at least 128 keys each.
-        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // 128)
+        # Enough programs for every multiprocessor, but at least 64 keys each.
+        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // 64)
         splits = 1 << max(want.bit_length() - 1, 0)
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     part, stat = out, out
