@@ -3,8 +3,8 @@
     python -m benchmarks.quantized --device cuda --out benchmarks/results/quantized-h200
 
 Held-out problems with `threshold` 0.9, float32 but for what is rounded, without a cache and with the model's best one.
-Accuracy, NFE and TPF as in benchmarks.quality; `same`: the percentage of problems whose answer is, word for word, that of
-the model as it is with the same cache. Writes OUT.json and OUT.csv, after every row.
+Accuracy, NFE and TPF as in benchmarks.quality; `same`: the percentage of problems whose answer is, word for word, that
+of the model as it is with the same cache. Writes OUT.json and OUT.csv, after every row.
 """
 
 from __future__ import annotations

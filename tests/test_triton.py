@@ -305,6 +305,26 @@ def test_linear_in_4_bits(
     assert torch.equal(triton_packed.unpack(weight_OH, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
+    (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (100, 4, 3, 64, 64),
+])  # fmt: skip
+def test_expert_mlps_in_4_bits(
+    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int
+) -> None:
+    x_ND = draw(tokens, hidden, dtype=dtype)
+    gate_up, gate_up_scale = packed.pack(draw(experts, 2 * width, hidden) / hidden**0.5)
+    down, down_scale = packed.pack(draw(experts, hidden, width) / width**0.5)
+    weights_NC, experts_NC = draw(tokens, experts).softmax(-1).topk(chosen)
+    plan = triton_moe.plan(experts_NC, experts, triton_packed.rows_of_tile(tokens * chosen / experts))
+    up_PM = triton_packed.expert_linear(x_ND, gate_up, gate_up_scale, plan, by_token=True)
+    out_PD = triton_packed.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
+    got = triton_moe.combine(out_PD, weights_NC)
+    scales = gate_up_scale, down_scale
+    want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)
+    torch.testing.assert_close(got, want, **CLOSE[dtype])
+
+
 @pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")
 @pytest.mark.parametrize("rows", [7, 50, 300])
 def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

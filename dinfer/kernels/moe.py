@@ -7,6 +7,7 @@ T tokens of a tile, I tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, round_rows, widened
 from dinfer.kernels.norm import geglu, swiglu
+from dinfer.kernels.packed import PACKED, unpack
 
 TILE = 16
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
@@ -94,6 +96,13 @@ def expert_mlps(
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 
+        if up_scale is not None and down_scale is not None and down_XDM.dtype == PACKED:
+            from dinfer.kernels.triton import packed
+
+            plan = kernels.plan(experts_NC, experts, packed.rows_of_tile(pairs / experts))
+            hidden_PM = gated(packed.expert_linear(x_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
+            out_PD = packed.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
+            return kernels.combine(out_PD, weights_NC, plus_ND)
         plan = kernels.plan(experts_NC, experts, kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize))
         hidden_PM = kernels.gated_linear(x_ND, gate_up_XMD, plan, GATES[gated], up_scale, piece)
         out_PD = kernels.expert_linear(hidden_PM, down_XDM, plan, down_scale)
@@ -124,6 +133,9 @@ def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expe
     """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
     if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT
+    if scale_XO is not None and weight_XOK.dtype == PACKED:
+        weight_IOK = unpack(weight_XOK.index_select(0, expert_I), scale_XO.index_select(0, expert_I))
+        return (widened(x_ITK) @ weight_IOK.mT).to(x_ITK.dtype)
     if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
         x_ITK = round_rows(x_ITK)
     weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)

@@ -182,6 +182,11 @@ def _expert_linear(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (output < outputs)[:, None])
 
 
+def rows_of_tile(pairs_per_expert: float) -> int:
+    """As for linear maps: up to 64 rows, so that few experts' weights are read more than once."""
+    return min(max(triton.next_power_of_2(int(pairs_per_expert) + 1), 16), 64)
+
+
 def expert_linear(x: Tensor, weight_XOH: Tensor, scale_XOG: Tensor, plan: Plan, *, by_token: bool) -> Tensor:
     """For each pair of token and expert, the expert's matrix times a row. [P, O]
 
