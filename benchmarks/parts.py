@@ -27,7 +27,8 @@ from dinfer.protocols import StepShape
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # what the Triton kernels of the files in dinfer/kernels/triton are for; of others: REST
-    "linear": "linear", "packed": "linear", "moe": "experts", "attention": "attention", "rotary": "rotary, keys",
+    "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts",
+    "attention": "attention", "rotary": "rotary, keys",
     "norm": "norms", "token_stats": "statistics",
 }  # fmt: skip
 GATE = "glu"  # in the name of one of them: it is the gate's

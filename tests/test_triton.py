@@ -15,6 +15,7 @@ from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
+from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 
@@ -316,9 +317,9 @@ def test_expert_mlps_in_4_bits(
     gate_up, gate_up_scale = packed.pack(draw(experts, 2 * width, hidden) / hidden**0.5)
     down, down_scale = packed.pack(draw(experts, hidden, width) / width**0.5)
     weights_NC, experts_NC = draw(tokens, experts).softmax(-1).topk(chosen)
-    plan = triton_moe.plan(experts_NC, experts, triton_packed.rows_of_tile(tokens * chosen / experts))
-    up_PM = triton_packed.expert_linear(x_ND, gate_up, gate_up_scale, plan, by_token=True)
-    out_PD = triton_packed.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
+    plan = triton_moe.plan(experts_NC, experts, triton_packed_moe.rows_of_tile(tokens * chosen / experts))
+    up_PM = triton_packed_moe.expert_linear(x_ND, gate_up, gate_up_scale, plan, by_token=True)
+    out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
     got = triton_moe.combine(out_PD, weights_NC)
     scales = gate_up_scale, down_scale
     want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)

@@ -88,6 +88,7 @@ def expert_mlps(
     so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
     `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`; but against float8
     weights, what comes between is rounded by pieces of 128 values, each at a scale of its own, if M is made of them.
+    Weights in 4 bits have another dimension of scales, and half of the last dimension (`dinfer.kernels.packed`).
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
@@ -97,11 +98,11 @@ def expert_mlps(
         from dinfer.kernels.triton import moe as kernels
 
         if up_scale is not None and down_scale is not None and down_XDM.dtype == PACKED:
-            from dinfer.kernels.triton import packed
+            from dinfer.kernels.triton import packed_moe
 
-            plan = kernels.plan(experts_NC, experts, packed.rows_of_tile(pairs / experts))
-            hidden_PM = gated(packed.expert_linear(x_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
-            out_PD = packed.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
+            plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
+            hidden_PM = gated(packed_moe.expert_linear(x_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
+            out_PD = packed_moe.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
             return kernels.combine(out_PD, weights_NC, plus_ND)
         plan = kernels.plan(experts_NC, experts, kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize))
         hidden_PM = kernels.gated_linear(x_ND, gate_up_XMD, plan, GATES[gated], up_scale, piece)

@@ -1,4 +1,4 @@
-"""Linear maps of few rows, and those of experts, with weights in 4 bits, which are widened in registers.
+"""Linear maps of few rows with weights in 4 bits, which are widened in registers.
 
 The values of a group are small integers, exact in any float type, so they are multiplied as they are and each group's
 sum is scaled. Where too few programs would come of the outputs alone, the groups are divided among several: the last of
@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.kernels.triton.moe import Plan
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def widen(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _sum(
+def group_sums(
     x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group, first, end,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +69,7 @@ def _linear(
     seen, inside = row < rows, output < outputs
     groups = width // GROUP
     follow(EARLY)
-    total = _sum(
+    total = group_sums(
         x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group,
         part * groups // PARTS, (part + 1) * groups // PARTS, ROWS, OUTPUTS, GROUP, PRECISION,
     )  # fmt: skip
@@ -157,53 +156,3 @@ def unpack(weight_OH: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
         OUTPUTS=32, GROUP=out.shape[1] // groups, num_warps=4, **early(weight_OH),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _expert_linear(
-    x_ptr, weight_ptr, scale_ptr, pairs_ptr, tile_ptr, out_ptr, tokens, width, outputs,
-    scale_expert, scale_output, scale_group, PER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    follow(EARLY)
-    columns = tl.cdiv(outputs, OUTPUTS)
-    output = tl.program_id(0) % columns * OUTPUTS + tl.arange(0, OUTPUTS)
-    tile_ptr += tl.program_id(0) // columns * 4
-    expert = tl.load(tile_ptr).to(tl.int64)
-    if expert < 0:
-        return
-    slot = tl.arange(0, ROWS)
-    there = slot < tl.load(tile_ptr + 3)
-    pair = tl.load(pairs_ptr + expert * tokens + tl.load(tile_ptr + 1) + slot, mask=there, other=0)
-    place = tl.load(tile_ptr + 2) + slot
-    total = _sum(
-        x_ptr, weight_ptr + expert * outputs * (width // 2), scale_ptr + expert * scale_expert, output,
-        pair // PER if PER else place, there, outputs, width, scale_output, scale_group, 0, width // GROUP,
-        ROWS, OUTPUTS, GROUP, PRECISION,
-    )  # fmt: skip
-    row = (place if PER else pair).to(tl.int64)
-    out = out_ptr + row[None, :] * outputs + output[:, None]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (output < outputs)[:, None])
-
-
-def rows_of_tile(pairs_per_expert: float) -> int:
-    """As for linear maps: up to 64 rows, so that few experts' weights are read more than once."""
-    return min(max(triton.next_power_of_2(int(pairs_per_expert) + 1), 16), 64)
-
-
-def expert_linear(x: Tensor, weight_XOH: Tensor, scale_XOG: Tensor, plan: Plan, *, by_token: bool) -> Tensor:
-    """For each pair of token and expert, the expert's matrix times a row. [P, O]
-
-    `by_token`: rows that go in are those of tokens, and those that come out are in the order of the experts; else the
-    other way round, a row for each pair.
-    """
-    x = x.contiguous()
-    (_, outputs, groups), width = scale_XOG.shape, x.shape[-1]
-    out_PO = x.new_empty(plan.pairs, outputs)
-    _expert_linear[(triton.cdiv(outputs, 64) * plan.tile_I4.shape[0],)](
-        x, weight_XOH, scale_XOG, plan.pairs_XN, plan.tile_I4, out_PO, plan.pairs_XN.shape[1], width, outputs,
-        *scale_XOG.stride(), PER=plan.pairs // x.shape[0] if by_token else 0, ROWS=plan.rows, OUTPUTS=64,
-        GROUP=width // groups, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
-        **early(x),
-    )  # fmt: skip
-    return out_PO
