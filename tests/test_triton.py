@@ -253,17 +253,48 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
     assert want.entropy_RL is not None and want.margin_RL is not None
     for mine, theirs in zip(
-        got[1:], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
+        got[1:5], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
     ):
         assert mine is not None and mine.dtype == theirs.dtype
         torch.testing.assert_close(mine[sure], theirs[sure], **close)
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_id", [3, None])
+@pytest.mark.parametrize("vocab", [7, 2100])
+def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | None, vocab: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits_RLV = draw(4, 5, vocab) * 3
+    logits_RLV[2, 0, 4] = nan
+    logits_RLV[2, 1, 2] = logits_RLV[2, 1, 5] = 50.0  # the first of equals, without noise
+    logits_RLV[3, 1] = -inf
+    logits_RLV[3, 1, 5] = 1.0  # nothing but one token, which the belief rules out
+    belief_RLV = logits_RLV.clone()
+    belief_RLV[3, :, 5] = -inf
+    drawn = token_stats.Draw(
+        belief_RLV, logits_RLV,
+        scale_R1=torch.tensor([[1.0], [0.3], [0.0], [1.0]], dtype=torch.float64, device=DEVICE),
+        noisy_R1=torch.tensor([[True], [True], [False], [True]], device=DEVICE),
+        seed_R=torch.tensor([0, 5, 2**52, 7], device=DEVICE),
+        pos_RL=torch.arange(20, device=DEVICE).view(4, 5) - 1,
+        step_R=torch.tensor([0, 3, 4, 500], device=DEVICE),
+    )  # fmt: skip
+    for wanted_RL in (None, torch.arange(20, device=DEVICE).view(4, 5) % 3 > 0):
+        given = {"draw": drawn, "wanted_RL": wanted_RL, "entropy": True, "best": True}
+        got = token_stats.TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
+        want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
+        sure = want.finite_RL
+        assert torch.equal(got.finite_RL, sure) and 0 < sure.sum() < 20
+        for name in ("token_RL", "best_RL", "mask_drawn_RL"):
+            assert torch.equal(getattr(got, name)[sure], getattr(want, name)[sure]), name
+        close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
+        for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL"):
+            torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **close)
+
+
 def test_token_stats_without_a_mask_token(reference: None) -> None:
     logits_RLV = draw(1, 3, 40)
-    token_RL, _, mask_RL, _, _ = triton_stats.token_stats(
-        logits_RLV, None, torch.float32, wanted_RL=None, entropy=False, margin=False
-    )
+    token_RL, _, mask_RL, *_ = triton_stats.token_stats(logits_RLV, None, torch.float32)
     assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
 
 
