@@ -27,7 +27,7 @@ from dinfer.kv import kv_dtype
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
-MANY = 512  # positions of active blocks from which on the LM head runs on the open ones alone
+MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
 
 
