@@ -134,15 +134,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
     parser.add_argument("--rows", type=int, default=500, help="requests in flight")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quantize", help="fp8, int8 or int4: weights in so many bits")
     parser.add_argument("--out", type=Path, help="path without suffix")
     given = parser.parse_args()
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
-    base = dinfer.load(
-        given.model, device=device, dtype="float32", quantize=given.quantize, runtime=dinfer.Runtime(rows=given.rows)
-    )
+    base = dinfer.load(given.model, device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
     wanted = (recipe for recipe in recipes(given.preset, base.model.spec) if re.search(given.only, label(recipe)))
     legal, refused = sifted(base.model, wanted)
     for iteration, cache in {(json.dumps(recipe[0]), recipe[2]) for recipe in legal}:

@@ -98,22 +98,33 @@ def steps() -> str:
 
 
 def quantized() -> str:
-    """Accuracy and tokens per forward of the model in the box with weights in 8 bits."""
-    reports = {
-        "as they are": "tiny-quality-h200", "fp8": "tiny-quantized-fp8"
-    }  # fmt: skip
-    lines = [
-        "The model in the box on 500 held-out problems, `cache=none`, float32 but for the weights: accuracy, and "
-        "tokens per forward.",
-        "",
-        "| weights | `threshold` threshold=0.9 |",
-        "| --- | --- |",
+    """Accuracy, tokens per forward and answers that stay the same, by what is rounded; a table for each model."""
+    report = json.loads((RESULTS / "quantized-h200.json").read_text())
+    rows = {(row["model"], row["cache"], row["quantize"], row["kv"]): row for row in report["rows"]}
+    parts = [
+        f"{report['rows'][0]['problems']} held-out problems, `threshold` 0.9, "
+        f"`max_new_tokens={report['setting']['new']}`, "
+        "float32 but for what is rounded: accuracy with its 95% interval, tokens per forward, and the share of the "
+        f"problems with the answer of the model as it is, word for word. `{report['command'].split(' --out')[0]}`, "
+        f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}."
     ]
-    for title, name in reports.items():
-        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-        row = next(row for row in rows if row["cache"] == "none" and row["options"] == "threshold=0.9")
-        lines.append(f"| {title} | {row['accuracy']:.1f}%, {row['tpf']:.2f} |")
-    return "\n".join(lines)
+    for model in dict.fromkeys(key[0] for key in rows):
+        caches = list(dict.fromkeys(key[1] for key in rows if key[0] == model))
+        lines = [
+            f"| `{model}` | " + " | ".join(f"cache `{cache}`" for cache in caches) + " |",
+            "| --- |" + " --- |" * len(caches),
+        ]
+        for quantize, kv in dict.fromkeys(key[2:] for key in rows):
+            title = "as it is" if (quantize, kv) == (None, "model") else f"`runtime.kv={kv}`"
+            cells = [_rounded_cell(rows[model, cache, quantize, kv]) for cache in caches]
+            lines.append(f"| {title if quantize is None else f'`quantize={quantize}`'} | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _rounded_cell(row: dict[str, Any]) -> str:
+    interval = f"{row['accuracy_low']:.1f} to {row['accuracy_high']:.1f}"
+    return f"{row['accuracy']:.1f}% ({interval}), {row['tpf']:.2f}, {row['same']:.0f}%"
 
 
 def everything() -> str:

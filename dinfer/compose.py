@@ -112,6 +112,12 @@ class Recipe:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
 
+    @property
+    def scores_open(self) -> bool:
+        """Whether the logits of open positions are all that a step without a draw or guidance needs."""
+        unadjusted = type(self.decoder).adjust is Decoder.adjust
+        return unadjusted and not self.decoder.edits and self.iteration.scores == "block"
+
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:
         parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))

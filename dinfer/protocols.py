@@ -59,6 +59,7 @@ class StepShape:
     guided: bool = False  # some row has a second branch, without the prompt
     most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
+    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ whole, LM head and commits included, once per `StepShape`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from dinfer.compose import Recipe
 from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
-from dinfer.kernels.token_stats import TokenStats, token_stats
+from dinfer.kernels.compact import compact
+from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
 from dinfer.protocols import BlockAfter, Moved, Proposal, State, StepShape
 from dinfer.state import BatchState
 
@@ -58,16 +60,18 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
             return
         lanes.live_B = lanes.live_B & (window.settled_B < 0)
     lanes.kept_B = kept_B
-    if iteration.scores == "window":
-        logits_BWV = model.logits(h_BWD)
-        logits_RLV = take(logits_BWV, window.logits_RL)
-    else:
-        logits_BWV = None
-        logits_RLV = model.logits(take(h_BWD, window.logits_RL))
 
     # The commits: the decoder says which positions, `dinfer.commits` keeps the promises every decoder may rely on.
-    view = block_view(recipe, state, shape, lanes)
-    stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
+    view, logits_BWV = block_view(recipe, state, shape, lanes), None
+    if shape.scored:
+        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, window.logits_RL)
+    else:
+        if iteration.scores == "window":
+            logits_BWV = model.logits(h_BWD)
+            logits_RLV = take(logits_BWV, window.logits_RL)
+        else:
+            logits_RLV = model.logits(take(h_BWD, window.logits_RL))
+        stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
@@ -169,11 +173,39 @@ def proposed_tokens(
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
+    wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
+    return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
+
+
+def open_stats(
+    recipe: Recipe, shape: StepShape, lanes: Lanes, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
+) -> tuple[TokenStats, Tensor]:
+    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
+    flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
+    index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)
+    fits_B = (place_1X < shape.scored).view(lanes.live_B.shape[0], -1).all(-1)
+    lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
+    where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
+    h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
+    stats = statistics(recipe, recipe.model.logits(h_1MD), index_1M >= 0, None)
+    back_X = place_1X[0].clamp(0, shape.scored - 1)
+    there: dict[str, Any] = {f.name: getattr(stats, f.name) for f in fields(stats)}
+    placed = {
+        name: stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+        for name, stat_1M in there.items()
+        if stat_1M is not None
+    }
+    return replace(stats, **placed), lanes.live_B & fits_B
+
+
+def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:
+    """What the decoder needs to know of the logits."""
+    decoder = recipe.decoder
     return token_stats(
-        logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
-        **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw,
-        wanted_RL=~view.given_RL if decoder.edits else view.masked_RL,
-    ), logits_RLV  # fmt: skip
+        logits_RLV, recipe.model.spec.mask_id, getattr(torch, decoder.precision),
+        **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
+    )  # fmt: skip
 
 
 def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor | int:

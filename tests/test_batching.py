@@ -81,6 +81,29 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if c.recipe().scores_open][::3], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_the_head_runs_on_open_positions_alone(
+    combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large batches do, and with room for fewer than there are: then some rows sit the step out."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.engine.MANY", 1)
+    shapes: list[StepShape] = []
+    step = watching(shapes)
+
+    def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
+        room = max(shape.scored * 2 // 3, shape.block) if shape.scored else 0
+        step(recipe, state, dataclasses.replace(shape, scored=room if late else shape.scored), slot_B)
+
+    monkeypatch.setattr("dinfer.engine.launcher.denoise_step", short)
+    got = completions(engine_for(recipe, rows=4), requests)
+    assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
+    assert any(shape.scored for shape in shapes)
+
+
 @pytest.mark.parametrize("block", [4, 8])
 def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     block: int, monkeypatch: pytest.MonkeyPatch

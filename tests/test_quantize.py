@@ -35,6 +35,16 @@ def test_products_are_those_of_what_was_rounded(dtype: torch.dtype) -> None:
         torch.testing.assert_close(linear(round_rows(x), weight.values, bias, weight.scale), want)
 
 
+def test_experts_in_4_bits() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x_ND = torch.randn(9, 64, generator=generator)
+    gate_up, down = pack(torch.randn(6, 2 * 32, 64, generator=generator)), pack(torch.randn(6, 64, 32))
+    experts_NC = torch.rand(9, 6, generator=generator).topk(2).indices
+    weights_NC = torch.rand(9, 2, generator=generator)
+    got = expert_mlps(x_ND, experts_NC, weights_NC, gate_up[0], down[0], scales=(gate_up[1], down[1]))
+    torch.testing.assert_close(got, expert_mlps(x_ND, experts_NC, weights_NC, unpack(*gate_up), unpack(*down)))
+
+
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_experts_in_8_bits(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -99,15 +109,15 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         dinfer.load("tiny", quantize="int5")
     with pytest.raises(ValueError, match=r"blocks.0.mlp.down: quantize=int4 needs inputs in multiples of 32, not 48"):
         quantize(tiny_model(), QUANTIZED["int4"])
-    with pytest.raises(ValueError, match=r"blocks.1.mlp: experts are not kept in 4 bits; use quantize=fp8 or int8"):
-        dinfer.load("tiny-llada2", quantize="int4")
 
 
-def test_the_model_in_the_box_in_4_bits() -> None:
-    """A third of the memory of float16, and the same answer."""
+@pytest.mark.parametrize("name", ["tiny", "tiny-llada2"])
+def test_the_models_in_the_box_in_4_bits(name: str) -> None:
+    """A quarter of the memory of float16 and the scales, and the same answer."""
     question = "Rosa has 66 clocks, loses 27 and gets 45 from Eva. Rosa shares all clocks equally among 7 friends. " \
         "How many does each friend get?"  # fmt: skip
-    whole, packed = (dinfer.load("tiny", device="cpu", quantize=name) for name in (None, "int4"))
+    cache = "dual" if name == "tiny" else "block"
+    whole, packed = (dinfer.load(name, cache=cache, device="cpu", quantize=kind) for kind in (None, "int4"))
     sizes = [
         sum(layer.weight.nbytes + (0 if layer.weight_scale is None else layer.weight_scale.nbytes) for layer in layers)
         for layers in ([m for m in p.model.modules() if isinstance(m, Linear)] for p in (whole, packed))

@@ -15,6 +15,7 @@ from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
+from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
@@ -263,17 +264,48 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
     assert want.entropy_RL is not None and want.margin_RL is not None
     for mine, theirs in zip(
-        got[1:], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
+        got[1:5], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
     ):
         assert mine is not None and mine.dtype == theirs.dtype
         torch.testing.assert_close(mine[sure], theirs[sure], **close)
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_id", [3, None])
+@pytest.mark.parametrize("vocab", [7, 2100])
+def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | None, vocab: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits_RLV = draw(4, 5, vocab) * 3
+    logits_RLV[2, 0, 4] = nan
+    logits_RLV[2, 1, 2] = logits_RLV[2, 1, 5] = 50.0  # the first of equals, without noise
+    logits_RLV[3, 1] = -inf
+    logits_RLV[3, 1, 5] = 1.0  # nothing but one token, which the belief rules out
+    belief_RLV = logits_RLV.clone()
+    belief_RLV[3, :, 5] = -inf
+    drawn = token_stats.Draw(
+        belief_RLV, logits_RLV,
+        scale_R1=torch.tensor([[1.0], [0.3], [0.0], [1.0]], dtype=torch.float64, device=DEVICE),
+        noisy_R1=torch.tensor([[True], [True], [False], [True]], device=DEVICE),
+        seed_R=torch.tensor([0, 5, 2**52, 7], device=DEVICE),
+        pos_RL=torch.arange(20, device=DEVICE).view(4, 5) - 1,
+        step_R=torch.tensor([0, 3, 4, 500], device=DEVICE),
+    )  # fmt: skip
+    for wanted_RL in (None, torch.arange(20, device=DEVICE).view(4, 5) % 3 > 0):
+        given = {"draw": drawn, "wanted_RL": wanted_RL, "entropy": True, "best": True}
+        got = token_stats.TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
+        want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
+        sure = want.finite_RL
+        assert torch.equal(got.finite_RL, sure) and 0 < sure.sum() < 20
+        for name in ("token_RL", "best_RL", "mask_drawn_RL"):
+            assert torch.equal(getattr(got, name)[sure], getattr(want, name)[sure]), name
+        close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
+        for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL"):
+            torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **close)
+
+
 def test_token_stats_without_a_mask_token(reference: None) -> None:
     logits_RLV = draw(1, 3, 40)
-    token_RL, _, mask_RL, _, _ = triton_stats.token_stats(
-        logits_RLV, None, torch.float32, wanted_RL=None, entropy=False, margin=False
-    )
+    token_RL, _, mask_RL, *_ = triton_stats.token_stats(logits_RLV, None, torch.float32)
     assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
 
 
@@ -314,6 +346,26 @@ def test_linear_in_4_bits(
     torch.testing.assert_close(got, packed.packed_linear(x, weight_OH, scale_OG, bias_O), **CLOSE[dtype])
     assert torch.equal(got, triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config))
     assert torch.equal(triton_packed.unpack(weight_OH, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
+    (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (100, 4, 3, 64, 64),
+])  # fmt: skip
+def test_expert_mlps_in_4_bits(
+    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int
+) -> None:
+    x_ND = draw(tokens, hidden, dtype=dtype)
+    gate_up, gate_up_scale = packed.pack(draw(experts, 2 * width, hidden) / hidden**0.5)
+    down, down_scale = packed.pack(draw(experts, hidden, width) / width**0.5)
+    weights_NC, experts_NC = draw(tokens, experts).softmax(-1).topk(chosen)
+    plan = triton_moe.plan(experts_NC, experts, triton_packed_moe.rows_of_tile(tokens * chosen / experts))
+    up_PM = triton_packed_moe.expert_linear(x_ND, gate_up, gate_up_scale, plan, by_token=True)
+    out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
+    got = triton_moe.combine(out_PD, weights_NC)
+    scales = gate_up_scale, down_scale
+    want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)
+    torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
 @pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -26,6 +27,7 @@ from dinfer.kv import kv_dtype
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
+MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
 
 
@@ -42,6 +44,7 @@ class _Row:
     most: int = 0  # of how many most likely tokens it draws from some; 0: from all
     guided: bool = False  # it has a second branch
     cursors: dict[str, int] = field(default_factory=dict)  # as last read
+    masks: list[int] = field(default_factory=list)  # how many positions before each one are to be decoded
     keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these they may by now
     progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
@@ -213,6 +216,7 @@ class Engine:
             prompt=request.start, options=request.options, stops=request.stops,
             kept=len(shared) * self.runtime.page,
         )  # fmt: skip
+        row.masks = list(accumulate(request.masked, initial=0))
         row.began = time.perf_counter()
         self._rows[slot] = row
         return True
@@ -271,11 +275,16 @@ class Engine:
     def _shape(self, phase: Phase, slots: list[int], width: int, settles: bool) -> StepShape:
         rows = [self._rows[slot] for slot in slots]
         pages = -(-max(row.request.length for row in rows) // self.runtime.page)
-        return StepShape(
+        shape = StepShape(
             phase, len(slots), width, self.recipe.iteration.blocks, self._state.block, pages,
             sampled=any(row.sampled for row in rows), guided=any(row.guided for row in rows), settles=settles,
             most=max(row.most for row in rows),
         )  # fmt: skip
+        positions = shape.lanes * shape.blocks * shape.block
+        if positions < MANY or shape.sampled or shape.guided or not self.recipe.scores_open:
+            return shape
+        scored = sum(row.masks[row.cursors["end_B"]] - row.cursors["committed_B"] for row in rows)
+        return replace(shape, scored=scored) if 0 < scored < positions else shape
 
     def _collect(self) -> list[Update]:
         """Waits for the round, and frees the slots of rows that it finished."""

@@ -16,6 +16,8 @@ from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 from dinfer.step import denoise_step
 
+SHARES = 8  # of the positions of active blocks: the sizes that the number of those with logits is rounded up to
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +59,12 @@ class Launcher:
         wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
         lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
         most = min(max(_power_of_2(shape.most), 64), self.recipe.model.spec.vocab) if shape.most else 0
-        return replace(shape, lanes=lanes, width=wide, pages=pages, most=most)
+        positions = lanes * shape.blocks * shape.block
+        share = -(-positions // SHARES)
+        scored = -(-shape.scored // share) * share
+        return replace(
+            shape, lanes=lanes, width=wide, pages=pages, most=most, scored=scored if scored < positions else 0
+        )
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""

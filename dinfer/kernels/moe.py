@@ -7,7 +7,7 @@ S width of a shared expert, T tokens of a tile, I tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows, widened
 from dinfer.kernels.norm import geglu, swiglu
+from dinfer.kernels.packed import PACKED, unpack
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -97,6 +98,7 @@ def expert_mlps(
     so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
     `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`; but against float8
     weights, what comes between is rounded by pieces of 128 values, each at a scale of its own, if M is made of them.
+    Weights in 4 bits have another dimension of scales, and half of the last dimension (`dinfer.kernels.packed`).
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
@@ -105,15 +107,21 @@ def expert_mlps(
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 
-        many = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
+        together = shared is not None and tokens <= TOGETHER and _alike(shared, gate_up_XMD, down_XDM)
+        plus_ND = None if shared is None or together else _shared_mlp(x_ND, gated, shared)
+        if up_scale is not None and down_scale is not None and down_XDM.dtype == PACKED:
+            from dinfer.kernels.triton import packed_moe
+
+            plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
+            hidden_PM = gated(packed_moe.expert_linear(x_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
+            out_PD = packed_moe.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
+            return kernels.combine(out_PD, weights_NC, plus_ND)
         gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
-        plus_ND = None
-        if shared is not None and tokens <= TOGETHER and _alike(shared, gate_up_XMD, down_XDM):
+        if shared is not None and together:
             gate_up = gate_up._replace(shared=shared.gate_up, shared_scale=shared.gate_up_scale)
             down = down._replace(shared=shared.down, shared_scale=shared.down_scale)
-        elif shared is not None:
-            plus_ND = _shared_mlp(x_ND, gated, shared)
-        plan = kernels.plan(experts_NC, experts, many, gate_up.shared is not None)
+        rows_of_tile = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
+        plan = kernels.plan(experts_NC, experts, rows_of_tile, together)
         hidden_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
         return kernels.combine(kernels.expert_linear(hidden_PM, down, plan), weights_NC, plus_ND)
     flat = experts_NC.flatten()
@@ -139,9 +147,9 @@ def expert_mlps(
 
 
 def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:
-    """Whether the shared expert is as wide as the others, and its weights are stored as theirs are."""
+    """Whether the shared expert is as wide as the others, and its weights are stored as theirs are, not in 4 bits."""
     pairs = (shared.gate_up, gate_up_XMD), (shared.down, down_XDM)
-    return all(one.shape == all.shape[1:] and one.dtype == all.dtype for one, all in pairs)
+    return all(one.shape == each.shape[1:] and one.dtype == each.dtype != PACKED for one, each in pairs)
 
 
 def _shared_mlp(x_ND: Tensor, gated: Gate, shared: Shared) -> Tensor:
@@ -153,6 +161,9 @@ def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expe
     """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
     if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT
+    if scale_XO is not None and weight_XOK.dtype == PACKED:
+        weight_IOK = unpack(weight_XOK.index_select(0, expert_I), scale_XO.index_select(0, expert_I))
+        return (widened(x_ITK) @ weight_IOK.mT).to(x_ITK.dtype)
     if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
         x_ITK = round_rows(x_ITK)
     weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)

@@ -20,7 +20,7 @@ from dinfer.kernels.dispatch import use_triton
 
 PACKED = torch.uint8  # what weights in 4 bits look like to torch
 GROUPS = (128, 64, 32)
-FEW = 64  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
+FEW = 128  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
 
 

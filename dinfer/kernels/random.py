@@ -22,6 +22,11 @@ def uniform(*counters: Tensor) -> Tensor:
     return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # of one bit more, the largest would round to 1
 
 
+def gumbel(*counters: Tensor) -> Tensor:
+    """Standard Gumbel noise: with it added to logits, the largest is a draw from their softmax. float64"""
+    return -torch.log(-torch.log(uniform(*counters)))
+
+
 def noise(seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
     """Uniform tokens, one for each position and step of a request. int64"""
     token = torch.full((), -1, dtype=torch.int64, device=pos.device)  # none: not the numbers tokens are drawn with

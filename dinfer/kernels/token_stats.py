@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.random import gumbel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,22 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a sampler makes of the logits. Rows that are not noisy get what they would get without a sampler."""
+    """What a sampler makes of the logits: the token is the best by `logits` + `scale` times Gumbel noise, which is a
+    function of (seed, position, step, token). Rows that are not noisy get what they would get without a sampler."""
 
     belief_RLV: Tensor  # logits of the distribution that confidences are taken of
-    score_RLV: Tensor  # float64, the largest is the token that was drawn
+    logits_RLV: Tensor  # of the one that is drawn from
+    scale_R1: Tensor  # float64, 0: the most likely token
     noisy_R1: Tensor  # bool: probabilities do not say whether the mask token won
+    seed_R: Tensor
+    pos_RL: Tensor
+    step_R: Tensor
+
+    def scores(self) -> Tensor:
+        """The largest is the token that was drawn. float64 [R, L, V]"""
+        token_V = torch.arange(self.logits_RLV.shape[-1], device=self.logits_RLV.device)
+        counters = self.seed_R[:, None, None], self.pos_RL[..., None], self.step_R[:, None, None], token_V
+        return self.logits_RLV.to(torch.float64) + self.scale_R1[..., None] * gumbel(*counters)
 
 
 def token_stats(
@@ -68,10 +80,13 @@ def token_stats(
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
     is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0.
     """
-    if draw is None and use_triton(logits_RLV):
+    if use_triton(logits_RLV):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
 
-        return TokenStats(*kernel(logits_RLV, mask_id, dtype, wanted_RL=wanted_RL, entropy=entropy, margin=margin))
+        found = kernel(
+            logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best
+        )
+        return TokenStats(*found)  # type: ignore[arg-type]
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     logits_RLV = logits_RLV.to(dtype, copy=True)
@@ -81,7 +96,8 @@ def token_stats(
     if margin:
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
-    score_RLV = logits_RLV if draw is None else draw.score_RLV.clone()
+    score_RLV = logits_RLV if draw is None else draw.scores()
+    mask_score_RL = None if mask_id is None else score_RLV[..., mask_id].clone()
     if mask_id is not None:
         for scores in (score_RLV, logits_RLV) if best and draw is not None else (score_RLV,):
             scores[..., mask_id].fill_(float("-inf"))
@@ -93,8 +109,8 @@ def token_stats(
     drawn_RL = None
     if draw is not None:
         drawn_RL = mask_confidence_RL > confidence_RL
-        if mask_id is not None:
-            drawn_RL = torch.where(draw.noisy_R1, draw.score_RLV[..., mask_id] > top_RL, drawn_RL)
+        if mask_score_RL is not None:
+            drawn_RL = torch.where(draw.noisy_R1, mask_score_RL > top_RL, drawn_RL)
     best_RL = logits_RLV.argmax(-1) if best else None
     stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
     if wanted_RL is None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
-from dinfer.kernels.packed import PACKED
 from dinfer.kernels.rotary import Table, rotary_table
 from dinfer.layers.linear import Linear, rounded
 from dinfer.layers.mlp import GatedMLP
@@ -81,8 +80,6 @@ class Experts(nn.Module):
 
     def quantize(self, dtype: torch.dtype) -> None:
         """Rounds the experts' weights, unless they are already; see `rounded`."""
-        if dtype == PACKED:
-            raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
         if self.gate_up_scale is None:
             self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
         if self.down_scale is None:

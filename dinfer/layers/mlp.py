@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dinfer.kernels.linear import Rows
 from dinfer.kernels.moe import Shared, block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.packed import PACKED
 from dinfer.layers.linear import Linear, rounded
 from dinfer.spec import ModelSpec
 
@@ -58,8 +57,6 @@ class Experts(nn.Module):
 
     def quantize(self, dtype: torch.dtype) -> None:
         """Rounds the experts' weights, unless they are already; see `rounded`."""
-        if dtype == PACKED:
-            raise ValueError("experts are not kept in 4 bits; use quantize=fp8 or int8")
         if self.gate_up_scale is None:
             self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
         if self.down_scale is None:

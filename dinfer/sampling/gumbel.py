@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.nucleus import nucleus
-from dinfer.kernels.random import uniform
 from dinfer.protocols import BlockView, Draw, ModelSpec, Options, Sampling
 from dinfer.registry import SAMPLINGS, option
 
@@ -88,13 +87,10 @@ class GumbelSampling(Sampling):
     def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
                spec: ModelSpec) -> Draw:  # fmt: skip
         """argmax of the logits plus so much noise; probabilities are those of `belief`."""
-        token_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device)
-        seed_R11, step_R11 = view.seed_R[:, None, None], view.forward_R[:, None, None]
-        noise_RLV = -torch.log(-torch.log(uniform(seed_R11, view.pos_RL[..., None], step_R11, token_V)))
-        score_RLV = logits_RLV.to(torch.float64) + scale_R1[..., None] * noise_RLV
         belief_RLV = belief_RLV.clone()
         _rule_out(belief_RLV, options["eos_last"], spec.stop_ids)
-        return Draw(belief_RLV, score_RLV, (options["temperature"] > 0) | (options["eos_last"] > 0))
+        noisy_R1 = (options["temperature"] > 0) | (options["eos_last"] > 0)
+        return Draw(belief_RLV, logits_RLV, scale_R1, noisy_R1, view.seed_R, view.pos_RL, view.forward_R)
 
 
 @SAMPLINGS.register("standard")

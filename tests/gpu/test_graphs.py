@@ -46,13 +46,9 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert engine.launcher.refused == {}
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("point", {(p.variant, p.cache): p for p in reversed(LEGAL)}.values(), ids=str)
-def test_float8_keys_under_graphs(
-    point: Combination, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, kernels)
+@pytest.mark.parametrize("point", {p.cache: p for p in reversed(LEGAL)}.values(), ids=str)
+def test_float8_keys_under_graphs(point: Combination, dtype: torch.dtype) -> None:
     recipe = point.recipe(tiny_model(point.variant, dtype=dtype, device="cuda", head_dim=16))
     requests = requests_for(recipe)
     engine = engine_for(recipe, rows=3, graphs=True, kv="fp8")

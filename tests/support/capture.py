@@ -66,6 +66,7 @@ def meta_steps(recipe: Recipe) -> None:
                 guided=guided,
                 settles=more,
                 most=8 * more,
+                scored=0 if more or not recipe.scores_open else 7,
             )
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

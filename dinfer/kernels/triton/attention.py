@@ -87,15 +87,22 @@ def paged_attention(
     """See `dinfer.kernels.attention.paged_attention`. `splits`: a power of two; 0 chooses."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
-    tile = min(max(triton.next_power_of_2(width * heads // groups), 16), 64)
-    tiles = triton.cdiv(width * heads // groups, tile)
-    # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads spill.
-    # At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with the tiles of bfloat16.
-    keys, warps = (64, 4) if q_BWHE.dtype.itemsize == 2 else (32, 8 if tile == 64 else 4)
+    share = width * heads // groups
+    tile = min(max(triton.next_power_of_2(share), 16), 64)
     if splits == 0:
         # Enough programs for every multiprocessor, but at least 64 keys each.
-        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // 64)
+        want = min(264 // (lanes * groups * triton.cdiv(share, tile)), pages_BP.shape[1] * page // 64)
         splits = 1 << max(want.bit_length() - 1, 0)
+    keys, warps, stages = 64, 4, 2
+    if q_BWHE.dtype.itemsize > 2:
+        # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads
+        # spill. At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with those of bfloat16.
+        keys, warps = 32, 8 if tile == 64 else 4
+    elif splits == 1 and heads > groups and share >= 128 >= size and lanes * groups * share >= 132 * 128:
+        tile, keys, stages = 128, 32, 3  # each key is read half as often
+    elif splits == 1 and tile <= 32 and size <= 128:
+        keys = 128
+    tiles = triton.cdiv(share, tile)
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     part, stat = out, out
     if splits > 1:
@@ -104,7 +111,7 @@ def paged_attention(
     _attend[(lanes * groups, tiles, splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
         out, part, stat, width, pages_BP.shape[1], size**-0.5 * LOG2_E,
-        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps, num_stages=2,
+        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps, num_stages=stages,
         **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:

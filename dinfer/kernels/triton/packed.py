@@ -29,17 +29,12 @@ def widen(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _linear(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, outputs, width,
-    scale_output, scale_group,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+def group_sums(
+    x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group, first, end,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The products of some outputs and rows over the groups `[first, end)`. [OUTPUTS, ROWS]"""
     HALF: tl.constexpr = GROUP // 2
-    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    seen, inside = row < rows, output < outputs
     depth = tl.arange(0, HALF)
     # Outputs that are not there read those of the last one: cheaper than a mask.
     source = tl.minimum(output, outputs - 1).to(tl.int64)
@@ -47,16 +42,37 @@ def _linear(
     scale_ptrs = scale_ptr + source * scale_output
     x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + depth[:, None]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    groups = width // GROUP
-    follow(EARLY)
-    for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
+    scale = tl.load(scale_ptrs + first * scale_group)
+    for group in range(first, end):
+        # Scales are no part of the products, so the compiler does not fetch them ahead.
+        next = tl.load(scale_ptrs + tl.minimum(group + 1, end - 1) * scale_group)
         packed = tl.load(weight_ptrs + group * HALF)
         x_low = tl.load(x_ptrs + group * GROUP, mask=seen[None, :], other=0.0)
         x_high = tl.load(x_ptrs + group * GROUP + HALF, mask=seen[None, :], other=0.0)
-        scale = tl.load(scale_ptrs + group * scale_group).to(tl.float32)
         sum = tl.dot(widen(packed & 15, x_low.dtype), x_low, input_precision=PRECISION)
         sum = tl.dot(widen(packed >> 4, x_low.dtype), x_high, sum, input_precision=PRECISION)
-        total += sum * scale[:, None]
+        total += sum * scale.to(tl.float32)[:, None]
+        scale = next
+    return total
+
+
+@triton.jit
+def _linear(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, outputs, width,
+    scale_output, scale_group,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    seen, inside = row < rows, output < outputs
+    groups = width // GROUP
+    follow(EARLY)
+    total = group_sums(
+        x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group,
+        part * groups // PARTS, (part + 1) * groups // PARTS, ROWS, OUTPUTS, GROUP, PRECISION,
+    )  # fmt: skip
     if PARTS > 1:
         tiles = tile * tl.num_programs(1) + row_tile
         cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -77,7 +93,6 @@ def _linear(
 
 _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14  # tiles whose groups may be divided
-PROGRAMS = 264  # to keep every multiprocessor busy
 
 
 def linear(
@@ -105,10 +120,12 @@ def linear(
 
 
 def _config(rows: int, outputs: int, groups: int) -> tuple[int, int, int, int, int]:
+    """By measurements on an H200 with the shapes of LLaDA-8B."""
     many, tall = min(max(16, triton.next_power_of_2(rows)), 64), 64
-    tiles, parts = triton.cdiv(outputs, tall) * triton.cdiv(rows, many), 1
-    while parts < 8 and 2 * parts * tiles <= 2 * PROGRAMS and groups >= 8 * parts:
-        parts *= 2
+    tiles = triton.cdiv(outputs, tall) * triton.cdiv(rows, many)
+    parts = (8 if tiles <= 128 else 4 if tiles <= 512 else 1) if rows <= 32 else 4 if tiles <= 128 else 1
+    while parts > 1 and groups < 4 * parts:
+        parts //= 2
     return many, tall, parts, 4, 4
 
 

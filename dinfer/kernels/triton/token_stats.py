@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
+
+if TYPE_CHECKING:
+    from dinfer.kernels.token_stats import Draw
 
 PIECE = 4096
 NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) exp, best token's logit, two largest
@@ -55,9 +59,9 @@ def _scan(
 @triton.jit
 def _gather(
     logits_ptr, wanted_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr,
-    vocab, pieces, mask_id,
+    norm_ptr, vocab, pieces, mask_id,
     WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr,
-    S: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -88,6 +92,9 @@ def _gather(
     winner = tl.argmax(best, 0)
     highest = tl.max(best, 0)
     spoilt = tl.where(broken, float("nan"), 0.0).to(WIDE)
+    if NORM:
+        tl.store(norm_ptr + row * 2, peak + spoilt)
+        tl.store(norm_ptr + row * 2 + 1, total)
     tl.store(out_token_ptr + row, tl.load(token_ptr + row * pieces + winner))
     lost = tl.where(highest == float("-inf"), float("nan"), spoilt)
     tl.store(confidence_ptr + row, tl.exp(highest - peak) / total + lost)
@@ -105,11 +112,11 @@ def _gather(
 
 
 def token_stats(
-    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, wanted_RL: Tensor | None, entropy: bool,
-    margin: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """See `dinfer.kernels.token_stats.token_stats`: token, confidence, the mask's, entropy, margin. [R, L] each"""
-    logits_RLV = logits_RLV.contiguous()
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, draw: Draw | None = None,
+    wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """See `dinfer.kernels.token_stats.token_stats`; returns the fields of `TokenStats`. [R, L] each"""
+    logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
     rows, pieces = shape.numel(), triton.cdiv(vocab, PIECE)
     wide = torch.promote_types(logits_RLV.dtype, dtype)
@@ -123,14 +130,16 @@ def token_stats(
     mask = -1 if mask_id is None else mask_id
     read = logits_RLV, logits_RLV if wanted_RL is None else wanted_RL.contiguous(), piece_RSN, token_RS
     _scan[(rows, pieces)](*read, vocab, mask, P=PIECE, num_warps=8, **given)
-    out = [logits_RLV.new_empty(shape, dtype=wide) for _ in range(2 + entropy + margin)]
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
-    confidence_RL, mask_RL = out[:2]
-    entropy_RL = out[2] if entropy else None
-    margin_RL = out[-1] if margin else None
+    confidence_RL, mask_RL = (logits_RLV.new_empty(shape, dtype=wide) for _ in range(2))
+    entropy_RL, margin_RL = (torch.empty_like(mask_RL) if asked else None for asked in (entropy, margin))
+    norm_R2 = logits_RLV.new_empty(rows, 2, dtype=wide) if draw is not None else None
     _gather[(rows,)](
-        *read, token_RL, confidence_RL, mask_RL, confidence_RL if entropy_RL is None else entropy_RL,
-        confidence_RL if margin_RL is None else margin_RL, vocab, pieces, mask, MASK=mask_id is not None,
-        S=triton.next_power_of_2(pieces), num_warps=1, **given,
+        *read, token_RL, confidence_RL, mask_RL,
+        *(confidence_RL if made is None else made for made in (entropy_RL, margin_RL, norm_R2)), vocab, pieces, mask,
+        MASK=mask_id is not None, NORM=draw is not None, S=triton.next_power_of_2(pieces), num_warps=1, **given,
     )  # fmt: skip
-    return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL
+    best_RL, drawn_RL = token_RL if best else None, None
+    if draw is not None and norm_R2 is not None:
+        token_RL, confidence_RL, drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL)
+    return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL, drawn_RL

@@ -1,0 +1,91 @@
+"""What rounding weights, or keys and values, does to the answers of the models in the box.
+
+    python -m benchmarks.quantized --device cuda --out benchmarks/results/quantized-h200
+
+Held-out problems with `threshold` 0.9, float32 but for what is rounded, without a cache and with the model's best one.
+Accuracy, NFE and TPF as in benchmarks.quality; `same`: the percentage of problems whose answer is, word for word, that
+of the model as it is with the same cache. Writes OUT.json and OUT.csv, after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.surroundings import surroundings
+from dinfer.metrics import Sample, measure
+from dinfer.problems import Problem, generate, is_correct
+
+RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {  # the iteration of each model, and the caches
+    "tiny": ("blockwise", ("none", "dual")),
+    "tiny-llada2": ("block_diffusion", ("none", "block")),
+}
+ROUNDED = ((None, "model"), ("fp8", "model"), ("int8", "model"), ("int4", "model"), (None, "fp8"))  # quantize, kv
+FIGURES = ("problems", "correct", "accuracy", "accuracy_low", "accuracy_high", "nfe", "tpf", "tokens")
+
+
+def answers(model: str, cache: str, quantize: str | None, kv: Any, given: argparse.Namespace) -> list[Any]:
+    """The results of one setting, in order of the problems."""
+    iteration: dict[str, Any] = {"name": RECIPES[model][0]} | ({"block": 32} if model == "tiny" else {})
+    pipe = dinfer.load(
+        model, iteration=iteration, decoder={"name": "threshold", "threshold": 0.9}, cache=cache, quantize=quantize,
+        device=given.device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows, kv=kv),
+    )  # fmt: skip
+    return list(pipe.generate([problem.question for problem in given.problems], max_new_tokens=given.new))
+
+
+def row_of(problems: Sequence[Problem], results: Sequence[Any], as_is: Sequence[Any], seconds: float) -> dict[str, Any]:
+    """The figures of a setting."""
+    samples = [
+        Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
+        for problem, result in zip(problems, results, strict=True)
+    ]
+    figures = measure(samples, seconds).row()
+    same = sum(mine.text == theirs.text for mine, theirs in zip(results, as_is, strict=True))
+    return {name: figures[name] for name in FIGURES} | {"same": 100 * same / len(results)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500, help="held-out problems")
+    parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
+    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
+    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    given = parser.parse_args()
+    setting = {name: str(value) if name == "out" else value for name, value in vars(given).items()}
+    given.problems = generate("heldout", given.count, given.seed)
+    rows: list[dict[str, Any]] = []
+    for model, (_, caches) in RECIPES.items():
+        for cache in caches:
+            as_is: list[Any] = []
+            for quantize, kv in ROUNDED:
+                began = time.perf_counter()
+                results = answers(model, cache, quantize, kv, given)
+                as_is = as_is or results
+                figures = row_of(given.problems, results, as_is, time.perf_counter() - began)
+                rows.append({"model": model, "cache": cache, "quantize": quantize, "kv": kv} | figures)
+                print({name: value for name, value in rows[-1].items() if value is not None}, flush=True)
+                if given.out:
+                    write(given.out, rows, {"setting": setting} | surroundings(torch.device(given.device)))
+
+
+def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    out.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
