@@ -1,8 +1,9 @@
 """How far a recipe's cached logits are from those of a pass without a cache, at every step.
 
-The recipe runs as it always does, one request at a time. Beside each of its forwards the network computes the whole
-canvas once more, fed the same, with nothing kept; compared are the positions that are still masked, since these are
-what the step decides. A library function: `audit(pipeline, prompts)`; on the command line `dinfer audit`.
+The recipe runs as it always does (`runtime.kv` included), one request at a time. Beside each of its forwards the
+network computes the whole canvas once more, fed the same, with nothing kept; compared are the positions that are still
+masked, since these are what the step decides. A library function: `audit(pipeline, prompts)`; on the command line
+`dinfer audit`.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def audit(
 ) -> Audit:
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
     requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
-    recipe = pipe.recipe
+    recipe, kv = pipe.recipe, pipe.engine.runtime.kv
     watch = _Watched(recipe.model)
-    engine = _engine(replace(recipe, model=watch))
+    engine = _engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))
     plain = _engine(replace(recipe, cache=CACHES.build("none")))
     samples: list[Sample] = []
     same = total = 0
@@ -111,12 +112,14 @@ def audit(
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
     spec = recipe.model.spec
     exact = recipe.cache.exact(1 if spec.encoder else spec.causal_block)  # what an encoder has read does not change
+    if kv != "model":
+        names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
 
 
-def _engine(recipe: Recipe) -> Engine:
+def _engine(recipe: Recipe, runtime: Runtime = Runtime(rows=1)) -> Engine:  # noqa: B008, it is frozen
     """One row at a time, so that a step is one forward, and slot 0 is the one."""
-    return Engine(recipe, Runtime(rows=1), device=recipe.model.device, dtype=recipe.model.dtype)
+    return Engine(recipe, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
 
 
 class _Watched:

@@ -6,8 +6,8 @@ bounded by tokens, requests may share pages, and nothing moves when rows come an
 Two pages are never handed out: NULL, which is all zeros and which unused entries of the table name, so that keys
 outside a row's interval are finite; and SCRATCH, where padding is written and which nobody reads.
 
-Pools in float8 hold what the model computes rounded to the nearest of e4m3, without scales: keys and values are of the
-order of one, and what exceeds its 448 becomes 448.
+Pools in float8 hold what the model computes rounded to the nearest number of e4m3, without scales; what exceeds its
+largest, 448, becomes 448.
 """
 
 from __future__ import annotations

@@ -140,12 +140,12 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
     """The tensors that are weights or the like, and the scales of those that are rounded."""
     stored: dict[str, tuple[str, Stored]] = {}
     unused: set[str] = set()
-    for name in (name for name, tensor in tensors.items() if tensor.dtype in NARROW):
+    for name in (name for name, tensor in tensors.items() if tensor.dtype in NARROW and len(tensor.shape) > 1):
         unused.update(name.removesuffix(".weight") + end for end in INPUT_SCALES)
-        for own in (name + end for end in SCALES):
-            if own in tensors:
-                stored[name] = own, tensors[own]
-                unused.add(own)
+        own = next((name + end for end in SCALES if name + end in tensors), None)
+        if own is not None:
+            stored[name] = own, tensors[own]
+            unused.add(own)
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
 
 
@@ -154,7 +154,7 @@ def widened(weight: Tensor, scale: Tensor, block: Block | None) -> Tensor:
     *lead, rows, width = weight.shape
     if scale.numel() == 1:
         return weight.float() * scale.view(())
-    if scale.numel() == math.prod((*lead, rows)):
+    if scale.shape in ((*lead, rows), (*lead, rows, 1)):
         return weight.float() * scale.view(*lead, rows, 1)
     high, wide = block or (1, 1)
     by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)

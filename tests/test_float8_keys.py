@@ -11,12 +11,15 @@ from support.models import tiny_model
 from torch import Tensor
 
 import dinfer.kv
+from dinfer.audit import audit
 from dinfer.compose import Recipe, compose
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.linear import FLOAT8
 from dinfer.kernels.rotary import put
 from dinfer.kv import KVPool
+from dinfer.pipeline import Pipeline
+from dinfer.trace.record import record_request
 
 KINDS = {(point.variant, point.cache): point for point in reversed(LEGAL)}
 
@@ -81,6 +84,18 @@ def test_what_exceeds_float8_is_written_as_its_largest_value(dtype: torch.dtype)
     put(pool, torch.tensor([2]), torch.tensor([[[1.0, 3e4, -3e4, float("nan")]]], dtype=dtype))
     assert pool[2, 0, :3].tolist() == [1, 448, -448] and pool[2, 0, 3].float().isnan()
     assert not pool[:2].float().any()
+
+
+def test_audit_and_trace_run_with_them() -> None:
+    model = tiny_model("block_causal", dtype=torch.float32)
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+    whole, narrow = (Pipeline(recipe, None, Runtime(kv=kv)) for kv in ("model", "fp8"))
+    found = [audit(pipe, [[1, 2, 3, 4, 5]], max_new_tokens=19) for pipe in (whole, narrow)]
+    assert [one.exact for one in found] == [True, False]
+    assert found[0].overall["kl"] < 1e-6 < 1e-4 < found[1].overall["kl"]
+    assert found[1].recipe["cache"].endswith(" with runtime.kv=fp8")
+    (request,) = narrow.requests([[1, 2, 3, 4, 5]], 19, None)
+    assert record_request(narrow, request).canvas == completions(narrow.engine, [request])[0].canvas
 
 
 def test_other_values_are_refused() -> None:

@@ -14,6 +14,7 @@ from support.models import CONFIG, tiny_model
 from torch import Tensor
 
 import dinfer
+import dinfer.quantized
 from dinfer.checkpoint import CheckpointError, load_network, place_of, save_network
 from dinfer.kernels.linear import FLOAT8, round_rows, widened
 from dinfer.layers.linear import Linear
@@ -122,6 +123,12 @@ def test_blocks_are_widened(
     assert "15 of 15 rounded weights are widened" in caplog.messages[0] and len(caplog.messages) == 1
 
 
+def test_as_many_blocks_as_outputs_are_blocks_still() -> None:
+    weight, scale = torch.ones(4, 8).to(FLOAT8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    got = dinfer.quantized.widened(weight, scale, (2, 4))
+    assert torch.equal(got, scale.repeat_interleave(2, 0).repeat_interleave(4, 1))
+
+
 def test_quantize_keeps_what_is_so_already_and_rounds_the_rest(tmp_path: Path) -> None:
     meant = written(tmp_path, per_output, CHANNELS, spared="q_proj")
     kept = reading(tmp_path)
@@ -166,6 +173,8 @@ def test_every_weight_in_8_bits_needs_its_scale(tmp_path: Path) -> None:
     tensors[f"{root}.0.ff_proj.weight_scale_inv"] = torch.ones(2, 7)
     tensors[f"{root}.1.ff_proj.weight_scale_inv"] = torch.ones(3, 2, dtype=torch.int32)
     tensors[f"{root}.1.ff_norm.weight_scale_inv"] = torch.ones(1)
+    tensors[f"{root}.1.attn_out.weight_scale"] = torch.ones(1)
+    tensors[f"{root}.0.ff_norm.weight"] = torch.ones(32).to(FLOAT8)
     del tensors[f"{root}.0.ff_out.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
@@ -173,6 +182,8 @@ def test_every_weight_in_8_bits_needs_its_scale(tmp_path: Path) -> None:
     for line in (
         f"dtype of {root}.0.ff_out.weight: F8_E4M3, must be one of",
         f"unexpected: {root}.1.ff_norm.weight_scale_inv",
+        f"unexpected: {root}.1.attn_out.weight_scale",
+        f"dtype of {root}.0.ff_norm.weight: F8_E4M3, must be one of",
         f"{root}.0.ff_proj.weight_scale_inv: F32 (2, 7), must be floats: one for (48, 32), one an output, or one a "
         "block of 16 x 24",
         f"{root}.1.ff_proj.weight_scale_inv: I32 (3, 2), must be floats",

@@ -59,8 +59,7 @@ def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 
     Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
-    holds rounded. Raises ValueError for a layer that
-    cannot be rounded so; the network is of no use then.
+    holds rounded. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
     """
     for name, module in network.named_modules():
         if callable(round_weights := getattr(module, "quantize", None)):

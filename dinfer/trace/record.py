@@ -113,7 +113,8 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     offers: list[Offer] = []  # of the step under way
     fed = _Fed(recipe.model)
     watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
-    engine = Engine(watched, Runtime(rows=1), device=recipe.model.device, dtype=recipe.model.dtype)
+    runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv)
+    engine = Engine(watched, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
