@@ -29,7 +29,7 @@ REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # what the Triton kernels of the files in dinfer/kernels/triton are for; of others: REST
     "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts", "route": "experts",
     "attention": "attention", "rotary": "rotary, keys",
-    "norm": "norms", "token_stats": "statistics",
+    "norm": "norms", "token_stats": "statistics", "draw": "statistics",
 }  # fmt: skip
 GATE = "glu"  # in the name of one of them: it is the gate's
 LIBRARY = ("nvjet", "cutlass", "cublas", "gemm", "gemv", "splitk")  # in other kernels' names: matrix products
