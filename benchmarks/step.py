@@ -33,6 +33,7 @@ from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
 from dinfer.checkpoint import random_network
 from dinfer.compose import Recipe
+from dinfer.engine.runtime import KV
 from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
 from dinfer.layers.mlp import Experts
 from dinfer.protocols import StepShape
@@ -96,6 +97,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
     parser.add_argument("--quantize", choices=QUANTIZED)
+    parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(args)
@@ -116,12 +118,11 @@ def main(args: list[str] | None = None) -> None:
     plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
     recipe = apart(plain) if given.spread else plain
     prompts = random_prompts(spec, given.batch, given.prompt)
-    report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
 
     for graphs in (False, True)[: 2 if cuda else 1]:
         memory = torch.cuda.memory_allocated() if cuda else 0
         torch.cuda.reset_peak_memory_stats() if cuda else None
-        pipe = Pipeline(recipe, None, Runtime(rows=given.batch, graphs=graphs))
+        pipe = Pipeline(recipe, None, Runtime(rows=given.batch, graphs=graphs, kv=given.kv))
         run = partial(pipe.generate_ids, prompts, max_new_tokens=given.new)
         name = "graph" if graphs else "eager"
         report[name], shapes = timed_run(pipe, run)
@@ -129,7 +130,9 @@ def main(args: list[str] | None = None) -> None:
             report[name]["beyond_weights_gb"] = (torch.cuda.max_memory_allocated() - memory) / 1e9
     canvases = [report[name].pop("canvas") for name in ("eager", "graph") if name in report]
     report["graph_equals_eager"] = canvases[0] == canvases[-1] if cuda else None
+    save(report, given.out)  # what follows may fail, and these are the figures
     found = report[name]
+    report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
 
     seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
     keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
@@ -140,7 +143,7 @@ def main(args: list[str] | None = None) -> None:
     if cuda:
         report["limit"]["reached"] = report["limit"]["limit_ms"] / found["step_ms"]
 
-    hollow = Pipeline(replace(plain, model=Hollow(model)), None, Runtime(rows=given.batch, graphs=cuda))
+    hollow = Pipeline(replace(plain, model=Hollow(model)), None, Runtime(rows=given.batch, graphs=cuda, kv=given.kv))
     rest, _ = timed_run(hollow, partial(hollow.generate_ids, prompts, max_new_tokens=given.new))
     whole = found["step_ms"] + found["host_ms"]
     report["without_network"] = {

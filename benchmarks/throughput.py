@@ -33,6 +33,7 @@ from benchmarks.surroundings import surroundings
 from dinfer.checkpoint import random_network
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
+from dinfer.engine.runtime import KV
 from dinfer.problems import generate
 from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.registry import check_range, option
@@ -124,7 +125,7 @@ def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool
 def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline:
     runtime = dinfer.Runtime(
         rows=max(given.in_flight), max_length=given.length, settle=given.settle, graphs=device.type == "cuda",
-        positions=given.positions, compile=given.compile,
+        positions=given.positions, compile=given.compile, kv=given.kv,
     )  # fmt: skip
     if given.model:
         base = dinfer.load(given.model, device=device, dtype=given.dtype)
@@ -180,6 +181,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--settle", action="store_true")
     parser.add_argument("--stagger", action="store_true")
+    parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")
     parser.add_argument("--out", type=Path)

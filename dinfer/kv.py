@@ -5,6 +5,9 @@ bounded by tokens, requests may share pages, and nothing moves when rows come an
 
 Two pages are never handed out: NULL, which is all zeros and which unused entries of the table name, so that keys
 outside a row's interval are finite; and SCRATCH, where padding is written and which nobody reads.
+
+Pools in float8 hold what the model computes rounded to the nearest of e4m3, without scales: keys and values are of the
+order of one, and what exceeds its 448 becomes 448.
 """
 
 from __future__ import annotations
@@ -15,13 +18,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.attention import paged_attention
+from dinfer.kernels.attention import paged_attention, taken
 from dinfer.kernels.canvas import key_places
+from dinfer.kernels.linear import FLOAT8
 from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
 from dinfer.spec import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
 Slot = TypeVar("Slot", int, Tensor)
+
+
+def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
+    """What `runtime.kv` keeps keys and values in. ValueError for float8 on a GPU that does not know it."""
+    if kv == "model":
+        return model
+    if device.type == "cuda" and (able := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ValueError(
+            f"runtime.kv=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper), and {device} has "
+            f"{able[0]}.{able[1]}; use runtime.kv=model"
+        )
+    return FLOAT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +93,7 @@ class KVPool:
         """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
         index = torch.tensor([*pages, SCRATCH], device=self.k_JPTGE.device)
         for pool in (self.k_JPTGE, self.v_JPTGE):
-            pool.index_fill_(1, index, 0)
+            pool.view(torch.uint8 if pool.dtype == FLOAT8 else pool.dtype).index_fill_(1, index, 0)
         if self.local is not None:
             self.local.wipe(pages)
 
@@ -110,7 +126,8 @@ class PagedAttend:
 
     def values(self, layer: int = -1) -> Tensor:
         """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
-        return self.pool.of(layer)[1].flatten(0, 1).index_select(0, self.write_X).view(*self.pos_BW.shape, -1)
+        v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
+        return v_XGE.view(*self.pos_BW.shape, -1)
 
     def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         k_PTGE, v_PTGE, near = self.pool.of(layer)

@@ -211,7 +211,10 @@ class Decoder(Component):
 
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        """The positions to commit at this step; changes `state` in place."""
+        """The positions to commit at this step; changes `state` in place.
+
+        Statistics are 0 where the decoder may not write: where nothing is masked, or, if it `edits`, at given tokens.
+        """
 
 
 class Sampling(Component):

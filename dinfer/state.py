@@ -66,7 +66,7 @@ class BatchState:
         cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
         block: int | None = None,
     ) -> BatchState:  # fmt: skip
-        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions.
+        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
 
         `block` is L; None: what the iteration says for a generation of `length`.
         """

@@ -172,6 +172,7 @@ def proposed_tokens(
     return token_stats(
         logits_RLV, spec.mask_id, getattr(torch, decoder.precision),
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw,
+        wanted_RL=~view.given_RL if decoder.edits else view.masked_RL,
     ), logits_RLV  # fmt: skip
 
 

@@ -14,13 +14,14 @@ from support.command_line import write_checkpoint
 import dinfer.kernels
 from benchmarks import dataset, parts, single, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
-from benchmarks.limits import operations, weight_bytes
+from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.shapes import shape
 from dinfer.canvas import Phase
 from dinfer.checkpoint import random_network
 from dinfer.compose import Recipe, compose
+from dinfer.kv import KVPool
 from dinfer.layers.linear import FLOAT8, quantize
 from dinfer.protocols import StepShape
 
@@ -185,6 +186,13 @@ def test_what_a_step_reads_and_multiplies() -> None:
     everything = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
     assert weight_bytes(model, None) == everything
     assert weight_bytes(model, 8) == pytest.approx(everything - 2 * (8 * each + 8) * 4)  # the bias is counted with them
+    kv = KVPool.alloc(spec, 1, 128, 8, 16, dtype=torch.float32, device="cpu")
+    card = {"copy_bytes_per_s": 1e9, "weights_per_s": 1e9, "bfloat16_per_s": 1e8}
+    found = limits(model, kv, rows=1, width=40, block=32, keys=100, experts=8, rates=card)
+    cached = 2 * 3 * 100 * 2 * 16 * 4
+    assert found["bytes_ms"] == pytest.approx((weight_bytes(model, 8) + cached) / 1e6)
+    assert found["flops_ms"] == pytest.approx(work["weights"] / 1e6 + work["attention"] / 1e5)
+    assert found["limit_ms"] == max(found["bytes_ms"], found["flops_ms"])
     quantize(model, FLOAT8)
     assert everything / 4 < weight_bytes(model, None) < everything / 3
 

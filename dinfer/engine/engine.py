@@ -22,6 +22,7 @@ from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime, compiled
+from dinfer.kv import kv_dtype
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
@@ -60,7 +61,8 @@ class Engine:
     def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
         if runtime.compile != "none":
             recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
-        self.recipe, self.runtime, self.device, self.dtype = recipe, runtime, device, dtype
+        self.recipe, self.runtime, self.device = recipe, runtime, device
+        self.kv_dtype = kv_dtype(runtime.kv, dtype, device)
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._free = free_positions(recipe.model.spec)
@@ -180,7 +182,7 @@ class Engine:
         slots, length, block, branches = room = tuple(map(max, want, have))
         pages = runtime.pages or branches * slots * -(-length // runtime.page)
         self._state = BatchState.alloc(
-            self.recipe, slots, length, page=runtime.page, pages=pages, dtype=self.dtype, device=self.device,
+            self.recipe, slots, length, page=runtime.page, pages=pages, dtype=self.kv_dtype, device=self.device,
             block=block,
         )  # fmt: skip
         self._pages = PageAllocator(pages)

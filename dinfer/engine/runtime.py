@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 COMPILE = ("none", "default", "max-autotune")
+KV = ("model", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class Runtime:
     settle: bool = False  # in large batches, rows take a narrow pass more to enter a block: faster, counts in NFE
     share: bool = False  # prompts that begin alike share keys (cache=block): faster, counts in NFE
     graphs: bool = False  # run each step as a CUDA graph
+    kv: Literal["model", "fp8"] = "model"  # keys and values in the model's dtype, or in float8: half of 16 bits
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
 
     def __post_init__(self) -> None:
@@ -27,6 +29,8 @@ class Runtime:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"runtime.{name}={value} must be at least 1")
+        if self.kv not in KV:
+            raise ValueError(f"runtime.kv={self.kv!r} must be one of {', '.join(KV)}")
         if self.compile not in COMPILE:
             raise ValueError(f"runtime.compile={self.compile!r} must be one of {', '.join(COMPILE)}")
 

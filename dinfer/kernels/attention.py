@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.linear import FLOAT8
 
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
@@ -57,19 +58,29 @@ def local_interval(
     return torch.maximum(interval_BW[0], start_BW), interval_BW[1]
 
 
+def taken(pool: Tensor, index: Tensor) -> Tensor:
+    """Some rows of a pool of keys or values, widened to float32 if it is in float8. [*index.shape, *pool.shape[1:]]"""
+    if pool.dtype != FLOAT8:
+        return pool[index]
+    return pool.view(torch.uint8)[index].view(FLOAT8).float()  # torch does not index float8 on a CPU
+
+
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Interval attention over keys in pages of T positions: key s of a row is in page `pages_BP[row, s // T]`.
 
-    [B, W, H, E]. Keys outside a query's interval must be finite, or the page one that no row shares.
+    [B, W, H, E]. Pools in float8 are widened as they are read. Keys outside a query's interval must be finite, or the
+    page one that no row shares.
     """
     if use_triton(q_BWHE, q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
         return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
     lanes = pages_BP.shape[0]
-    k_BSGE, v_BSGE = (pool[pages_BP].view(lanes, -1, *pool.shape[2:]) for pool in (k_PTGE, v_PTGE))
+    k_BSGE, v_BSGE = (
+        taken(pool, pages_BP).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE)
+    )
     return interval_attention(q_BWHE, k_BSGE, v_BSGE, interval_mask(*interval_BW, k_BSGE.shape[1]))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.linear import FLOAT8, LARGEST
 from dinfer.kernels.norm import rms_norm
 
 Table = tuple[Tensor, Tensor]
@@ -79,13 +80,22 @@ def rotate_and_store(
     """Norms and rotates queries and keys, writes keys and values to their places, returns the queries. [B, W, H, E]
 
     `qkv_BWXE` holds H = `heads` query heads, then G key heads, then G value heads. Row i of the flattened `[B, W]`
-    goes to row `write_X[i]` of the pools, in place; of several rows that go to one place any may win.
+    goes to row `write_X[i]` of the pools, in place, rounded if these are in float8; of several rows that go to one
+    place any may win.
     """
     if use_triton(qkv_BWXE, qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
         return kernel(qkv_BWXE, table, norm, heads, k_YGE, v_YGE, write_X)
     q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
-    k_YGE.index_copy_(0, write_X, k_BWGE.flatten(0, 1))
-    v_YGE.index_copy_(0, write_X, qkv_BWXE[:, :, heads + k_YGE.shape[1] :].flatten(0, 1))
+    put(k_YGE, write_X, k_BWGE.flatten(0, 1))
+    put(v_YGE, write_X, qkv_BWXE[:, :, heads + k_YGE.shape[1] :].flatten(0, 1))
     return q_BWHE
+
+
+def put(pool_YGE: Tensor, write_X: Tensor, new_XGE: Tensor) -> None:
+    """Writes rows to their places; to float8 what exceeds its range as its largest value, NaN as NaN."""
+    if pool_YGE.dtype == FLOAT8:
+        new_XGE = new_XGE.clamp(-LARGEST[FLOAT8], LARGEST[FLOAT8]).to(FLOAT8).view(torch.uint8)
+        pool_YGE = pool_YGE.view(torch.uint8)  # torch does not index float8 on a CPU
+    pool_YGE.index_copy_(0, write_X, new_XGE)

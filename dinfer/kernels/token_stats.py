@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,17 +61,17 @@ class Draw:
 
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
-    best: bool = False, draw: Draw | None = None,
+    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider.
 
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
-    is one of a token that has no probability.
+    is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0.
     """
     if draw is None and use_triton(logits_RLV):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
 
-        return TokenStats(*kernel(logits_RLV, mask_id, dtype, entropy=entropy, margin=margin))
+        return TokenStats(*kernel(logits_RLV, mask_id, dtype, wanted_RL=wanted_RL, entropy=entropy, margin=margin))
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     logits_RLV = logits_RLV.to(dtype, copy=True)
@@ -95,4 +96,8 @@ def token_stats(
         if mask_id is not None:
             drawn_RL = torch.where(draw.noisy_R1, draw.score_RLV[..., mask_id] > top_RL, drawn_RL)
     best_RL = logits_RLV.argmax(-1) if best else None
-    return TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
+    stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
+    if wanted_RL is None:
+        return stats
+    there: dict[str, Any] = {f.name: getattr(stats, f.name) for f in fields(stats)}
+    return replace(stats, **{name: t.masked_fill(~wanted_RL, 0) for name, t in there.items() if t is not None})

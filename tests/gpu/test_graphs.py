@@ -46,6 +46,22 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert engine.launcher.refused == {}
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("point", {(p.variant, p.cache): p for p in reversed(LEGAL)}.values(), ids=str)
+def test_float8_keys_under_graphs(
+    point: Combination, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    recipe = point.recipe(tiny_model(point.variant, dtype=dtype, device="cuda", head_dim=16))
+    requests = requests_for(recipe)
+    engine = engine_for(recipe, rows=3, graphs=True, kv="fp8")
+    want = [outcome(c) for c in completions(engine_for(recipe, rows=3, kv="fp8"), requests)]
+    for _ in range(2):
+        assert [outcome(c) for c in completions(engine, requests)] == want
+    assert engine.launcher.captured > 0 and engine.launcher.refused == {}
+
+
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
 @pytest.mark.parametrize("variant,cache", [("bidirectional", "dual"), ("block_causal", "block")])
 def test_a_compiled_body_gives_the_same_tokens_under_graphs(variant: str, cache: str, mode: str) -> None:

@@ -46,7 +46,7 @@ def _attend(
         there = key < pages * T
         page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
         at = ((page * T + key % T) * G + group)[:, None] * E + entry[None, :]
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
+        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
         score = tl.where(seen, score, -float("inf"))
@@ -54,7 +54,7 @@ def _attend(
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         prob = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(top - safe)
-        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
+        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(prob, 1)
         top = peak
@@ -93,8 +93,8 @@ def paged_attention(
     # At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with the tiles of bfloat16.
     keys, warps = (64, 4) if q_BWHE.dtype.itemsize == 2 else (32, 8 if tile == 64 else 4)
     if splits == 0:
-        # Enough programs for every multiprocessor, but at least 128 keys each.
-        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // 128)
+        # Enough programs for every multiprocessor, but at least 64 keys each.
+        want = min(264 // (lanes * groups * tiles), pages_BP.shape[1] * page // 64)
         splits = 1 << max(want.bit_length() - 1, 0)
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     part, stat = out, out

@@ -27,6 +27,23 @@ def follow(EARLY: tl.constexpr):
         cuda.gdc_wait()
 
 
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """The second half of `follow`: for a kernel that lets the next one start later, with `let_next`.
+
+    The next kernel's programs take what room there is. A large one that comes while this one still has its programs
+    spread over all multiprocessors would find room on some of them and crowd there.
+    """
+    if EARLY:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def let_next(EARLY: tl.constexpr):
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
 def early(tensor: Tensor) -> dict[str, Any]:
     """What a kernel that calls `follow` is launched with. `DINFER_EARLY=0` in the environment turns it off."""
     if os.environ.get("DINFER_EARLY", "1") != "0" and tensor.is_cuda and _hopper(tensor.device):

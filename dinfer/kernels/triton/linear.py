@@ -1,11 +1,13 @@
 """Linear maps of few rows, whose time is that of reading the weights once.
 
-The weights are the tall operand of the tensor cores' product, so that a few dozen rows are not padded to 64. Where too
-few programs would come of the outputs alone, each output is the sum of two halves of the inputs: the program that comes
-second adds what the first left behind, and a sum of two does not depend on their order.
+The weights are the tall operand of the tensor cores' product, so that a few dozen rows are not padded to 64. Each
+program reads the weights of its outputs through a pipeline as deep as shared memory allows: for bandwidth, and so that
+no multiprocessor takes more programs than its share when they are launched early.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import early, follow, let_next, wait
 
 
 @triton.jit
@@ -63,12 +65,12 @@ def round_rows(x: Tensor) -> Rounded:
 
 @triton.jit
 def _linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, half_ptr, turn_ptr, rows, outputs, width,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, outputs, width,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, LATE: tl.constexpr,
     X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, row_tile = tl.program_id(0), tl.program_id(1)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
@@ -76,34 +78,26 @@ def _linear(
     x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + depth[:, None]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * width + depth[None, :]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    begin = part * (width // HALVES)
-    end = width if HALVES == 1 else begin + width // HALVES
     if EARLY and EXACT:  # weights are no kernel's output
-        ahead = (weight_ptr + output.to(tl.int64) * width + begin).to(tl.int64)
+        ahead = (weight_ptr + output.to(tl.int64) * width).to(tl.int64)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
             [ahead, tl.full((OUTPUTS,), AHEAD, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    follow(EARLY)
-    for k in range(begin, end, DEPTH):
+    if not LATE:
+        let_next(EARLY)
+    wait(EARLY)
+    for k in range(0, width, DEPTH):
         if EXACT:
             weight = tl.load(weight_ptrs + k)
             x = tl.load(x_ptrs + k, mask=seen[None, :], other=0.0)
         else:
-            there = k + depth < end
+            there = k + depth < width
             weight = tl.load(weight_ptrs + k, mask=inside[:, None] & there[None, :], other=0.0)
             x = tl.load(x_ptrs + k, mask=seen[None, :] & there[:, None], other=0.0)
         total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
-    if HALVES == 2:
-        tiles = tile * tl.num_programs(1) + row_tile
-        cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        half_ptr += tiles.to(tl.int64) * 2 * OUTPUTS * ROWS
-        tl.store(half_ptr + part * OUTPUTS * ROWS + cell, total, cache_modifier=".cg")
-        tl.debug_barrier()
-        if tl.atomic_add(turn_ptr + tiles, 1, sem="acq_rel") == 0:
-            return
-        total += tl.load(half_ptr + (1 - part) * OUTPUTS * ROWS + cell, cache_modifier=".cg")
-        tl.store(turn_ptr + tiles, 0)
+    if LATE:
+        let_next(EARLY)
     if SCALE:
         total *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
     if X_SCALE:
@@ -115,43 +109,60 @@ def _linear(
 
 
 AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs
-_TURNS: dict[torch.device, Tensor] = {}
-TURNS = 1 << 14
+
+
+class Config(NamedTuple):
+    """Rows, outputs and depth of a tile, warps, stages, and whether the next kernel is to start late."""
+
+    rows: int
+    outputs: int
+    depth: int
+    warps: int
+    stages: int
+    late: bool = False
 
 
 def linear(
-    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None,
-    config: tuple[int, int, int, int, int, int] | None = None,
-) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.linear.linear`. `config`: rows, outputs and depth of a tile, halves, warps, stages."""
+    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None
+) -> Tensor:
+    """See `dinfer.kernels.linear.linear`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
-    rows = values.numel() // width
+    rows, size = values.numel() // width, weight_OK.dtype.itemsize
     out = values.new_empty(*values.shape[:-1], outputs, dtype=x.dtype)
-    many, tall, depth, halves, warps, stages = config or _config(rows, outputs, width, weight_OK.dtype.itemsize)
-    tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
-    half, turn = out, out
-    if halves == 2:
-        if values.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
-            _TURNS[values.device] = torch.zeros(TURNS, dtype=torch.int32, device=values.device)
-        half, turn = values.new_empty(tiles[0] * tiles[1] * 2 * tall * many, dtype=torch.float32), _TURNS[values.device]
-    _linear[(*tiles, halves)](
+    many, tall, depth, warps, stages, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
-        out if bias_O is None else bias_O, out, half, turn, rows, outputs, width,
-        ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % (depth * halves) == 0 and outputs % tall == 0,
-        HALVES=halves, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
+        out if bias_O is None else bias_O, out, rows, outputs, width,
+        ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
+        X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        AHEAD=min(AHEAD, width // halves * weight_OK.dtype.itemsize), **early(values),
+        AHEAD=min(AHEAD, width * size), **early(values),
     )  # fmt: skip
     return out
 
 
-def _config(rows: int, outputs: int, width: int, size: int) -> tuple[int, int, int, int, int, int]:
-    """By measurements on an H200 with the shapes of LLaDA-8B."""
+SHARED = 200_000  # bytes of a multiprocessor's memory that tiles may take
+
+
+def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Config:
+    """By measurements on an H200 with the shapes of LLaDA-8B. `size`, `x_size`: bytes of a weight and of an input."""
     if rows > 64:
-        return 128, 128, 128 // size, 1, 8, 3
+        return Config(128, 128, 128 // x_size, 8, 3)
     many = max(16, triton.next_power_of_2(rows))
-    halves = 2 if outputs <= 8192 and width % 1024 == 0 and width >= 8192 else 1
-    if size == 1:
-        return many, 64, 256 if outputs <= 8192 else 128, halves, 4, 4
-    return many, 64, 128, halves, 4, 6 if outputs <= 8192 else 4
+
+    def stages(tall: int, depth: int, most: int) -> int:
+        return max(min(SHARED // ((tall * size + many * x_size) * depth), most), 2)
+
+    if x_size > 2:
+        return Config(many, 64, 64, 4, stages(64, 64, 4))
+    depth = 256 if size == 1 else 128
+    while width % depth and depth > 64:
+        depth //= 2
+    if outputs <= 8192 and size == 2 and width >= 8192:  # a program for each multiprocessor, of half as many outputs
+        return Config(many, 32, 256, 2, stages(32, 256, 5))
+    if outputs <= 8192:
+        return Config(many, 64, depth, 4, stages(64, depth, 8))
+    if outputs <= 16384:  # one or two for each
+        return Config(many, 64, depth, 4, stages(64, depth, 4 if size == 1 else 3), late=True)
+    return Config(many, 64, depth, 4, stages(64, depth, 3))

@@ -11,6 +11,14 @@ from dinfer.kernels.triton.launch import early, follow
 
 
 @triton.jit
+def fitting(x, dtype: tl.constexpr):
+    """In the dtype of a pool: float8 takes what exceeds its range as its largest value."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
 def _rotary_table(pos_ptr, turns_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
@@ -62,8 +70,9 @@ def _rotate_and_store(
     rotated = (wide * cos + wide_swapped * sin).to(x.dtype)
     place = tl.load(write_ptr + row)
     tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
-    tl.store(k_ptr + (place * G + head - H) * E + entry, rotated, mask=inside & (head >= H) & (head < H + G))
-    tl.store(v_ptr + (place * G + head - H - G) * E + entry, x, mask=inside & (head >= H + G))
+    k, v = fitting(rotated, k_ptr.dtype.element_ty), fitting(x, v_ptr.dtype.element_ty)
+    tl.store(k_ptr + (place * G + head - H) * E + entry, k, mask=inside & (head >= H) & (head < H + G))
+    tl.store(v_ptr + (place * G + head - H - G) * E + entry, v, mask=inside & (head >= H + G))
 
 
 def rotate_and_store(

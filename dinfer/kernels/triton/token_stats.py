@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,11 +17,15 @@ NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) e
 
 @triton.jit
 def _scan(
-    logits_ptr, piece_ptr, token_ptr, vocab, mask_id,
-    WIDE: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, wanted_ptr, piece_ptr, token_ptr, vocab, mask_id,
+    WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wanted = tl.load(wanted_ptr + row) if WANTED else 1
+    if wanted == 0:
+        return
     lane = piece * P + tl.arange(0, P)
     x = tl.load(logits_ptr + row * vocab + lane, mask=lane < vocab, other=float("-inf")).to(WIDE)
     broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
@@ -28,7 +34,9 @@ def _scan(
     base = tl.where(top == float("-inf"), 0.0, top)
     power = tl.exp(x - base)
     total = tl.sum(power, 0)
-    slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
+    slope = total
+    if ENTROPY:
+        slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
     wanted = tl.where(lane == mask_id, float("-inf"), x)
     best = tl.max(wanted, 0)
     second = top
@@ -46,12 +54,24 @@ def _scan(
 
 @triton.jit
 def _gather(
-    logits_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr, vocab, pieces,
-    mask_id, WIDE: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr, S: tl.constexpr,
-    EARLY: tl.constexpr,
+    logits_ptr, wanted_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr,
+    vocab, pieces, mask_id,
+    WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr,
+    S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(wanted_ptr + row) if WANTED else 1
+    if wanted == 0:
+        zero = tl.zeros((), WIDE)
+        tl.store(out_token_ptr + row, 0)
+        tl.store(confidence_ptr + row, zero)
+        tl.store(mask_ptr + row, zero)
+        if ENTROPY:
+            tl.store(entropy_ptr + row, zero)
+        if MARGIN:
+            tl.store(margin_ptr + row, zero)
+        return
     piece = tl.arange(0, S)
     inside = piece < pieces
     at = piece_ptr + (row * pieces + piece) * 6
@@ -85,8 +105,9 @@ def _gather(
 
 
 def token_stats(
-    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool, margin: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, wanted_RL: Tensor | None, entropy: bool,
+    margin: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """See `dinfer.kernels.token_stats.token_stats`: token, confidence, the mask's, entropy, margin. [R, L] each"""
     logits_RLV = logits_RLV.contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
@@ -95,29 +116,21 @@ def token_stats(
     wide = torch.promote_types(wide, torch.float32)
     piece_RSN = logits_RLV.new_empty(rows, pieces, NUMBERS, dtype=wide)
     token_RS = logits_RLV.new_empty(rows, pieces, dtype=torch.int64)
-    compute = tl.float64 if wide == torch.float64 else tl.float32
+    given: dict[str, Any] = {
+        "WIDE": tl.float64 if wide == torch.float64 else tl.float32, "WANTED": wanted_RL is not None,
+        "ENTROPY": entropy, "MARGIN": margin, **early(logits_RLV),
+    }  # fmt: skip
     mask = -1 if mask_id is None else mask_id
-    _scan[(rows, pieces)](
-        logits_RLV,
-        piece_RSN,
-        token_RS,
-        vocab,
-        mask,
-        WIDE=compute,
-        MARGIN=margin,
-        P=PIECE,
-        num_warps=8,
-        **early(logits_RLV),
-    )
+    read = logits_RLV, logits_RLV if wanted_RL is None else wanted_RL.contiguous(), piece_RSN, token_RS
+    _scan[(rows, pieces)](*read, vocab, mask, P=PIECE, num_warps=8, **given)
     out = [logits_RLV.new_empty(shape, dtype=wide) for _ in range(2 + entropy + margin)]
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
     confidence_RL, mask_RL = out[:2]
     entropy_RL = out[2] if entropy else None
     margin_RL = out[-1] if margin else None
     _gather[(rows,)](
-        logits_RLV, piece_RSN, token_RS, token_RL, confidence_RL, mask_RL,
-        confidence_RL if entropy_RL is None else entropy_RL, confidence_RL if margin_RL is None else margin_RL,
-        vocab, pieces, mask, WIDE=compute, ENTROPY=entropy, MARGIN=margin, MASK=mask_id is not None,
-        S=triton.next_power_of_2(pieces), num_warps=1, **early(logits_RLV),
+        *read, token_RL, confidence_RL, mask_RL, confidence_RL if entropy_RL is None else entropy_RL,
+        confidence_RL if margin_RL is None else margin_RL, vocab, pieces, mask, MASK=mask_id is not None,
+        S=triton.next_power_of_2(pieces), num_warps=1, **given,
     )  # fmt: skip
     return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL
