@@ -119,15 +119,15 @@ def main(args: list[str] | None = None) -> None:
     recipe = apart(plain) if given.spread else plain
     prompts = random_prompts(spec, given.batch, given.prompt)
 
+    weights = torch.cuda.memory_allocated() if cuda else 0
     for graphs in (False, True)[: 2 if cuda else 1]:
-        memory = torch.cuda.memory_allocated() if cuda else 0
-        torch.cuda.reset_peak_memory_stats() if cuda else None
         pipe = Pipeline(recipe, None, Runtime(rows=given.batch, graphs=graphs, kv=given.kv))
         run = partial(pipe.generate_ids, prompts, max_new_tokens=given.new)
+        torch.cuda.reset_peak_memory_stats() if cuda else None  # the pipeline before is gone
         name = "graph" if graphs else "eager"
         report[name], shapes = timed_run(pipe, run)
         if cuda:
-            report[name]["beyond_weights_gb"] = (torch.cuda.max_memory_allocated() - memory) / 1e9
+            report[name]["beyond_weights_gb"] = (torch.cuda.max_memory_allocated() - weights) / 1e9
     canvases = [report[name].pop("canvas") for name in ("eager", "graph") if name in report]
     report["graph_equals_eager"] = canvases[0] == canvases[-1] if cuda else None
     save(report, given.out)  # what follows may fail, and these are the figures

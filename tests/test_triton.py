@@ -138,26 +138,78 @@ def test_route(reference: None, name: str) -> None:
         torch.testing.assert_close(weights[order], their_weights[their_order])
 
 
+def chosen_by(tokens: int, experts: int, chosen: int, routing: str) -> torch.Tensor:
+    """Any experts but the first; or the last ones, by all or by every second token. [N, C]"""
+    score_NX = torch.rand(tokens, experts, device=DEVICE)
+    score_NX[:, 0] = -1
+    if routing != "spread":
+        score_NX[:: 2 if routing == "half alike" else 1, -chosen:] += 1
+    return score_NX.topk(chosen).indices
+
+
+ROUTINGS = ("spread", "half alike", "alike")
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (33, 8, 1), (20, 64, 6), (300, 5, 3)])
+def test_every_pair_is_in_one_tile_of_its_expert(
+    tokens: int, experts: int, chosen: int, rows: int, routing: str
+) -> None:
+    experts_NC = chosen_by(tokens, experts, chosen, routing)
+    plan = triton_moe.plan(experts_NC, experts, rows)
+    seen, places = [], []
+    for expert, first, place, count in plan.tile_I4.tolist():
+        if expert >= 0:
+            assert 0 < count <= rows
+            seen += [(expert, pair) for pair in plan.pairs_XN[expert, first : first + count].tolist()]
+            places += range(place, place + count)
+    assert seen == sorted((expert, pair) for pair, expert in enumerate(experts_NC.flatten().tolist()))
+    assert places == list(range(tokens * chosen))
+
+
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
-    (1, 8, 2, 64, 32), (33, 8, 2, 40, 24), (20, 64, 6, 130, 48), (300, 4, 3, 64, 64),
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width", "rows", "routing"), [
+    (1, 8, 2, 64, 32, 16, "spread"), (33, 8, 2, 40, 24, 32, "spread"), (20, 64, 6, 130, 48, 16, "half alike"),
+    (300, 4, 3, 64, 64, 128, "alike"), (150, 8, 1, 64, 64, 128, "half alike"),
 ])  # fmt: skip
 def test_expert_mlps(
-    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int
-) -> None:
-    x_ND = draw(tokens, hidden, dtype=dtype)
+    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int, rows: int,
+    routing: str,
+) -> None:  # fmt: skip
+    x_ND, plus_ND = draw(tokens, hidden, dtype=dtype), draw(tokens, hidden, dtype=dtype)
     gate_up_XMD = draw(experts, 2 * width, hidden, dtype=dtype) / hidden**0.5
     down_XDM = draw(experts, hidden, width, dtype=dtype) / width**0.5
-    weights_NX = draw(tokens, experts).softmax(-1)
-    weights_NX[:, 0] = 0  # nobody's expert
-    weights_NC, experts_NC = weights_NX.topk(chosen)
-    plan = triton_moe.plan(experts_NC, experts)
-    assert plan.count_X[0] == 0 and plan.count_X.sum() == tokens * chosen
-    hidden_PM = norm.swiglu(triton_moe.expert_linear(x_ND, gate_up_XMD, plan, tokens * chosen))
-    got = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down_XDM, plan, tokens * chosen), weights_NC)
-    torch.testing.assert_close(
-        got, moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM), **CLOSE[dtype]
-    )
+    experts_NC = chosen_by(tokens, experts, chosen, routing)
+    weights_NC = torch.rand(tokens, chosen, device=DEVICE)
+    plan = triton_moe.plan(experts_NC, experts, rows)
+    for gated, plus in ((norm.swiglu, plus_ND), (norm.geglu, None)):
+        hidden_PM = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, moe.GATES[gated])
+        got = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down_XDM, plan), weights_NC, plus)
+        want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, plus_ND=plus)
+        torch.testing.assert_close(got, want, **CLOSE[dtype])
+
+
+def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
+    """Values in float8 would be the same, but the interpreter does not multiply them."""
+    tokens, experts, width = 40, 4, 96
+    plan = triton_moe.plan(chosen_by(tokens, experts, 2, "spread"), experts, 16)
+    x_PM, down_XDM = draw(2 * tokens, width), draw(experts, 48, width)
+    scale_PG = (torch.rand(3, 2 * tokens, device=DEVICE) + 0.5).mT
+    scaled_PM = (x_PM.unflatten(-1, (3, -1)) * scale_PG[..., None]).flatten(1)
+    got = triton_moe.expert_linear(linear.Rounded(x_PM, scale_PG, torch.float32), down_XDM, plan)
+    torch.testing.assert_close(got, triton_moe.expert_linear(scaled_PM, down_XDM, plan), **CLOSE[torch.float32])
+
+
+def test_gates_are_rounded_piece_by_piece() -> None:
+    x_ND, gate_up_XMD = draw(7, 64), draw(4, 2 * 64, 64) / 8
+    plan = triton_moe.plan(chosen_by(7, 4, 2, "spread"), 4, 16)
+    want_PM = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, "silu")
+    got = triton_moe.gated_linear(x_ND, gate_up_XMD, plan, "silu", piece=32)
+    want = linear.round_rows(want_PM.unflatten(-1, (2, -1)))
+    torch.testing.assert_close(got.scale, want.scale)
+    pieces = got.values.float().unflatten(-1, (2, -1)) * got.scale[..., None]
+    assert (pieces - linear.widened(want)).abs().max() < 0.07 * want_PM.abs().max()
 
 
 @pytest.mark.parametrize("neighbours", [1, 40])
@@ -168,9 +220,9 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
     weights_NC = torch.rand(41, 3, device=DEVICE)
 
     def run(count: int) -> torch.Tensor:
-        plan = triton_moe.plan(experts_NC[:count], 64)
-        hidden_PM = norm.swiglu(triton_moe.expert_linear(x_ND[:count], gate_up_XMD, plan, 3 * count))
-        out_PD = triton_moe.expert_linear(hidden_PM, down_XDM, plan, 3 * count)
+        plan = triton_moe.plan(experts_NC[:count], 64, 16)
+        hidden_PM = triton_moe.gated_linear(x_ND[:count], gate_up_XMD, plan, "silu")
+        out_PD = triton_moe.expert_linear(hidden_PM, down_XDM, plan)
         return triton_moe.combine(out_PD, weights_NC[:count])
 
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])

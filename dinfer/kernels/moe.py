@@ -14,9 +14,12 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, round_rows, widened
-from dinfer.kernels.norm import swiglu
+from dinfer.kernels.norm import geglu, swiglu
 
 TILE = 16
+PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
+Gate = Callable[[Tensor, bool], Rows]
+GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
 
 
 def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
@@ -31,7 +34,7 @@ def route(
     logits_NX: Tensor, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The experts of each token and their mixing weights, as `dinfer.spec.ExpertSpec` says. int64, float [N, C] each
+    """The experts of each token and their mixing weights, as `dinfer.spec.ExpertSpec` says. integers, floats [N, C]
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
@@ -73,25 +76,28 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 def expert_mlps(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Callable[[Tensor, bool], Rows] = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    plus_ND: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of what each token's experts make of it. [N, D]
+    """The weighted sum of what each token's experts make of it, and `plus_ND`. [N, D]
 
     `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
     between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
     so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
-    `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`.
+    `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`; but against float8
+    weights, what comes between is rounded by pieces of 128 values, each at a scale of its own, if M is made of them.
     """
     tokens, chosen = experts_NC.shape
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
-    narrow = down_XDM.dtype == FLOAT8
+    piece = PIECE if down_XDM.dtype == FLOAT8 and down_XDM.shape[-1] % PIECE == 0 else None
+    up_scale, down_scale = scales
     if use_triton(x_ND):
         from dinfer.kernels.triton import moe as kernels
 
-        plan = kernels.plan(experts_NC, experts)
-        up_scale, down_scale = scales
-        hidden_PM = gated(kernels.expert_linear(x_ND, gate_up_XMD, plan, pairs, up_scale), narrow)
-        return kernels.combine(kernels.expert_linear(hidden_PM, down_XDM, plan, pairs, down_scale), weights_NC)
+        plan = kernels.plan(experts_NC, experts, kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize))
+        hidden_PM = kernels.gated_linear(x_ND, gate_up_XMD, plan, GATES[gated], up_scale, piece)
+        out_PD = kernels.expert_linear(hidden_PM, down_XDM, plan, down_scale)
+        return kernels.combine(out_PD, weights_NC, plus_ND)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -105,21 +111,23 @@ def expert_mlps(
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    up_scale, down_scale = scales
-    hidden_ITM = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), narrow)
+    hidden_ITM: Rows = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), False)
+    if piece is not None and isinstance(hidden_ITM, Tensor):
+        hidden_ITM = round_rows(hidden_ITM.unflatten(-1, (-1, piece)))
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
-    return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
+    mixed_ND = torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
+    return mixed_ND if plus_ND is None else mixed_ND + plus_ND
 
 
 def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
-    """Each tile times the matrix of its expert. [I, T, O]"""
+    """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
     if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT
     if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
         x_ITK = round_rows(x_ITK)
     weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)
-    out_ITO = widened(x_ITK) @ weight_IOK.float().mT
+    out_ITO = widened(x_ITK).flatten(2) @ weight_IOK.float().mT
     if scale_XO is not None:
         out_ITO = out_ITO * scale_XO.index_select(0, expert_I)[:, None]
     return out_ITO.to(x_ITK.dtype)

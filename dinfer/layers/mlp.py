@@ -74,9 +74,9 @@ class Experts(nn.Module):
         up, down = self.gate_up_scale, self.down_scale
         scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
         weights = self._by_expert(self.gate_up), self._by_expert(self.down)
-        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales)
-        out_BWD = out_ND.view_as(x_BWD)
-        return out_BWD if self.shared is None else out_BWD + self.shared(x_BWD, pos_BW)
+        shared_ND = None if self.shared is None else self.shared(x_ND, pos_BW)
+        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, plus_ND=shared_ND)
+        return out_ND.view_as(x_BWD)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.experts.experts, -1))

@@ -1,8 +1,10 @@
 """The router's choice, and products of tokens with the experts they chose.
 
-With a few dozen tokens the time is that of reading the chosen experts' weights, so a program owns some output columns
-of one expert, reads them once, and leaves at once if no token chose that expert. Shapes, and so the grid, do not depend
-on the choice; each output has one writer and sums are in a fixed order.
+With up to some thousand tokens the time is that of reading the chosen experts' weights. A plan cuts the pairs of token
+and expert into tiles of one expert each, and a program multiplies a tile with some outputs of its expert. Most experts
+then are one tile, whose weights are read once; those that many tokens choose are divided among many programs. There is
+room for the most tiles there can be, so the grid does not depend on the choice, and programs without one leave at once.
+The weights are the tall operand, as in `linear`. Each output has one writer and sums are in a fixed order.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8, Rows
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import round_rows
 
@@ -23,44 +25,48 @@ from dinfer.kernels.triton.linear import round_rows
 def _route(
     logits_ptr, bias_ptr, experts_ptr, weights_ptr, experts, scale,
     C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < experts
+    size = experts // G
+    group, part = tl.arange(0, GROUPS), tl.arange(0, SIZE)
+    lane = group[:, None] * size + part[None, :]  # experts by group, and room up to powers of two
+    inside = (group < G)[:, None] & (part < size)[None, :]
     logits = tl.load(logits_ptr + token * experts + lane, mask=inside, other=float("-inf"))
     if SIGMOID:
         score = tl.sigmoid(logits)
     else:
-        score = tl.exp(logits - tl.max(logits, 0))
-        score = score / tl.sum(score, 0)
+        top = tl.max(logits)
+        sum = tl.sum(tl.exp(logits - top))
+        score = tl.exp(logits - top) / sum
     rank = score
     if BIAS:
         rank += tl.load(bias_ptr + lane, mask=inside, other=0.0)
     rank = tl.where(inside, rank, float("-inf"))
     if G > 1:
-        size = experts // G
-        group, part = lane // size, tl.arange(0, GROUPS)
-        best = tl.full((GROUPS,), float("-inf"), tl.float32)
-        for g in tl.static_range(G):
-            mine = tl.where(group == g, rank, float("-inf"))
-            top = tl.max(mine, 0)
-            second = tl.max(tl.where(lane == tl.argmax(mine, 0), float("-inf"), mine), 0)
-            best = tl.where(part == g, top + tl.where(size > 1, second, 0.0), best)
-        kept = lane < 0
+        best = tl.max(rank, 1)
+        if SIZE > 1:
+            first = tl.argmax(rank, 1)
+            second = tl.max(tl.where(part[None, :] == first[:, None], float("-inf"), rank), 1)
+            best += second
+        best = tl.where(group < G, best, float("-inf"))
+        kept = group < 0
         for _ in tl.static_range(KEPT):
             g = tl.argmax(best, 0)
             kept = kept | (group == g)
-            best = tl.where(part == g, float("-inf"), best)
-        rank = tl.where(kept, rank, float("-inf"))
+            best = tl.where(group == g, float("-inf"), best)
+        rank = tl.where(kept[:, None], rank, float("-inf"))
+    rank = tl.reshape(rank, (GROUPS * SIZE,))
+    cell = tl.arange(0, GROUPS * SIZE)
     place = tl.arange(0, CHOSEN)
-    chosen, weight = tl.zeros((CHOSEN,), tl.int64), tl.zeros((CHOSEN,), tl.float32)
+    chosen = tl.zeros((CHOSEN,), tl.int32)
     for c in tl.static_range(C):
-        expert = tl.argmax(rank, 0)
-        chosen = tl.where(place == c, expert.to(tl.int64), chosen)
-        weight = tl.where(place == c, tl.sum(tl.where(lane == expert, score, 0.0), 0), weight)
-        rank = tl.where(lane == expert, float("-inf"), rank)
+        at = tl.argmax(rank, 0)
+        chosen = tl.where(place == c, at // SIZE * size + at % SIZE, chosen)
+        rank = tl.where(cell == at, float("-inf"), rank)
+    weight = tl.load(logits_ptr + token * experts + chosen, mask=place < C, other=float("-inf"))
+    weight = tl.sigmoid(weight) if SIGMOID else tl.exp(weight - top) / sum
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     tl.store(experts_ptr + token * C + place, chosen, mask=place < C)
@@ -74,123 +80,259 @@ def route(
     """See `dinfer.kernels.moe.route`. The experts of a token come with the best first; of equals the first is taken."""
     logits_NX = logits_NX.contiguous()
     tokens, experts = logits_NX.shape
-    experts_NC = torch.empty(tokens, chosen, dtype=torch.int64, device=logits_NX.device)
+    experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits_NX.device)
     weights_NC = logits_NX.new_empty(tokens, chosen)
     _route[(tokens,)](
         logits_NX, logits_NX if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
         C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias_X is not None,
-        BLOCK=triton.next_power_of_2(experts), CHOSEN=triton.next_power_of_2(chosen),
+        SIZE=triton.next_power_of_2(experts // groups), CHOSEN=triton.next_power_of_2(chosen),
         GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits_NX),
     )  # fmt: skip
     return experts_NC, weights_NC
 
 
 class Plan(NamedTuple):
-    """Which pairs of token and expert belong to each expert: their indices in `experts_NC`, ascending, and how many."""
+    """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
+
+    `pairs_XN`: indices in `experts_NC`, ascending. A tile: its expert, or -1 if it is none, the first of its pairs
+    among those of the expert and in the order of all experts, and how many they are.
+    """
 
     pairs_XN: Tensor
-    count_X: Tensor
+    tile_I4: Tensor
+    rows: int
+    pairs: int
 
 
 @triton.jit
-def _plan(experts_ptr, pairs_ptr, count_ptr, pairs, tokens, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _plan(
+    experts_ptr, pairs_ptr, tile_ptr, tokens, C: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     follow(EARLY)
     expert = tl.program_id(0)
-    found = 0
-    for first in range(0, pairs, BLOCK):
-        pair = first + tl.arange(0, BLOCK)
-        mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
-        rank = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(pairs_ptr + expert.to(tl.int64) * tokens + rank, pair, mask=mine)
-        found += tl.sum(mine.to(tl.int32), 0)
-    tl.store(count_ptr + expert, found)
+    place = tl.arange(0, CHOSEN)[None, :]
+    found, before = 0, 0
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = (token < tokens)[:, None] & (place < C)
+        chosen = tl.load(experts_ptr + token[:, None] * C + place, mask=there, other=2**30)
+        here = tl.sum((chosen == expert).to(tl.int32), 1)
+        pair = token * C + tl.sum(tl.where(chosen == expert, place, 0), 1)
+        rank = found + tl.cumsum(here, 0) - 1
+        tl.store(pairs_ptr + expert.to(tl.int64) * tokens + rank, pair, mask=here > 0)
+        found += tl.sum(here, 0)
+        before += tl.sum((chosen < expert).to(tl.int32))
+    # Room for an expert's tiles, wherever those of the others end: one more than whole tiles, and whole ones add up.
+    first, end = before // ROWS + expert, (before + found) // ROWS + expert + 1
+    for start in range(first, end, 32):
+        tile = start + tl.arange(0, 32)
+        slot = (tile - first) * ROWS
+        fields = tile_ptr + tile * 4
+        tl.store(fields, tl.where(slot < found, expert, -1), mask=tile < end)
+        tl.store(fields + 1, slot, mask=tile < end)
+        tl.store(fields + 2, before + slot, mask=tile < end)
+        tl.store(fields + 3, tl.minimum(found - slot, ROWS), mask=tile < end)
 
 
-def plan(experts_NC: Tensor, experts: int) -> Plan:
+def plan(experts_NC: Tensor, experts: int, rows: int) -> Plan:
     """No expert is in `experts_NC` [N, C] twice for one token."""
-    tokens, pairs = experts_NC.shape[0], experts_NC.numel()
+    (tokens, chosen), pairs, device = experts_NC.shape, experts_NC.numel(), experts_NC.device
     made = Plan(
-        torch.empty(experts, tokens, dtype=torch.int32, device=experts_NC.device),
-        torch.empty(experts, dtype=torch.int32, device=experts_NC.device),
+        torch.empty(experts, tokens, dtype=torch.int32, device=device),
+        torch.empty(experts + pairs // rows, 4, dtype=torch.int32, device=device),
+        rows,
+        pairs,
     )
-    block = min(1024, triton.next_power_of_2(pairs))
-    _plan[(experts,)](experts_NC.contiguous(), *made, pairs, tokens, BLOCK=block, num_warps=4, **early(experts_NC))
+    block, many = min(triton.next_power_of_2(tokens), 1024), triton.next_power_of_2(chosen)
+    _plan[(experts,)](
+        experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, C=chosen, CHOSEN=many, ROWS=rows, BLOCK=block,
+        num_warps=min(max(block * many // 1024, 1), 8), **early(experts_NC),
+    )  # fmt: skip
     return made
 
 
 @triton.jit
-def _expert_linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, count_ptr, out_ptr, tokens, width, outputs,
-    X_SCALE: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    follow(EARLY)
-    expert = tl.program_id(1).to(tl.int64)
-    count = tl.load(count_ptr + expert)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    weights = weight_ptr + (expert * outputs + column[None, :]) * width
-    for first in range(0, count, ROWS):
-        slot = first + tl.arange(0, ROWS)
-        there = slot < count
-        pair = tl.load(pairs_ptr + expert * tokens + slot, mask=there, other=0).to(tl.int64)
-        rows = x_ptr + (pair // PER)[:, None] * width
-        sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, width, DEPTH):
-            at = k + depth
-            if EXACT:
-                x = tl.load(rows + at[None, :], mask=there[:, None], other=0.0)
-                weight = tl.load(weights + at[:, None])
-            else:
-                x = tl.load(rows + at[None, :], mask=there[:, None] & (at < width)[None, :], other=0.0)
-                weight = tl.load(
-                    weights + at[:, None], mask=(column < outputs)[None, :] & (at < width)[:, None], other=0.0
-                )
-            sum = tl.dot(x, weight.to(x.dtype), sum, input_precision=PRECISION)
-        if SCALE:
-            sum *= tl.load(scale_ptr + expert * outputs + column, mask=column < outputs, other=0.0)[None, :]
-        if X_SCALE:
-            sum *= tl.load(x_scale_ptr + pair // PER, mask=there, other=0.0)[:, None]
-        out = out_ptr + pair[:, None] * outputs + column[None, :]
-        tl.store(out, sum.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < outputs)[None, :])
-
-
-def expert_linear(x: Rows, weight_XOK: Tensor, plan: Plan, pairs: int, scale_XO: Tensor | None = None) -> Tensor:
-    """For each pair of token and expert, the expert's matrix times the token's row. [P, O]
-
-    `x` has a row for each pair, or one for each token, whose pairs are then neighbours.
-    """
-    if weight_XOK.dtype == FLOAT8 and isinstance(x, Tensor):
-        x = round_rows(x)
-    values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
-    experts, outputs, width = weight_XOK.shape
-    out_PO = values.new_empty(pairs, outputs, dtype=x.dtype)
-    rows, columns, depth, warps, stages = _shape(pairs / experts, values.dtype.itemsize)
-    _expert_linear[(triton.cdiv(outputs, columns), experts)](
-        values, out_PO if x_scale is None else x_scale, weight_XOK, out_PO if scale_XO is None else scale_XO,
-        *plan, out_PO, plan.pairs_XN.shape[1], width, outputs,
-        X_SCALE=x_scale is not None, SCALE=scale_XO is not None, PER=pairs // values.shape[0],
-        ROWS=rows, COLUMNS=columns, DEPTH=depth,
-        EXACT=width % depth == 0 and outputs % columns == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        **early(values),
-    )  # fmt: skip
-    return out_PO
-
-
-def _shape(pairs_per_expert: float, size: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, stages; `size`: bytes of a number."""
-    if pairs_per_expert < 8:
-        return 16, 64, 128, 4, 4
-    if pairs_per_expert <= 32 or size > 2:  # larger tiles of float32 do not fit
-        return 64, 128, 64, 4, 4
-    return 128, 256, 64, 8, 3  # enough rows for most experts, so that their weights are read once
+def _silu(x):
+    return x * tl.sigmoid(x)
 
 
 @triton.jit
-def _combine(x_ptr, weights_ptr, out_ptr, width, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gelu(x):
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh y) / 2 is sigmoid(2 y)
+
+
+@triton.jit
+def _tile(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+    pairs, width, outputs, expert, column, place, count,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot = tl.arange(0, ROWS)
+    there = slot < count
+    place = place.to(tl.int64) + slot
+    row = place if GATE is None else tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64) // PER
+    output, depth = column * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, DEPTH)
+    inside = output < outputs
+    source = expert * outputs * (1 if GATE is None else 2) + output
+    x_ptrs = x_ptr + row[None, :] * width + depth[:, None]
+    weight_ptrs = weight_ptr + source[:, None] * width + depth[None, :]
+    up = outputs.to(tl.int64) * width  # from a gate's weights to those of what it gates
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    gated = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    if PARTS > 1:
+        scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
+    for k in range(0, width, DEPTH):
+        if EXACT:
+            x = tl.load(x_ptrs + k, mask=there[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + k)
+        else:
+            deep = k + depth < width
+            mask = inside[:, None] & deep[None, :]
+            x = tl.load(x_ptrs + k, mask=there[None, :] & deep[:, None], other=0.0)
+            weight = tl.load(weight_ptrs + k, mask=mask, other=0.0)
+        if PARTS > 1:  # the scales of the next piece come while this one is multiplied
+            next = tl.load(x_scale_ptr + tl.minimum(k // DEPTH + 1, PARTS - 1) * pairs + row, mask=there, other=0.0)
+            total += tl.dot(weight.to(x.dtype), x, input_precision=PRECISION) * scale[None, :]
+            scale = next
+        else:
+            total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
+        if GATE is not None:
+            more = weight_ptrs + up + k
+            weight = tl.load(more) if EXACT else tl.load(more, mask=mask, other=0.0)
+            gated = tl.dot(weight.to(x.dtype), x, gated, input_precision=PRECISION)
+    if SCALE:
+        total *= tl.load(scale_ptr + source, mask=inside, other=0.0)[:, None]
+        if GATE is not None:
+            gated *= tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)[:, None]
+    if PARTS == 1:
+        scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
+        total *= scale[None, :]
+        if GATE is not None:
+            gated *= scale[None, :]
+    if GATE is None:
+        row = tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64)
+    else:
+        row = place
+        total = (_silu(total) if GATE == "silu" else _gelu(total)) * gated
+    if LARGEST:
+        scale = tl.maximum(tl.max(tl.abs(total), 0), 1e-12) / LARGEST
+        total = tl.minimum(tl.maximum(total / scale[None, :], -LARGEST), LARGEST)
+        tl.store(out_scale_ptr + column * pairs + row, scale, mask=there)
+    out = out_ptr + row[None, :] * outputs + output[:, None]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & inside[:, None])
+
+
+@triton.jit
+def _expert_linear(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, tile_ptr, out_ptr, out_scale_ptr,
+    tokens, pairs, width, outputs,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    # Programs next to each other share their rows, and those of one expert its weights, through the L2 cache.
+    columns = tl.cdiv(outputs, OUTPUTS)
+    column, tile_ptr = tl.program_id(0) % columns, tile_ptr + tl.program_id(0) // columns * 4
+    expert = tl.load(tile_ptr).to(tl.int64)
+    if expert < 0:
+        return
+    pairs_ptr += expert * tokens + tl.load(tile_ptr + 1)
+    place, count = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    if FEW < ROWS:  # noqa: SIM102 (known when it is compiled, the next one is not)
+        if count <= FEW:
+            _tile(
+                x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+                pairs, width, outputs, expert, column, place, count,
+                PARTS, SCALE, PER, GATE, LARGEST, FEW, OUTPUTS, DEPTH, EXACT, PRECISION,
+            )  # fmt: skip
+            return
+    _tile(
+        x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+        pairs, width, outputs, expert, column, place, count,
+        PARTS, SCALE, PER, GATE, LARGEST, ROWS, OUTPUTS, DEPTH, EXACT, PRECISION,
+    )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    outputs: int  # of a tile
+    depth: int
+    warps: int
+    stages: int
+
+
+def gated_linear(
+    x_ND: Rows, weight_XOD: Tensor, plan: Plan, gate: str, scale_XO: Tensor | None = None, piece: int | None = None
+) -> Rows:
+    """Each token by each of its experts, "silu" or "gelu" of half of the outputs times the other half. [P, O / 2]
+
+    One row for each pair, in the order of the experts. Rounded to float8 by pieces of so many values, if `piece` says
+    so, whose scales are [P, pieces].
+    """
+    out, out_scale = _product(x_ND, weight_XOD, plan, gate, scale_XO, piece)
+    return out if out_scale is None else Rounded(out, out_scale.mT, x_ND.dtype)
+
+
+def expert_linear(x_PM: Rows, weight_XOM: Tensor, plan: Plan, scale_XO: Tensor | None = None) -> Tensor:
+    """Each row that `gated_linear` made times the matrix of its expert. [P, O]
+
+    The rows that come out are in the order of the tokens, and with each token in that of its experts.
+    """
+    return _product(x_PM, weight_XOM, plan, None, scale_XO, None)[0]
+
+
+def _product(
+    x: Rows, weight_XOK: Tensor, plan: Plan, gate: str | None, scale_XO: Tensor | None, piece: int | None
+) -> tuple[Tensor, Tensor | None]:
+    if weight_XOK.dtype == FLOAT8 and isinstance(x, Tensor):
+        x = round_rows(x)
+    values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
+    (_, outputs, width), (rows, pairs) = weight_XOK.shape, plan[2:]
+    outputs = outputs // 2 if gate else outputs
+    parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
+    many, depth, warps, stages = _shape(rows, values.dtype.itemsize, gate is not None)
+    many, depth = piece or many, width // parts if parts > 1 else depth
+    out = values.new_empty(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
+    out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
+    _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0],)](
+        values, out if x_scale is None else x_scale, weight_XOK, out if scale_XO is None else scale_XO,
+        plan.pairs_XN, plan.tile_I4, out, out if out_scale is None else out_scale,
+        plan.pairs_XN.shape[1], pairs, width, outputs,
+        PARTS=parts, SCALE=scale_XO is not None, PER=pairs // values.shape[0], GATE=gate,
+        LARGEST=LARGEST[FLOAT8] if piece else 0, ROWS=rows, FEW=rows // 2 if rows >= 64 else rows,
+        OUTPUTS=many, DEPTH=depth, EXACT=width % depth == 0 and outputs % many == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        **early(values),
+    )  # fmt: skip
+    return out, out_scale
+
+
+def rows_of_tile(pairs_per_expert: float, size: int) -> int:
+    """`size`: bytes of a weight. This and the shapes by measurements on an H200 with the experts of LLaDA2-mini."""
+    if size > 2 or pairs_per_expert <= 4:
+        return 16
+    return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
+
+
+def _shape(rows: int, size: int, gated: bool) -> Shape:
+    if size > 2:
+        return Shape(64, 32, 4, 3)
+    if size == 1:
+        return Shape(128, 128, 8 if rows == 128 else 4, 4 if rows == 128 else 3) if gated else Shape(64, 128, 4, 3)
+    if rows == 128:
+        return Shape(128, 64, 8, 4) if gated else Shape(128, 64, 4, 3)
+    if rows == 64:
+        return Shape(64 if gated else 128, 64, 4, 3)
+    return Shape(64, 128, 4, 3) if gated else Shape(64, 64, 4, 4)
+
+
+@triton.jit
+def _combine(
+    x_ptr, weights_ptr, plus_ptr, out_ptr, width, C: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -199,15 +341,18 @@ def _combine(x_ptr, weights_ptr, out_ptr, width, C: tl.constexpr, BLOCK: tl.cons
     for c in tl.static_range(C):
         x = tl.load(x_ptr + (token * C + c) * width + column, mask=inside, other=0.0)
         sum += x.to(tl.float32) * tl.load(weights_ptr + token * C + c)
+    if PLUS:
+        sum += tl.load(plus_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, sum.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(x_PD: Tensor, weights_NC: Tensor) -> Tensor:
-    """The weighted sum of each token's pairs, in float32. [N * C, D] -> [N, D]"""
+def combine(x_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None = None) -> Tensor:
+    """The weighted sum of each token's pairs, and `plus_ND`, in float32. [N * C, D] -> [N, D]"""
     (tokens, chosen), width = weights_NC.shape, x_PD.shape[-1]
     out_ND = x_PD.new_empty(tokens, width)
     block = min(triton.next_power_of_2(width), 1024)
     _combine[(tokens, triton.cdiv(width, block))](
-        x_PD, weights_NC.float().contiguous(), out_ND, width, C=chosen, BLOCK=block, **early(x_PD)
-    )
+        x_PD, weights_NC.float().contiguous(), out_ND if plus_ND is None else plus_ND.contiguous(), out_ND, width,
+        C=chosen, PLUS=plus_ND is not None, BLOCK=block, **early(x_PD),
+    )  # fmt: skip
     return out_ND
