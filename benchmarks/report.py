@@ -57,43 +57,73 @@ STEPS = {  # what a row is of, its file, and what it was to reach, in ms
     "LLaDA-8B": ("step-llada-8b-h200", 4.9),
     "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
     "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
-    "LLaDA-8B, fp8, `DINFER_EARLY=0`": ("step-llada-8b-fp8-not-early-h200", 3.1),
-    "LLaDA-8B, `DINFER_EARLY=0`": ("step-llada-8b-not-early-h200", 4.9),
-    "LLaDA2-mini": ("step-llada2-mini-h200", 1e3 / 190),
-    "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-h200", 1e3 / 300),
+    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", None),
+    "LLaDA2-mini, masks alike": ("step-llada2-mini-h200", None),
+    "LLaDA2-mini": ("step-llada2-mini-spread-h200", 1e3 / 190),
+    "LLaDA2-mini, fp8, masks alike": ("step-llada2-mini-fp8-h200", None),
+    "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-spread-h200", 1e3 / 300),
 }
 
 
+def _step_reports() -> dict[str, dict[str, Any]]:
+    return {title: json.loads((RESULTS / f"{name}.json").read_text()) for title, (name, _) in STEPS.items()}
+
+
 def steps() -> str:
-    """Time of a step of full-size shapes against what reading the weights takes."""
-    reports = {title: json.loads((RESULTS / f"{name}.json").read_text()) for title, (name, _) in STEPS.items()}
-    read = reports["LLaDA2-mini"]["experts_read"]
-    apart = 256 * (1 - (1 - 8 / 256) ** 32)  # experts that 32 tokens with 8 of 256 each hit, if they choose at random
+    """Time of a step of full-size shapes against what its bytes and its multiply-adds take."""
+    reports = _step_reports()
+    some = next(iter(reports.values()))
+    commits = ", ".join(dict.fromkeys(report["commit"] for report in reports.values()))
     lines = [
-        "One window step with random weights in bfloat16, one request unless said, blocks of 32, LM head, commits and "
-        "cursors included, on one H200: LLaDA-8B with the dual cache, prompt 128 + 256 new; LLaDA2-mini with block "
-        "diffusion, prompt 384 + 256 new. The limit is the time to read the weights that the step needs once, at the "
-        f"copy bandwidth measured in the same run. For LLaDA2-mini that is {read:.0f} of a layer's 256 experts, as "
-        f"masks are alike; tokens that route apart would need {apart:.0f}, for which what was to be reached is meant: "
-        "these rows do not show that they are. Warm-up is all that came before the timed runs: compiling the kernels, "
-        "a generation of 256 tokens eagerly, capturing the graphs, and a generation with them.",
+        f"One window step with random weights in bfloat16, one request unless said, blocks of 32, LM head, commits and "
+        f"cursors included, on one {some['hardware']}, torch {some['torch']}, commit {commits}: LLaDA-8B with the dual "
+        "cache, prompt 128 + 256 new; LLaDA2-mini with block diffusion, prompt 384 + 256 new, tokens choosing their "
+        "experts independently of each other unless masks are alike. *bytes*: the time to read the weights that the "
+        "step needs, and the keys and values of its rows, once, at the copy bandwidth measured in the same run. "
+        "*multiply-adds*: their time at the rate of a large product, measured likewise. The limit is the larger. "
+        "*decode, host*: what a step takes without a network, and for how long the card waits for the host, of the "
+        "whole. Warm-up is compiling the kernels, a generation of 256 tokens eagerly, and one more with graphs.",
         "",
-        "| shape | eager | CUDA graph | to be reached | limit | of the limit | warm-up | same tokens |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| shape | experts read | eager | CUDA graph | to be reached | bytes | multiply-adds | of the limit "
+        "| decode, host | warm-up | same tokens |",
+        "| --- |" + " --- |" * 10,
     ]
     for title, (_, wanted) in STEPS.items():
-        report: dict[str, Any] = reports[title]
-        graph, eager, limit = report["graph"], report["eager"], report["limit_ms"]
-        step, warm_up = graph["step_ms"]["WINDOW"], eager["warm_up_s"] + graph["warm_up_s"]
+        report = reports[title]
+        graph, eager, limit, read = report["graph"], report["eager"], report["limit"], report["experts_read"]
         lines.append(
-            f"| {title} | {eager['step_ms']['WINDOW']:.2f} ms | {step:.2f} ms | {wanted:.2f} ms | {limit:.2f} ms "
-            f"| {100 * limit / step:.0f}% | {warm_up:.1f} s | {'yes' if report['graph_equals_eager'] else 'NO'} |"
+            f"| {title} | {'-' if read is None else f'{read:.0f}'} | {eager['step_ms']:.2f} ms "
+            f"| {graph['step_ms']:.2f} ms | {'-' if wanted is None else f'{wanted:.2f} ms'} "
+            f"| {limit['bytes_ms']:.2f} ms | {limit['flops_ms']:.2f} ms | {100 * limit['reached']:.0f}% "
+            f"| {100 * report['without_network']['share']:.1f}% | {eager['warm_up_s'] + graph['warm_up_s']:.1f} s "
+            f"| {'yes' if report['graph_equals_eager'] else 'NO'} |"
         )
     lines += [
         "",
         "For comparison, measured once on the same kind of card for batch 1 (not in this run): dInfer eager 36.8 ms a "
         "forward, dInfer with torch.compile 7.28 ms after 203 s of warm-up.",
     ]
+    return "\n".join(lines)
+
+
+def parts() -> str:
+    """Where the time of these steps goes."""
+    reports = _step_reports()
+    names = list(next(iter(reports.values()))["profile"]["parts"])
+    lines = [
+        "Microseconds per step, from a profile of window steps with CUDA graphs. A kernel launched early begins "
+        "while the one before still runs; counted is the time from where the kernels before have ended, so that no "
+        "moment counts twice. *rest*: window, embedding, commits, cursors. *between kernels*: what is left of the step "
+        "as it is timed without the profiler, the launch included. *host*: for how long the card waits for it between "
+        "two steps. *no network*: the whole step, if the network is left out.",
+        "",
+        "| shape | " + " | ".join(names) + " | host | no network |",
+        "| --- |" + " --- |" * (len(names) + 2),
+    ]
+    for title, report in reports.items():
+        own = [report["profile"]["parts"][name]["own_us"] for name in names]
+        own += [1e3 * report["graph"]["host_ms"], 1e3 * report["without_network"]["step_ms"]]
+        lines.append(f"| {title} | " + " | ".join(f"{us:.0f}" for us in own) + " |")
     return "\n".join(lines)
 
 
@@ -173,15 +203,15 @@ def rendered_results(page: str) -> str:
 def throughput() -> str:
     """Tokens per second over the number of requests in flight, and the time of steps."""
     parts = [_targets()]
-    for name in ("llada2-mini", "llada-8b", "llada-8b-compile", "tiny"):
+    for name in ("llada2-mini-spread", "llada2-mini", "llada-8b", "llada-8b-compile", "tiny"):
         report = _throughput(name)
         setting, runs = report["setting"], report["runs"]
         lines = [
             f"### {name}",
             "",
             f"`{report['command'].split(' --out')[0]}`, {setting['dtype']}, {report['hardware']}, torch "
-            f"{report['torch']}, commit {report['commit']}. The first block of the first request, with kernels "
-            f"still to be compiled: {report['cold']['first_block_s']:.1f} s after the weights were on the card.",
+            f"{report['torch']}, commit {report['commit']}. The first block of the first request: "
+            f"{report['cold']['first_block_s']:.1f} s after the weights were on the card.",
             "",
             "| in flight | tokens/s | steady | TPF | first block, median | worst | a request | GPU busy | beyond |",
             "| --- |" + " --- |" * 8,
@@ -204,23 +234,20 @@ def _throughput(name: str) -> dict[str, Any]:
 
 def _targets() -> str:
     """What was to be reached, and what was."""
-    mini, dense = _throughput("llada2-mini"), _throughput("llada-8b")
-    later = _throughput("llada2-mini-64")
-    last = later["runs"][-1]
-    most, alone, eight = mini["runs"][-1], dense["runs"][0], dense["runs"][1]
-    step = next(row for row in eight["steps"] if row["phase"] == "WINDOW" and row["lanes"] == 8)
-    cold = max(mini["cold"]["first_block_s"], dense["cold"]["first_block_s"])
+    mini, spread, dense = _throughput("llada2-mini"), _throughput("llada2-mini-spread"), _step_reports()["LLaDA-8B"]
+    most, apart = mini["runs"][-1], spread["runs"][-1]
+    cold, beyond = dense["eager"]["warm_up_s"], dense["graph"]["beyond_weights_gb"]
     lines = [
         "| work | to be reached | measured |",
         "| --- | --- | --- |",
-        f"| LLaDA2-mini, {most['in_flight']} in flight, 512 in, 512 out, 2.6 tokens a step | 8000 tokens/s "
+        f"| LLaDA2-mini, {apart['in_flight']} in flight, 512 in, 512 out, 2.6 tokens a step, tokens choosing their "
+        "experts independently of each other | 8000 tokens/s "
+        f"| {apart['steady_tokens_per_s']:.0f} steady, {apart['tokens_per_s']:.0f} in all |",
+        "| the same, masks alike | 8000 tokens/s "
         f"| {most['steady_tokens_per_s']:.0f} steady, {most['tokens_per_s']:.0f} in all |",
-        f"| the same, commit {later['commit']}, kernels started early, one pass over the logits | 8000 tokens/s "
-        f"| {last['steady_tokens_per_s']:.0f} steady, {last['tokens_per_s']:.0f} in all |",
-        f"| LLaDA-8B, 8 rows: a window step | 8.5 ms | {step['median_ms']:.2f} ms |",
-        f"| from weights on the card to the first block | 20 s | {cold:.1f} s, the slower of both shapes |",
-        "| LLaDA-8B, 1 row: memory beyond weights, keys and values | 1.5 GB "
-        f"| {alone['memory']['beyond_weights_and_kv_gb']:.2f} GB |",
+        f"| from weights on the card to the first block | 20 s | less than {cold:.1f} s: the first program on its "
+        "machine, LLaDA-8B, took so long to compile all kernels and decode eight blocks eagerly |",
+        f"| LLaDA-8B, 1 row: memory beyond weights, keys and values | 1.5 GB | {beyond:.2f} GB with keys and values |",
     ]
     return "\n".join(lines)
 
@@ -241,7 +268,12 @@ def _steps(runs: list[dict[str, Any]]) -> list[str]:
 
 def rendered_performance(page: str) -> str:
     """docs/performance.md with its sections written anew."""
-    for name, body in {"steps": steps(), "quantized": quantized(), "throughput": throughput()}.items():
+    for name, body in {
+        "steps": steps(),
+        "parts": parts(),
+        "quantized": quantized(),
+        "throughput": throughput(),
+    }.items():
         page = _with_section(page, body + "\n", name)
     return page
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,6 +199,8 @@ def main(args: list[str] | None = None) -> None:
     given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
+    if cuda:  # of an earlier program's kernels the first block would take none
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device), "runs": []}
     pipe = pipeline(given, device)
     if cuda:
