@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.matrix import SAMPLE, Combination, completions, engine_for, outcome, requests_for
 from support.models import MASK, VOCAB
 from support.scripted import scripted_spec
 from torch import Tensor
@@ -20,12 +21,16 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
-from dinfer.kernels import attention, canvas, rotary, rules, sweep  # noqa: E402
+from dinfer.kernels import attention, canvas, rotary, rules, sweep, token_stats  # noqa: E402
 from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.protocols import Proposal  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
+# Some run by themselves, `pytest -m matrix` runs all.
+POINTS = [
+    pytest.param(point, marks=[pytest.mark.matrix] if i % 12 else [], id=str(point)) for i, point in enumerate(SAMPLE)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -215,3 +220,18 @@ def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, 
         sweep.leave_blocks, finished_BK, *flags, next_B, length_B, *region, stop=stop, prompt=prompt
     )  # fmt: skip
     same(*both(monkeypatch, work))
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU, tests/gpu runs whole generations")
+@pytest.mark.parametrize("combination", POINTS)
+def test_whole_generations_have_the_same_tokens(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every small kernel of the step, draws among them, and torch's network."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe)[:2]
+    want = [outcome(c) for c in completions(engine_for(recipe), requests)]
+    for module in (attention, canvas, commits, rotary, rules, sweep, token_stats):
+        small = module is not token_stats
+        monkeypatch.setattr(
+            module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
+        )
+    assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want
