@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import early, follow, stages
 
 LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper than those of e
 
@@ -93,13 +93,13 @@ def paged_attention(
         # Enough programs for every multiprocessor, but at least 64 keys each.
         want = min(264 // (lanes * groups * triton.cdiv(share, tile)), pages_BP.shape[1] * page // 64)
         splits = 1 << max(want.bit_length() - 1, 0)
-    keys, warps, stages = 64, 4, 2
+    keys, warps, most = 64, 4, 2
     if q_BWHE.dtype.itemsize > 2:
         # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads
         # spill. At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with those of bfloat16.
         keys, warps = 32, 8 if tile == 64 else 4
     elif splits == 1 and heads > groups and share >= 128 >= size and lanes * groups * share >= 132 * 128:
-        tile, keys, stages = 128, 32, 3  # each key is read half as often
+        tile, keys, most = 128, 32, 3  # each key is read half as often
     elif splits == 1 and tile <= 32 and size <= 128:
         keys = 128
     tiles = triton.cdiv(share, tile)
@@ -111,7 +111,8 @@ def paged_attention(
     _attend[(lanes * groups, tiles, splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
         out, part, stat, width, pages_BP.shape[1], size**-0.5 * LOG2_E,
-        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps, num_stages=stages,
+        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps,
+        num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
 
@@ -49,6 +50,22 @@ def early(tensor: Tensor) -> dict[str, Any]:
     if os.environ.get("DINFER_EARLY", "1") != "0" and tensor.is_cuda and _hopper(tensor.device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
+
+
+SHARED = 200_000  # bytes of a multiprocessor's memory that a pipeline may take on Hopper; the rest is for the others
+
+
+def stages(device: torch.device, each: int, most: int) -> int:
+    """How deep a pipeline of stages of so many bytes may be: `most`, or less where shared memory is smaller."""
+    return max(min(_shared(device) // each, most), 1)
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return min(max_shared_mem(index) * 7 // 8, SHARED)
 
 
 @cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
-from dinfer.kernels.triton.launch import early, follow, let_next, wait
+from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
 @triton.jit
@@ -112,7 +112,7 @@ AHEAD = 256  # bytes of each output's weights that are fetched while the kernel 
 
 
 class Config(NamedTuple):
-    """Rows, outputs and depth of a tile, warps, stages, and whether the next kernel is to start late."""
+    """Rows, outputs and depth of a tile, warps, the most stages, and whether the next kernel is to start late."""
 
     rows: int
     outputs: int
@@ -130,19 +130,17 @@ def linear(
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
     out = values.new_empty(*values.shape[:-1], outputs, dtype=x.dtype)
-    many, tall, depth, warps, stages, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    many, tall, depth, warps, most, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
         out if bias_O is None else bias_O, out, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
         X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        AHEAD=min(AHEAD, width * size), **early(values),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
+        num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width * size), **early(values),
     )  # fmt: skip
     return out
-
-
-SHARED = 200_000  # bytes of a multiprocessor's memory that tiles may take
 
 
 def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Config:
@@ -150,19 +148,15 @@ def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Conf
     if rows > 64:
         return Config(128, 128, 128 // x_size, 8, 3)
     many = max(16, triton.next_power_of_2(rows))
-
-    def stages(tall: int, depth: int, most: int) -> int:
-        return max(min(SHARED // ((tall * size + many * x_size) * depth), most), 2)
-
     if x_size > 2:
-        return Config(many, 64, 64, 4, stages(64, 64, 4))
+        return Config(many, 64, 64, 4, 4)
     depth = 256 if size == 1 else 128
     while width % depth and depth > 64:
         depth //= 2
     if outputs <= 8192 and size == 2 and width >= 8192:  # a program for each multiprocessor, of half as many outputs
-        return Config(many, 32, 256, 2, stages(32, 256, 5))
+        return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
-        return Config(many, 64, depth, 4, stages(64, depth, 8))
+        return Config(many, 64, depth, 4, 8)
     if outputs <= 16384:  # one or two for each
-        return Config(many, 64, depth, 4, stages(64, depth, 4 if size == 1 else 3), late=True)
-    return Config(many, 64, depth, 4, stages(64, depth, 3))
+        return Config(many, 64, depth, 4, 4 if size == 1 else 3, late=True)
+    return Config(many, 64, depth, 4, 3)

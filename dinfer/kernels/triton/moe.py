@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import round_rows
 
 
@@ -213,7 +213,7 @@ class Shape(NamedTuple):
     outputs: int  # of a tile
     depth: int
     warps: int
-    stages: int
+    stages: int  # at most
 
 
 def gated_linear(x_ND: Rows, weight: Weight, plan: Plan, gate: str, piece: int | None = None) -> Rows:
@@ -241,8 +241,9 @@ def _product(x: Rows, weight: Weight, plan: Plan, gate: str | None, piece: int |
     (experts, outputs, width), (rows, pairs) = weight.each.shape, plan[2:]
     outputs = outputs // 2 if gate else outputs
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
-    many, depth, warps, stages = _shape(rows, values.dtype.itemsize, gate is not None)
+    many, depth, warps, most = _shape(rows, values.dtype.itemsize, gate is not None)
     many, depth = piece or many, width // parts if parts > 1 else depth
+    each = (many * (2 if gate else 1) * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
     out = values.new_empty(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
     out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
     _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0],)](
@@ -253,8 +254,8 @@ def _product(x: Rows, weight: Weight, plan: Plan, gate: str | None, piece: int |
         LARGEST=LARGEST[FLOAT8] if piece else 0, SHARED=weight.shared is not None,
         ROWS=rows, FEW=rows // 2 if rows >= 64 else rows, OUTPUTS=many, DEPTH=depth,
         EXACT=width % depth == 0 and outputs % many == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
-        **early(values),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
+        num_stages=stages(values.device, each, most), **early(values),
     )  # fmt: skip
     return out, out_scale
 

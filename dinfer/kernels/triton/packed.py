@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import early, follow, stages
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def linear(
     outputs, width = weight_OH.shape[0], x.shape[-1]
     rows, groups = x.numel() // width, scale_OG.shape[1]
     out = x.new_empty(*x.shape[:-1], outputs)
-    many, tall, parts, warps, stages = config or _config(rows, outputs, groups)
+    many, tall, parts, warps, most = config or _config(rows, outputs, groups)
     tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
     part, turn = out, out
     if parts > 1:
@@ -114,7 +114,8 @@ def linear(
     _linear[(*tiles, parts)](
         x, weight_OH, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows, outputs, width,
         *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=width // groups, PARTS=parts, BIAS=bias_O is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages, **early(x),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
+        num_stages=stages(x.device, (tall // 2 + many * x.dtype.itemsize) * width // groups, most), **early(x),
     )  # fmt: skip
     return out
 

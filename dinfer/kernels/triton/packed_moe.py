@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.moe import Plan
 from dinfer.kernels.triton.packed import group_sums
 
@@ -56,7 +56,7 @@ def expert_linear(x: Tensor, weight_XOH: Tensor, scale_XOG: Tensor, plan: Plan, 
     _packed_expert_linear[(triton.cdiv(outputs, 64) * plan.tile_I4.shape[0],)](
         x, weight_XOH, scale_XOG, plan.pairs_XN, plan.tile_I4, out_PO, plan.pairs_XN.shape[1], width, outputs,
         *scale_XOG.stride(), PER=plan.pairs // x.shape[0] if by_token else 0, ROWS=plan.rows, OUTPUTS=64,
-        GROUP=width // groups, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
-        **early(x),
+        GROUP=width // groups, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=stages(x.device, (32 + plan.rows * x.dtype.itemsize) * width // groups, 4), **early(x),
     )  # fmt: skip
     return out_PO
