@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.matrix import LEGAL, Combination, completions, engine_for, outcome, requests_for
+from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 
 from dinfer.compose import compose
@@ -27,7 +27,9 @@ def recipe_for(combination: Combination):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("combination", LEGAL, ids=str)
+@pytest.mark.parametrize(
+    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
+)
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
