@@ -124,18 +124,23 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
-    parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
-    parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
+def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments that say which problems are solved, where, and where the table goes."""
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
     parser.add_argument("--rows", type=int, default=500, help="requests in flight")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="path without suffix")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
+    parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
+    parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
+    given = with_problems(parser).parse_args()
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
@@ -155,12 +160,11 @@ def main() -> None:
         )
         if given.out:
             setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
-            write(given.out, rows, setting | surroundings(device))
+            write(given.out, [row.to_dict() for row in rows], setting | surroundings(device))
 
 
-def write(out: Path, rows: list[Row], about: dict[str, Any]) -> None:
+def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """OUT.json and OUT.csv; after every row, so that a run that is cut short leaves what it measured."""
-    table = [row.to_dict() for row in rows]
     out.with_suffix(".json").write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
     with out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))

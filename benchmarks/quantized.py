@@ -10,16 +10,14 @@ of the model as it is with the same cache. Writes OUT.json and OUT.csv, after ev
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dinfer
+from benchmarks.quality import with_problems, write
 from benchmarks.surroundings import surroundings
 from dinfer.metrics import Sample, measure
 from dinfer.problems import Problem, generate, is_correct
@@ -55,13 +53,7 @@ def row_of(problems: Sequence[Problem], results: Sequence[Any], as_is: Sequence[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500, help="held-out problems")
-    parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
-    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
-    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="path without suffix")
-    given = parser.parse_args()
+    given = with_problems(parser).parse_args()
     setting = {name: str(value) if name == "out" else value for name, value in vars(given).items()}
     given.problems = generate("heldout", given.count, given.seed)
     rows: list[dict[str, Any]] = []
@@ -77,14 +69,6 @@ def main() -> None:
                 print({name: value for name, value in rows[-1].items() if value is not None}, flush=True)
                 if given.out:
                     write(given.out, rows, {"setting": setting} | surroundings(torch.device(given.device)))
-
-
-def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    out.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":
