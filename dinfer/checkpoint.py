@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dinfer.adapters import CONFIG as ADAPTER
 from dinfer.adapters import read_adapter
+from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.protocols import ModelFamily
 from dinfer.quantized import FIELD, Scales, roundable, scale_block, scales_of, widened
 from dinfer.registry import MODELS, unknown
@@ -117,6 +118,8 @@ def load_network(
     if dtype is None:
         dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
     kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
+    if FLOAT8 in kept.values():
+        check_float8(device, f"{folder}: what it holds in float8", "quantize=int8, which rounds anew")
     network = _empty(family, spec, dtype, device, kept)
     parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
     scale_of = scales.read()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dinfer.kernels.attention import paged_attention, taken
 from dinfer.kernels.canvas import key_places
-from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
 from dinfer.spec import ModelSpec
 
@@ -32,11 +32,7 @@ def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
     """What `runtime.kv` keeps keys and values in. ValueError for float8 on a GPU that does not know it."""
     if kv == "model":
         return model
-    if device.type == "cuda" and (able := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise ValueError(
-            f"runtime.kv=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper), and {device} has "
-            f"{able[0]}.{able[1]}; use runtime.kv=model"
-        )
+    check_float8(device, "runtime.kv=fp8", "runtime.kv=model")
     return FLOAT8
 
 

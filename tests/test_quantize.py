@@ -7,7 +7,7 @@ import torch
 from support.models import tiny_model
 
 import dinfer
-from dinfer.kernels.linear import FLOAT8, LARGEST, linear, round_rows, widened
+from dinfer.kernels.linear import FLOAT8, LARGEST, check_float8, linear, round_rows, widened
 from dinfer.kernels.moe import expert_mlps
 from dinfer.kernels.packed import pack, packed_linear, unpack
 from dinfer.layers.linear import QUANTIZED, Linear, quantize
@@ -125,3 +125,12 @@ def test_the_models_in_the_box_in_4_bits(name: str) -> None:
     assert sizes[1] == sizes[0] * (4 + 16 / 128) / 32
     answers = [pipe.generate(question, max_new_tokens=96).text.split()[-1] for pipe in (whole, packed)]
     assert answers[0] == answers[1]
+
+
+def test_float8_needs_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"quantize=fp8 needs .* 8\.9 or more .*cuda has 8\.0; use quantize=int8"):
+        check_float8(torch.device("cuda"), "quantize=fp8", "quantize=int8")
+    check_float8(torch.device("cpu"), "quantize=fp8", "quantize=int8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_float8(torch.device("cuda"), "quantize=fp8", "quantize=int8")

@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import attention, linear, moe, norm, packed, rotary, token_stats  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
-from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
@@ -399,13 +398,3 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         want = outcomes()
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.03 * theirs.float().norm()
-
-
-@pytest.mark.parametrize(("card", "depth"), [(232_448, 4), (166_912, 2), (101_376, 1), (49_152, 1)])
-def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, depth: int) -> None:
-    """Of 48 KB a stage, on H200, A100, RTX 4090, and what is smaller than one stage."""
-    monkeypatch.setattr(launch, "max_shared_mem", lambda index: card)
-    launch._shared.cache_clear()
-    found = launch.stages(torch.device("cuda", 0), 3 << 14, 4)
-    launch._shared.cache_clear()
-    assert found == depth

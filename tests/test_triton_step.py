@@ -23,6 +23,7 @@ from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
 from dinfer.kernels import attention, canvas, rotary, rules, sweep, token_stats  # noqa: E402
 from dinfer.kernels.token_stats import TokenStats  # noqa: E402
+from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.protocols import Proposal  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -235,3 +236,13 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
             module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
         )
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want
+
+
+@pytest.mark.parametrize(("card", "depth"), [(232_448, 4), (166_912, 2), (101_376, 1), (49_152, 1)])
+def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, depth: int) -> None:
+    """Of 48 KB a stage, on H200, A100, RTX 4090, and what is smaller than one stage."""
+    monkeypatch.setattr(launch, "max_shared_mem", lambda index: card)
+    launch._shared.cache_clear()
+    found = launch.stages(torch.device("cuda", 0), 3 << 14, 4)
+    launch._shared.cache_clear()
+    assert found == depth

@@ -30,6 +30,15 @@ class Rounded(NamedTuple):
 Rows = Tensor | Rounded
 
 
+def check_float8(device: torch.device, what: str, instead: str) -> None:
+    """ValueError for a GPU that does not know float8, where something is to be kept in it."""
+    if device.type == "cuda" and (able := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ValueError(
+            f"{what} needs a GPU of compute capability 8.9 or more (Ada, Hopper), and {device} has "
+            f"{able[0]}.{able[1]}; use {instead}"
+        )
+
+
 def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     """Each row of the last dimension at a scale of its own, its largest value at the largest of `dtype`."""
     if dtype == FLOAT8 and use_triton(x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows
+from dinfer.kernels.linear import FLOAT8, Rows, check_float8, linear, round_rows
 from dinfer.kernels.packed import PACKED, pack
 
 QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
@@ -61,6 +61,8 @@ def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
     holds rounded. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
     """
+    if dtype == FLOAT8:
+        check_float8(next(network.parameters()).device, "quantize=fp8", "quantize=int8")
     for name, module in network.named_modules():
         if callable(round_weights := getattr(module, "quantize", None)):
             try:
