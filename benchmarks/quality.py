@@ -16,7 +16,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -105,6 +105,12 @@ def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tup
     return legal, dict(refused)
 
 
+def samples_of(problems: Sequence[Problem], results: Sequence[Any]) -> list[Sample]:
+    """What each answer cost, and whether it is right."""
+    pairs = zip(problems, results, strict=True)
+    return [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
+
+
 def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: tuple[Any, Any, Any]) -> Row:
     """Solves all problems with one recipe."""
     iteration, decoder, cache = recipe
@@ -113,14 +119,12 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     began = time.perf_counter()
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens)
     seconds = time.perf_counter() - began
-    pairs = zip(problems, results, strict=True)
-    samples = [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
     return Row(
         iteration=iteration["name"],
         decoder=decoder["name"],
         options=options_of(decoder),
         cache=cache,
-        metrics=metrics_of(samples, seconds),
+        metrics=metrics_of(samples_of(problems, results), seconds),
     )
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.quality import with_problems, write
+from benchmarks.quality import samples_of, with_problems, write
 from benchmarks.surroundings import surroundings
-from dinfer.metrics import Sample, measure
-from dinfer.problems import Problem, generate, is_correct
+from dinfer.metrics import measure
+from dinfer.problems import Problem, generate
 
 RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {  # the iteration of each model, and the caches
     "tiny": ("blockwise", ("none", "dual")),
@@ -42,11 +42,7 @@ def answers(model: str, cache: str, quantize: str | None, kv: Any, given: argpar
 
 def row_of(problems: Sequence[Problem], results: Sequence[Any], as_is: Sequence[Any], seconds: float) -> dict[str, Any]:
     """The figures of a setting."""
-    samples = [
-        Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
-        for problem, result in zip(problems, results, strict=True)
-    ]
-    figures = measure(samples, seconds).row()
+    figures = measure(samples_of(problems, results), seconds).row()
     same = sum(mine.text == theirs.text for mine, theirs in zip(results, as_is, strict=True))
     return {name: figures[name] for name in FIGURES} | {"same": 100 * same / len(results)}
 

@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import canvas_values, lane_columns, store_columns
+from dinfer.kernels.canvas import canvas_values, lane_columns, padded, store_columns
 
 
 class Phase(IntEnum):
@@ -218,8 +218,3 @@ class Canvas:
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)
-
-
-def padded(pos: Tensor, scratch: int) -> Tensor:
-    """Positions with padding (-1) sent to the scratch index."""
-    return torch.where(pos >= 0, pos, scratch)

@@ -23,7 +23,7 @@ from dinfer.adapters import CONFIG as ADAPTER
 from dinfer.adapters import read_adapter
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.protocols import ModelFamily
-from dinfer.quantized import FIELD, Scales, roundable, scale_block, scales_of, widened
+from dinfer.quantized import FIELD, Scales, scale_block, scales_of, widened
 from dinfer.registry import MODELS, unknown
 from dinfer.shards import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
 from dinfer.spec import ModelSpec, Placement
@@ -184,6 +184,8 @@ def _empty(
 
     `narrow`: parameters in 8 bits, if the network has a place for their scales.
     """
+    from dinfer.layers.linear import roundable  # only here: networks are heavy to import
+
     with torch.device("meta"):
         network = family.network(spec).to(dtype)
         for name, parameter in network.named_parameters():

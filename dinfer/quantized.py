@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dinfer.shards import FLOATS, NARROW, CheckpointError, Stored, read
 from dinfer.spec import Placement
@@ -124,16 +124,6 @@ class Scales:
             found.setdefault(place.parameter, set()).add(NARROW[weights[name].dtype] if fits else None)
         dtypes = {parameter: next(iter(kinds)) for parameter, kinds in found.items() if len(kinds) == 1}
         return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None and only in (None, dtype)}
-
-
-def roundable(network: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The parameters with a place for scales, NAME_scale: their modules and what they are called there."""
-    return {
-        f"{path}.{own}": (module, own)
-        for path, module in network.named_modules()
-        for own in module._parameters
-        if f"{own}_scale" in module._buffers
-    }
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:

@@ -7,8 +7,7 @@ whole, LM head and commits included, once per `StepShape`.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -190,13 +189,11 @@ def open_stats(
     h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
     stats = statistics(recipe, recipe.model.logits(h_1MD), index_1M >= 0, None)
     back_X = place_1X[0].clamp(0, shape.scored - 1)
-    there: dict[str, Any] = {f.name: getattr(stats, f.name) for f in fields(stats)}
-    placed = {
-        name: stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
-        for name, stat_1M in there.items()
-        if stat_1M is not None
-    }
-    return replace(stats, **placed), lanes.live_B & fits_B
+
+    def placed(stat_1M: Tensor) -> Tensor:
+        return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+
+    return stats.each(placed), lanes.live_B & fits_B
 
 
 def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:

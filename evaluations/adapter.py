@@ -304,10 +304,8 @@ class DinferLM(TemplateLM):
         if not (asked.sampled and job.occurrence):
             return asked.options
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
-        usual = {
-            option.name: option.default for option in self.pipe.recipe.request_options if option.kind == "sampling"
-        }
-        return asked.options | {name: asked.options.get(name, usual["seed"]) + job.occurrence}
+        usual = self.pipe.recipe.sampling_of([])["seed"]
+        return asked.options | {name: asked.options.get(name, usual) + job.occurrence}
 
     def _pair(self, context: str, continuation: str) -> Pair:
         if context:

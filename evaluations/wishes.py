@@ -50,8 +50,7 @@ def wish(kwargs: Mapping[str, Any], recipe: Recipe, *, new_tokens: int | None, d
         raise ValueError(f"gen_kwargs: temperature={kwargs['temperature']!r} must be a number")
     asked = normalize_gen_kwargs(dict(kwargs), default)
     options = {name: value for name, value in kwargs.items() if name not in OURS}
-    usual = {option.name: option.default for option in recipe.request_options if option.kind == "sampling"}
-    temperature = usual.get("temperature", 0.0)
+    temperature = recipe.sampling_of([]).get("temperature", 0.0)
     if asked["do_sample"] and "temperature" in kwargs:
         options["sampling.temperature"] = temperature = float(kwargs["temperature"])
     elif not asked["do_sample"] and temperature > 0 and ("do_sample" in kwargs or "temperature" in kwargs):

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": set(),
     "adapters": {"shards", "spec"},
     "quantized": {"shards", "spec"},
-    "checkpoint": {"adapters", "kernels", "protocols", "quantized", "registry", "shards", "spec"},
+    "checkpoint": {"adapters", "kernels", "layers", "protocols", "quantized", "registry", "shards", "spec"},
     "state": {"canvas", "protocols", "compose", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "commits": CORE,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dinfer.checkpoint import check, family_of, layout, locate, read_config, read_spec
 from dinfer.kernels.linear import round_rows
-from dinfer.layers.linear import QUANTIZED
-from dinfer.quantized import FIELD, roundable
+from dinfer.layers.linear import QUANTIZED, roundable
+from dinfer.quantized import FIELD
 from dinfer.registry import MODELS
 from dinfer.shards import CheckpointError, Stored, read, read_object, stored
 from dinfer.spec import Placement

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.canvas import Canvas, padded
+from dinfer.canvas import Canvas
+from dinfer.kernels.canvas import padded
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES, check_range, option
 from dinfer.windows import scattered

@@ -210,13 +210,13 @@ class Engine:
         own = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[:own], row.pages[own:])
-        tokens = request.prompt + [0] * (request.length - len(request.prompt))
+        tokens, masked = request.prompt + [0] * (request.length - len(request.prompt)), request.masked
         row.cursors = state.admit(
-            self.recipe, slot, tokens, request.masked,
+            self.recipe, slot, tokens, masked,
             prompt=request.start, options=request.options, stops=request.stops,
             kept=len(shared) * self.runtime.page,
         )  # fmt: skip
-        row.masks = list(accumulate(request.masked, initial=0))
+        row.masks = list(accumulate(masked, initial=0))
         row.began = time.perf_counter()
         self._rows[slot] = row
         return True

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.canvas import padded
+from dinfer.kernels.canvas import padded
 from dinfer.protocols import BlockAfter, Lanes, Model, ModelSpec, Moved, State
 from dinfer.registry import ITERATIONS, check_range, option
 from dinfer.sweeps import BlockSweep

@@ -38,8 +38,13 @@ def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: 
         from dinfer.kernels.triton.canvas import canvas_values as kernel
 
         return kernel(tokens_NS, status_NS, slot_B, pos_BW)
-    index = slot_B[:, None], torch.where(pos_BW >= 0, pos_BW, tokens_NS.shape[1] - 1)
+    index = slot_B[:, None], padded(pos_BW, tokens_NS.shape[1] - 1)
     return tokens_NS[index], status_NS[index]
+
+
+def padded(pos: Tensor, scratch: int) -> Tensor:
+    """Positions with padding (-1) sent to the scratch index."""
+    return torch.where(pos >= 0, pos, scratch)
 
 
 def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:

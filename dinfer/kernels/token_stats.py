@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class TokenStats:
         if value is None:
             raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
         return value
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
+        """The same with every statistic that is there changed."""
+        there = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(stat_RL) for name, stat_RL in there.items() if stat_RL is not None})
 
     @property
     def top_RL(self) -> Tensor:
@@ -113,7 +118,4 @@ def token_stats(
             drawn_RL = torch.where(draw.noisy_R1, mask_score_RL > top_RL, drawn_RL)
     best_RL = logits_RLV.argmax(-1) if best else None
     stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
-    if wanted_RL is None:
-        return stats
-    there: dict[str, Any] = {f.name: getattr(stats, f.name) for f in fields(stats)}
-    return replace(stats, **{name: t.masked_fill(~wanted_RL, 0) for name, t in there.items() if t is not None})
+    return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))

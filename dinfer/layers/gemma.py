@@ -17,7 +17,7 @@ from dinfer.kernels.attention import encoder_intervals, interval_mask, local_int
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import Table, rotary_table
-from dinfer.layers.linear import Linear, rounded
+from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.protocols import Attend, ModelSpec
@@ -77,13 +77,6 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.register_buffer("gate_up_scale", None, persistent=False)
         self.register_buffer("down_scale", None, persistent=False)
-
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights, unless they are already; see `rounded`."""
-        if self.gate_up_scale is None:
-            self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
-        if self.down_scale is None:
-            self.down, self.down_scale = rounded(self.down, dtype)
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""

@@ -33,11 +33,6 @@ class Linear(nn.Linear):
     def _narrow(self, x: Rows) -> Tensor:
         return linear(x, self.weight, self.bias, self.weight_scale)
 
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the weights, unless they are already; see `rounded`."""
-        if self.weight_scale is None:
-            self.weight, self.weight_scale = rounded(self.weight, dtype)
-
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
     """A weight in 8 bits and the scale of each of its rows, or in 4 and the scales of its groups (`kernels.packed`)."""
@@ -55,6 +50,16 @@ def quantized_dtype(name: str) -> torch.dtype:
     return QUANTIZED[name]
 
 
+def roundable(network: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The parameters with a place for scales, NAME_scale: their modules and what they are called there."""
+    return {
+        f"{path}.{own}": (module, own)
+        for path, module in network.named_modules()
+        for own in module._parameters
+        if f"{own}_scale" in module._buffers
+    }
+
+
 def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 
@@ -63,9 +68,11 @@ def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """
     if dtype == FLOAT8:
         check_float8(next(network.parameters()).device, "quantize=fp8", "quantize=int8")
-    for name, module in network.named_modules():
-        if callable(round_weights := getattr(module, "quantize", None)):
+    for name, (module, own) in roundable(network).items():
+        if module._buffers[f"{own}_scale"] is None:
             try:
-                round_weights(dtype)
+                weight, scale = rounded(module.get_parameter(own), dtype)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
+            setattr(module, own, weight)
+            setattr(module, f"{own}_scale", scale)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dinfer.kernels.linear import Rows
 from dinfer.kernels.moe import Shared, block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.layers.linear import Linear, rounded
+from dinfer.layers.linear import Linear
 from dinfer.spec import ModelSpec
 
 
@@ -54,13 +54,6 @@ class Experts(nn.Module):
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.register_buffer("gate_up_scale", None, persistent=False)
         self.register_buffer("down_scale", None, persistent=False)
-
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds the experts' weights, unless they are already; see `rounded`."""
-        if self.gate_up_scale is None:
-            self.gate_up, self.gate_up_scale = rounded(self.gate_up, dtype)
-        if self.down_scale is None:
-            self.down, self.down_scale = rounded(self.down, dtype)
 
     @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
