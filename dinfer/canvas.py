@@ -11,13 +11,14 @@ S canvas length, W query positions of one forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import canvas_values, lane_columns, padded, store_columns
+from dinfer.kernels.canvas import canvas_values, lane_columns, padded
+from dinfer.kernels.dispatch import use_triton
 
 
 class Phase(IntEnum):
@@ -43,10 +44,11 @@ class Status(IntEnum):
 
 @dataclass(slots=True)
 class Lanes:
-    """The cursors of the rows of one step: copies, which the step writes back where `live_B`.
+    """The cursors of the rows of one step: copies, as they were when it began.
 
     All but the last two are int64 [B]; the last two int64 [B, K]. The fields after `live_B` are the columns of
-    `Canvas.cursors_NC`, in order.
+    `Canvas.cursors_NC`, in order. While the step runs, the iteration moves the active region on; what is counted, the
+    step counts in the end, as it writes the cursors back where `live_B`.
     """
 
     slot_B: Tensor
@@ -59,7 +61,7 @@ class Lanes:
     block_B: Tensor  # blocks finished
     kept_B: Tensor  # keys and values before this position are those of final tokens, as far as the cache minds
     forwards_B: Tensor  # NFE since admission
-    prefills_B: Tensor  # of these, passes that decoded nothing
+    steps_B: Tensor  # of these, those that decoded: what schedules and random streams count, so no cache shifts them
     refreshes_B: Tensor  # full passes whose keys and values were kept
     committed_B: Tensor  # masked positions decoded, less those masked again
     seed_B: Tensor  # of the request's random stream
@@ -67,13 +69,9 @@ class Lanes:
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
 
-    @property
-    def steps_B(self) -> Tensor:
-        """Denoising steps since admission: what schedules and random streams count, so that no cache shifts them."""
-        return self.forwards_B - self.prefills_B
-
 
 CURSORS = tuple(f.name for f in fields(Lanes) if f.name not in ("slot_B", "live_B", "step_BK", "quota_BK"))
+COLUMNS = {name.removesuffix("_B"): column for column, name in enumerate(CURSORS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +84,15 @@ class BlockView:
     given_RL: Tensor  # bool, part of the request or padding: never to be written
     step_R: Tensor  # steps already taken in this block
     quota_R: Tensor  # masks the block began with
-    floor_R: Tensor  # least confidence the iteration asks for
-    must_progress_R: Tensor  # bool, the row must commit at least one token
+    floor_R: Tensor | None  # least confidence the iteration asks for; None: it asks for none
+    must_progress_R: Tensor | None  # bool, the row must commit at least one token; None: every row must
     forward_R: Tensor  # steps the request has taken before this one
     seed_R: Tensor  # of the request, for `dinfer.kernels.random`
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
     def bar(self, threshold_R1: Tensor) -> Tensor:
         """The threshold, raised to what the iteration asks for. [R, 1]"""
-        return torch.maximum(threshold_R1, self.floor_R[:, None])
+        return threshold_R1 if self.floor_R is None else torch.maximum(threshold_R1, self.floor_R[:, None])
 
 
 @dataclass(slots=True)
@@ -104,8 +102,7 @@ class Canvas:
     tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
     status_NS: Tensor  # uint8, of Status
     next_NS: Tensor  # int64, the first position from each on that the request leaves open; its length if none
-    cursors_NC: Tensor  # int64, columns CURSORS
-    blocks_NKC: Tensor  # int64, columns step, quota
+    cursors_NC: Tensor  # int64, columns CURSORS; behind them the steps, then the quotas of the K active blocks
     stop_X: Tensor  # int64, ids that end a generation
 
     @classmethod
@@ -116,8 +113,7 @@ class Canvas:
             tokens_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
             status_NS=torch.full((n, s), int(Status.DONE), dtype=torch.uint8, device=device),
             next_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
-            cursors_NC=torch.zeros(n, len(CURSORS), dtype=torch.int64, device=device),
-            blocks_NKC=torch.zeros(n, blocks, 2, dtype=torch.int64, device=device),
+            cursors_NC=torch.zeros(n, len(CURSORS) + 2 * blocks, dtype=torch.int64, device=device),
             stop_X=torch.tensor(stop_ids, dtype=torch.int64, device=device),
         )
 
@@ -166,8 +162,9 @@ class Canvas:
         self.next_NS[slot] = next_S.to(self.next_NS.device)
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)
-        self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
-        self.blocks_NKC[slot] = 0
+        row_C = torch.zeros(self.cursors_NC.shape[1], dtype=torch.int64)
+        row_C[: len(CURSORS)] = torch.tensor(list(cursors.values()))
+        self.cursors_NC[slot] = row_C.to(self.cursors_NC.device)
         return cursors
 
     def release(self, slot: int) -> None:
@@ -175,18 +172,50 @@ class Canvas:
         self.cursors_NC[slot] = 0
 
     def lanes(self, slot_B: Tensor, phase: Phase) -> Lanes:
-        cursors = dict(zip(CURSORS, lane_columns(self.cursors_NC, slot_B).unbind(0), strict=True))
-        blocks_XB = lane_columns(self.blocks_NKC.flatten(1), slot_B)
-        step_BK, quota_BK = blocks_XB[0::2].T, blocks_XB[1::2].T
-        live_B = cursors["phase_B"] == int(phase)
-        return Lanes(slot_B=slot_B, live_B=live_B, step_BK=step_BK, quota_BK=quota_BK, **cursors)
+        columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))
+        blocks = (columns_CB.shape[0] - len(CURSORS)) // 2
+        cursors_CB, step_KB, quota_KB = columns_CB.split((len(CURSORS), blocks, blocks))
+        cursors = dict(zip(CURSORS, cursors_CB.unbind(0), strict=True))
+        return Lanes(slot_B=slot_B, live_B=live_B, step_BK=step_KB.T, quota_BK=quota_KB.T, **cursors)
 
     def store(self, lanes: Lanes) -> None:
-        """Writes the cursors of live lanes back to their slots."""
-        store_columns(self.cursors_NC, lanes.slot_B, lanes.live_B, [getattr(lanes, name) for name in CURSORS])
-        pairs = zip(lanes.step_BK.unbind(1), lanes.quota_BK.unbind(1), strict=True)
-        blocks = [column_B for pair in pairs for column_B in pair]
-        store_columns(self.blocks_NKC.flatten(1), lanes.slot_B, lanes.live_B, blocks)
+        """Writes the cursors of live lanes back to their slots. No two live lanes name one slot."""
+        blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
+        columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
+        old_BC = self.cursors_NC.index_select(0, lanes.slot_B)
+        self.cursors_NC.index_copy_(0, lanes.slot_B, torch.where(lanes.live_B[:, None], columns_BC, old_BC))
+
+    def finish(
+        self, lanes: Lanes, *, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor,
+        stale_B: Tensor | bool, refreshed: bool,
+    ) -> None:  # fmt: skip
+        """Counts the step in live lanes, says what they need next, and writes their cursors back.
+
+        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
+        `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
+        """
+        if use_triton(self.cursors_NC):
+            from dinfer.kernels.triton.sweep import finish as kernel
+
+            moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
+            phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
+            return kernel(
+                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_B, done_B,
+                broken_B, stale_B, refreshed=refreshed, columns=COLUMNS, phases=phases,
+            )  # fmt: skip
+        stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
+        phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
+        self.store(
+            replace(
+                lanes,
+                phase_B=phase_B.masked_fill(broken_B, int(Phase.FAULT)),
+                forwards_B=lanes.forwards_B + 1,
+                steps_B=lanes.steps_B + 1,
+                refreshes_B=lanes.refreshes_B + refreshed,
+                committed_B=lanes.committed_B + gained_B,
+                step_BK=(lanes.step_BK + 1).masked_fill(entered_B[:, None], 0),
+            )
+        )
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""

@@ -50,7 +50,7 @@ def commit(
             )
         )  # fmt: skip
     lane_count = lanes.slot_B.shape[0]
-    blocks = view.must_progress_R.shape[0] // lane_count
+    blocks = view.pos_RL.shape[0] // lane_count
     written_RL = ~view.given_RL if edits else view.masked_RL
     broken_B = (written_RL & ~stats.finite_RL).view(lane_count, -1).any(-1) & lanes.live_B
     able_R1 = (lanes.live_B & ~broken_B).repeat_interleave(blocks)[:, None]
@@ -96,7 +96,9 @@ def allowed_commits(
         return commit_RL, token_RL
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
-    stuck_R = view.must_progress_R & view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
+    stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
+    if view.must_progress_R is not None:
+        stuck_R = stuck_R & view.must_progress_R
     return commit_RL | (best_RL & stuck_R[:, None]), token_RL
 
 
@@ -111,4 +113,6 @@ def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edit
     free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
     if proposal.retry_R is not None:
         free_R = free_R | proposal.retry_R
-    return remask_RL & (free_R | ~view.must_progress_R)[:, None]
+    if view.must_progress_R is not None:
+        free_R = free_R | ~view.must_progress_R
+    return remask_RL & free_R[:, None]

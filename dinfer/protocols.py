@@ -304,9 +304,9 @@ class CachePolicy(Component):
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
 
-    def visible(self, lanes: Lanes) -> tuple[Tensor, Tensor]:
-        """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B] each"""
-        return torch.zeros_like(lanes.length_B), lanes.length_B
+    def visible(self, lanes: Lanes) -> tuple[Tensor | None, Tensor]:
+        """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
+        return None, lanes.length_B
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
@@ -320,8 +320,8 @@ class CachePolicy(Component):
         return None
 
     @abstractmethod
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        """FULL or WINDOW for each row that is not done, after a step of `phase`. int64 [B]"""
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+        """Which rows need a FULL pass next, after a step of `phase`, and not a WINDOW pass. bool [B], or one for all"""
 
 
 class Iteration(Component):
@@ -359,13 +359,13 @@ class Iteration(Component):
         adjusted them, before any draw.
         """
 
-    def floor(self, lanes: Lanes) -> Tensor:
-        """Least confidence that a commit must have at this step. float32 or float64 [B]"""
-        return torch.zeros_like(lanes.phase_B, dtype=torch.float32)
+    def floor(self, lanes: Lanes) -> Tensor | None:
+        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
+        return None
 
-    def must_progress(self, lanes: Lanes) -> Tensor:
-        """Which active blocks must commit a token at every step. bool [B, K]"""
-        return torch.ones_like(lanes.step_BK, dtype=torch.bool)
+    def must_progress(self, lanes: Lanes) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all"""
+        return None
 
     @abstractmethod
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:

@@ -20,7 +20,7 @@ from dinfer.kernels.attention import attention_interval, encoder_intervals, loca
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
 from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
-from dinfer.protocols import BlockAfter, Moved, Proposal, State, StepShape
+from dinfer.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.state import BatchState
 
 Interval = tuple[Tensor, Tensor]
@@ -81,7 +81,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         pos_BX, adjusted_BXV = view.pos_RL.view(by_lane), adjusted_RLV.reshape(*by_lane, spec.vocab)
         iteration.observe(model, adjusted_BXV, pos_BX, lanes, iteration_state)
 
-    # The cursors: count, then let the iteration move its rows on and the cache say what they need next.
+    # The cursors: the iteration moves its rows on, and the cache says what they need next.
     finished_R = commits.finished_R if proposal.busy_R is None else commits.finished_R & ~proposal.busy_R
     if (lingers_B := cache.lingers(lanes, shape.phase, cache_state)) is not None:
         finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
@@ -94,16 +94,15 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         finished_BK=finished_R.view(by_block),
         next_B=canvas.next_open(slot_B, lanes.end_B),
     )
-    lanes.forwards_B = lanes.forwards_B + 1
-    if cache.reuses and shape.phase == Phase.FULL:
-        lanes.refreshes_B = lanes.refreshes_B + 1
-    lanes.committed_B = lanes.committed_B + commits.gained_B
-    lanes.step_BK, lanes.quota_BK = lanes.step_BK + 1, view.quota_R.view(by_block)
+    lanes.quota_BK = view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after)
     state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
-    finish(lanes, moved, commits.broken_B, cache.next_phase(lanes, moved, shape.phase, cache_state))
+    canvas.finish(
+        lanes, gained_B=commits.gained_B, entered_B=moved.entered_B, done_B=moved.done_B, broken_B=commits.broken_B,
+        stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
+        refreshed=cache.reuses and shape.phase == Phase.FULL,
+    )  # fmt: skip
 
-    canvas.store(lanes)
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
     state.decoder.store(slot_B, decoder_state, lanes.live_B)
     state.cache.store(slot_B, cache_state, lanes.live_B)
@@ -128,7 +127,6 @@ def settle(canvas: Canvas, lanes: Lanes, settled_B: Tensor, kept_B: Tensor, phas
         live_B=lanes.live_B & (settled_B >= 0),
         kept_B=settled_B,
         forwards_B=lanes.forwards_B + 1,
-        prefills_B=lanes.prefills_B + 1,
         phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
     )
     canvas.store(passed)
@@ -136,7 +134,7 @@ def settle(canvas: Canvas, lanes: Lanes, settled_B: Tensor, kept_B: Tensor, phas
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
-    canvas = state.canvas
+    canvas, floor_B, must_BK = state.canvas, recipe.iteration.floor(lanes), recipe.iteration.must_progress(lanes)
     pos_RL, tokens_RL, masked_RL, given_RL, quota_R = active_rows(
         canvas.tokens_NS, canvas.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
         block=shape.block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
@@ -148,8 +146,8 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: Lanes
         given_RL=given_RL,
         step_R=lanes.step_BK.flatten(),
         quota_R=quota_R,
-        floor_R=rows_of(recipe.iteration.floor(lanes), shape.blocks),
-        must_progress_R=recipe.iteration.must_progress(lanes).flatten(),
+        floor_R=None if floor_B is None else rows_of(floor_B, shape.blocks),
+        must_progress_R=None if must_BK is None else must_BK.flatten(),
         forward_R=rows_of(lanes.steps_B, shape.blocks),
         seed_R=rows_of(lanes.seed_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
@@ -213,13 +211,6 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
-
-
-def finish(lanes: Lanes, moved: Moved, broken_B: Tensor, next_B: Tensor) -> None:
-    """Sets the phase of every lane, and starts the counts of the blocks that were entered."""
-    lanes.step_BK = lanes.step_BK.masked_fill(moved.entered_B[:, None], 0)
-    next_B = torch.where(moved.done_B, int(Phase.IDLE), next_B)
-    lanes.phase_B = torch.where(broken_B, int(Phase.FAULT), next_B)
 
 
 def rows_of(flags_B: Tensor, blocks: int) -> Tensor:

@@ -49,7 +49,7 @@ def view_of(masked_RL: Tensor, *, seeds: Tensor, **options: float) -> BlockView:
     return BlockView(
         pos_RL=torch.arange(length).expand(rows, -1), tokens_RL=torch.full_like(masked_RL, MASK, dtype=torch.int64),
         masked_RL=masked_RL, given_RL=torch.zeros_like(masked_RL), step_R=zero_R, quota_R=masked_RL.sum(-1),
-        floor_R=zero_R.float(), must_progress_R=zero_R.bool(), forward_R=zero_R, seed_R=seeds,
+        floor_R=None, must_progress_R=zero_R.bool(), forward_R=zero_R, seed_R=seeds,
         options={
             k: torch.full((rows, 1), v, dtype=torch.int64 if isinstance(v, int) else torch.float64)
             for k, v in options.items()

@@ -95,7 +95,7 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
 
 def test_a_decoder_that_is_busy_for_ever_is_stopped() -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
-        return Proposal(every(view), busy_R=torch.ones_like(view.must_progress_R))
+        return Proposal(every(view), busy_R=torch.ones_like(view.step_R, dtype=torch.bool))
 
     engine = engine_for(scripted_recipe(Proposing(propose=propose)))
     for _ in range(2):  # the engine is good for another run
@@ -106,7 +106,7 @@ def test_a_decoder_that_is_busy_for_ever_is_stopped() -> None:
 def test_an_editing_decoder_that_never_settles_is_stopped() -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         flip_RL = torch.where(view.tokens_RL == 7, 8, 7)
-        return Proposal(every(view), flip_RL, torch.ones_like(view.must_progress_R))
+        return Proposal(every(view), flip_RL, torch.ones_like(view.step_R, dtype=torch.bool))
 
     with pytest.raises(StalledRow, match="busy"):
         completions(engine_for(scripted_recipe(Editing(propose=propose))), [Request(PROMPT, NEW)])
@@ -148,7 +148,7 @@ def test_the_view_is_what_the_contract_says() -> None:
     assert later.masked_RL.tolist() == [[False] * 6 + [True, False]]
     assert last.pos_RL.tolist() == [[8, 9, 10, -1, -1, -1, -1, -1]]
     assert last.given_RL[0, 3:].all() and not last.masked_RL[0, 3:].any()
-    assert all(v.must_progress_R.all() for v in views)
+    assert all(v.must_progress_R is None for v in views)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
+import dinfer.canvas as dinfer_canvas  # noqa: E402
 from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
 from dinfer.kernels import attention, canvas, rotary, rules, sweep, token_stats  # noqa: E402
@@ -43,7 +44,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, rotary, rules, sweep):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep):
             monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -72,7 +73,7 @@ def some_canvas(blocks: int = 1) -> Canvas:
     made.status_NS.copy_(number(3, *made.status_NS.shape))
     made.cursors_NC.copy_(number(99, *made.cursors_NC.shape))
     made.cursors_NC[:, CURSORS.index("phase_B")] = number(3, SLOTS + 1)
-    made.blocks_NKC.copy_(number(4, *made.blocks_NKC.shape))
+    made.cursors_NC[:, len(CURSORS) :] = number(4, SLOTS + 1, 2 * blocks)
     return made
 
 
@@ -85,17 +86,26 @@ def some_lanes(made: Canvas, length: int, blocks: int = 1) -> Lanes:
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_lanes_are_gathered_and_stored(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+@pytest.mark.parametrize("stale", [False, True, None])
+def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks: int, stale: bool | None) -> None:
     made = some_canvas(blocks)
-    slot_B = torch.tensor([4, 1, 2, SLOTS, SLOTS], device=DEVICE)
+    moved = [number(CAPACITY, 5) for _ in range(4)]
+    gained_B, quota_BK = number(9, 5, low=-3), number(9, 5, blocks)
+    entered_B, done_B, broken_B, stale_B = (chance(5) for _ in range(4))
+    slot_B = torch.tensor([4, 1, 2, SLOTS, 0], device=DEVICE)
 
     def work() -> list[Tensor]:
-        mine = replace(made, cursors_NC=made.cursors_NC.clone(), blocks_NKC=made.blocks_NKC.clone())
+        mine = replace(made, cursors_NC=made.cursors_NC.clone())
         lanes = mine.lanes(slot_B, Phase.FULL)
-        lanes.live_B = torch.tensor([True, False, True, False, False], device=DEVICE)
-        lanes.end_B, lanes.step_BK = lanes.end_B + 5, lanes.step_BK + 1
-        mine.store(lanes)
-        return [*(getattr(lanes, f.name) for f in fields(lanes)), mine.cursors_NC, mine.blocks_NKC]
+        seen = [getattr(lanes, f.name) for f in fields(lanes)]
+        lanes.live_B = torch.tensor([True, False, True, False, True], device=DEVICE)
+        lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B = moved
+        lanes.quota_BK = quota_BK
+        mine.finish(
+            lanes, gained_B=gained_B, entered_B=entered_B, done_B=done_B, broken_B=broken_B,
+            stale_B=stale_B if stale is None else stale, refreshed=stale is True,
+        )  # fmt: skip
+        return [*seen, mine.cursors_NC]
 
     same(*both(monkeypatch, work))
 
@@ -136,7 +146,8 @@ def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_interval(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
     pos_BW, start_B = number(60, LANES, 7, low=-1), number(5, LANES)
     end_B = start_B + number(50, LANES)
-    same(*both(monkeypatch, lambda: attention.attention_interval(pos_BW, start_B, end_B, block)))
+    for start in (start_B, None):
+        same(*both(monkeypatch, partial(attention.attention_interval, pos_BW, start, end_B, block)))
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(16, None), (24, None), (32, 5)])
@@ -184,8 +195,9 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         view = BlockView(
-            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, quota_R, chance(rows, p=0.7), quota_R, quota_R, {}
-        )
+            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None, chance(rows, p=0.7) if trial % 3 else None,
+            quota_R, quota_R, {},
+        )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(
             chance(*shape, p=0.3),
@@ -230,7 +242,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, rotary, rules, sweep, token_stats):
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, token_stats):
         small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())

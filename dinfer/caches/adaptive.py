@@ -100,8 +100,5 @@ class AdaptiveCache(CachePolicy):
         state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
         state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        window_B = torch.full_like(lanes.phase_B, int(Phase.WINDOW))
-        if not self.prompt_interval:
-            return window_B
-        return torch.where(lanes.forwards_B % self.prompt_interval == 0, int(Phase.FULL), window_B)
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+        return (lanes.forwards_B + 1) % self.prompt_interval == 0 if self.prompt_interval else False

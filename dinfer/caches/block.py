@@ -76,8 +76,8 @@ class BlockCache(CachePolicy):
             return final_B
         return torch.where(lanes.phase_B == int(Phase.PREFILL), self._settled_B(lanes, spec), final_B)
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        return torch.full_like(lanes.phase_B, int(Phase.WINDOW))
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> bool:
+        return False
 
     def _settled(self, spec: ModelSpec, start: int) -> int:
         """Up to where no logits are needed: the attention blocks before those that decode the active region."""

@@ -74,8 +74,7 @@ class DelayedCache(CachePolicy):
         flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
         return scattered(lanes, spec, shape, flags_BS)
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        stale_B = moved.entered_B
-        if self.interval:
-            stale_B = stale_B | (lanes.step_BK.amax(-1) % self.interval == 0)
-        return torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW))
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        if not self.interval:
+            return moved.entered_B
+        return moved.entered_B | ((lanes.step_BK.amax(-1) + 1) % self.interval == 0)

@@ -45,7 +45,7 @@ class VicinityCache(WindowCache):
     def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
         return state["passes"] >= self.warmup if self.compat and phase == Phase.FULL else None
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
         passes_B, kept_B, again_B = state["passes"], state["kept"], state["again"]
         later_B = lanes.block_B - moved.entered_B.long() > 0  # the pass was in the second block or behind it
         if phase == Phase.FULL:
@@ -62,4 +62,4 @@ class VicinityCache(WindowCache):
             again_B.zero_()
             if self.interval:
                 stale_B = stale_B | ((passes_B % self.interval == 0) & later_B)
-        return torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW))
+        return stale_B

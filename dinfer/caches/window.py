@@ -30,8 +30,8 @@ class NoCache(WindowCache):
     paper = "LLaDA, arXiv:2502.09992"
     reuses = False
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        return torch.full_like(lanes.phase_B, int(Phase.FULL))
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,13 @@ class RefreshedCache(WindowCache):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}
 
-    def next_phase(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
-        stale_B = moved.entered_B
-        if self.interval:
-            # A refresh and the window pass that follows it count as one sweep, as in dInfer.
-            swept_B = moved.entered_B if phase == Phase.FULL else torch.ones_like(stale_B)
-            state["sweeps"] += swept_B
-            stale_B = stale_B | (swept_B & (state["sweeps"] % self.interval == 0))
-        return torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW))
+    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+        if not self.interval:
+            return moved.entered_B
+        # A refresh and the window pass that follows it count as one sweep, as in dInfer.
+        swept_B = moved.entered_B if phase == Phase.FULL else torch.ones_like(moved.entered_B)
+        state["sweeps"] += swept_B
+        return moved.entered_B | (swept_B & (state["sweeps"] % self.interval == 0))
 
 
 @CACHES.register("prefix")

@@ -293,7 +293,7 @@ class Engine:
         updates, cursors = [], self._reader.read()
         for slot, row in self._round.items():
             if self._rows.get(slot) is row:  # else it was cancelled
-                old, row.cursors = row.cursors, dict(zip(CURSORS, cursors[slot], strict=True))
+                old, row.cursors = row.cursors, dict(zip(CURSORS, cursors[slot], strict=False))
                 updates.append(self._update(slot, row, old))
         self._round = {}
         return updates
@@ -346,7 +346,7 @@ class Engine:
         output = filled[:end] if stopped else filled
         counts = Counts(
             forwards=now["forwards_B"],
-            prefills=now["prefills_B"],
+            prefills=now["forwards_B"] - now["steps_B"],
             refreshes=now["refreshes_B"],
             committed=now["committed_B"],
             tokens=len(output),

@@ -23,7 +23,7 @@ class CursorReader:
             self._copied.record()
 
     def read(self) -> list[list[int]]:
-        """The cursors that were last asked for, a list a slot, in the order of `CURSORS`; waits for them."""
+        """The cursors that were last asked for, a list a slot, columns as in the canvas; waits for them."""
         if self._host_NC is None or self._copied is None:
             return self._cursors_NC.tolist()
         self._copied.synchronize()

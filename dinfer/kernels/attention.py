@@ -85,17 +85,18 @@ def paged_attention(
 
 
 def attention_interval(
-    pos_BW: Tensor, start_B: Tensor, end_B: Tensor, causal_block: int | None
+    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The interval each query sees, of the row's visible positions `[start, end)`.
+    """The interval each query sees, of the row's visible positions `[start, end)`; None: from 0 on.
 
     `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions counted from 0. Padding
     (position -1) gets the first visible key, so that its softmax is defined; nothing reads what comes out.
     """
     if use_triton(pos_BW):
-        from dinfer.kernels.triton.attention import attention_interval as kernel
+        from dinfer.kernels.triton.canvas import attention_interval as kernel
 
         return kernel(pos_BW, start_B, end_B, causal_block)
+    start_B = torch.zeros_like(end_B) if start_B is None else start_B
     start_BW, end_BW = start_B[:, None].expand_as(pos_BW), end_B[:, None].expand_as(pos_BW)
     if causal_block is not None:
         own_BW = (torch.div(pos_BW, causal_block, rounding_mode="floor") + 1) * causal_block

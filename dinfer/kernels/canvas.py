@@ -12,24 +12,14 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 
 
-def lane_columns(rows_NC: Tensor, slot_B: Tensor) -> Tensor:
-    """The columns of the rows that the lanes name. [C, B], contiguous"""
+def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The columns of the rows that the lanes name, and in which the first one is `first`. [C, B]; bool [B]"""
     if use_triton(rows_NC):
         from dinfer.kernels.triton.canvas import lane_columns as kernel
 
-        return kernel(rows_NC, slot_B)
-    return rows_NC.index_select(0, slot_B).T.contiguous()
-
-
-def store_columns(rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, columns: list[Tensor]) -> None:
-    """Writes the columns, [B] each, to the rows of the live lanes, in place. No two live lanes name one row."""
-    columns_CB = torch.stack(columns)
-    if use_triton(rows_NC):
-        from dinfer.kernels.triton.canvas import store_columns as kernel
-
-        return kernel(rows_NC, slot_B, live_B, columns_CB)
-    old_BC = rows_NC.index_select(0, slot_B)
-    rows_NC.index_copy_(0, slot_B, torch.where(live_B[:, None], columns_CB.T, old_BC))
+        return kernel(rows_NC, slot_B, first)
+    columns_CB = rows_NC.index_select(0, slot_B).T.contiguous()
+    return columns_CB, columns_CB[0] == first
 
 
 def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ class ScriptedSweep(Blockwise):
 
     decay: float | None = None  # the least confidence is 1 - step * decay; None: there is none
 
-    def floor(self, lanes: Lanes) -> Tensor:
+    def floor(self, lanes: Lanes) -> Tensor | None:
         if self.decay is None:
             return super().floor(lanes)
         return (1.0 - lanes.forwards_B.double() * self.decay).float()

@@ -88,14 +88,13 @@ class Host:
 
     def steps(self) -> list[int]:
         """Forwards of every request that decoded."""
-        prefills = self.state.canvas.cursors_NC[self.slots, CURSORS.index("prefills_B")].tolist()
-        return [forwards - prefill for forwards, prefill in zip(self.forwards(), prefills, strict=True)]
+        return self.state.canvas.cursors_NC[self.slots, CURSORS.index("steps_B")].tolist()
 
     def addresses(self) -> dict[str, int]:
         state, canvas = self.state, self.state.canvas
         tensors = {
             "tokens": canvas.tokens_NS, "status": canvas.status_NS, "cursors": canvas.cursors_NC,
-            "blocks": canvas.blocks_NKC, "stop": canvas.stop_X, "k": state.kv.k_JPTGE, "v": state.kv.v_JPTGE,
+            "stop": canvas.stop_X, "k": state.kv.k_JPTGE, "v": state.kv.v_JPTGE,
             "table": state.kv.table_NP, "options": state.options_NO,
         }  # fmt: skip
         if (local := state.kv.local) is not None:

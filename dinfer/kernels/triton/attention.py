@@ -118,32 +118,3 @@ def paged_attention(
     if splits > 1:
         _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1, **early(q_BWHE))
     return out
-
-
-@triton.jit
-def _attention_interval(
-    pos_ptr, start_ptr, end_ptr, out_start_ptr, out_end_ptr, width, block, PIECE: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    follow(EARLY)
-    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    inside = at < width
-    pos = tl.load(pos_ptr + lane * width + at, mask=inside, other=-1)
-    start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
-    last = tl.where(pos < 0, 0, (pos // tl.maximum(block, 1) + 1) * block)
-    last = tl.where(block > 0, tl.minimum(end, last), end)
-    tl.store(out_start_ptr + lane * width + at, start + tl.zeros_like(pos), mask=inside)
-    tl.store(out_end_ptr + lane * width + at, tl.maximum(last, start + 1), mask=inside)
-
-
-def attention_interval(
-    pos_BW: Tensor, start_B: Tensor, end_B: Tensor, causal_block: int | None
-) -> tuple[Tensor, Tensor]:
-    """See `dinfer.kernels.attention.attention_interval`."""
-    pos_BW = pos_BW.contiguous()
-    lanes, width = pos_BW.shape
-    start_BW, end_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW)
-    _attention_interval[(lanes, triton.cdiv(width, 256))](
-        pos_BW, start_B.contiguous(), end_B.contiguous(), start_BW, end_BW, width, causal_block or 0, PIECE=256,
-        num_warps=1, **early(pos_BW),
-    )  # fmt: skip
-    return start_BW, end_BW

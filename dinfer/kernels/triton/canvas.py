@@ -7,49 +7,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
-
-PIECE = 256
+from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
 
 @triton.jit
-def _lane_columns(rows_ptr, slot_ptr, out_ptr, lanes, columns, LANES: tl.constexpr, EARLY: tl.constexpr):
-    follow(EARLY)
-    column, lane = tl.program_id(0), tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = lane < lanes
-    slot = tl.load(slot_ptr + lane, mask=inside, other=0)
-    tl.store(out_ptr + column * lanes + lane, tl.load(rows_ptr + slot * columns + column, mask=inside), mask=inside)
-
-
-def lane_columns(rows_NC: Tensor, slot_B: Tensor) -> Tensor:
-    lanes, columns = slot_B.shape[0], rows_NC.shape[1]
-    out_CB = rows_NC.new_empty(columns, lanes)
-    _lane_columns[(columns, triton.cdiv(lanes, PIECE))](
-        rows_NC, slot_B, out_CB, lanes, columns, LANES=min(triton.next_power_of_2(lanes), PIECE), num_warps=1,
-        **early(rows_NC),
-    )  # fmt: skip
-    return out_CB
-
-
-@triton.jit
-def _store_columns(
-    rows_ptr, slot_ptr, live_ptr, columns_ptr, lanes, columns, LANES: tl.constexpr, EARLY: tl.constexpr
+def _lane_columns(
+    rows_ptr, slot_ptr, out_ptr, flag_ptr, lanes, columns, first, PIECE: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     follow(EARLY)
-    column, lane = tl.program_id(0), tl.program_id(1) * LANES + tl.arange(0, LANES)
+    column, lane = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = lane < lanes
     slot = tl.load(slot_ptr + lane, mask=inside, other=0)
-    live = tl.load(live_ptr + lane, mask=inside, other=0) != 0
-    value = tl.load(columns_ptr + column * lanes + lane, mask=inside)
-    tl.store(rows_ptr + slot * columns + column, value, mask=inside & live)
+    value, at = tl.load(rows_ptr + slot * columns + column, mask=inside), column * lanes + lane
+    tl.store(out_ptr + at, value, mask=inside)
+    tl.store(flag_ptr + at, value == first, mask=inside & (at < lanes))
 
 
-def store_columns(rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, columns_CB: Tensor) -> None:
-    columns, lanes = columns_CB.shape
-    _store_columns[(columns, triton.cdiv(lanes, PIECE))](
-        rows_NC, slot_B, live_B, columns_CB, lanes, columns, LANES=min(triton.next_power_of_2(lanes), PIECE),
-        num_warps=1, **early(rows_NC),
-    )  # fmt: skip
+def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    lanes, columns = slot_B.shape[0], rows_NC.shape[1]
+    out_CB, flag_B = rows_NC.new_empty(columns, lanes), rows_NC.new_empty(lanes, dtype=torch.bool)
+    _lane_columns[(columns, triton.cdiv(lanes, PIECE))](
+        rows_NC, slot_B, out_CB, flag_B, lanes, columns, first, PIECE=PIECE, num_warps=WARPS, **early(rows_NC)
+    )
+    return out_CB, flag_B
 
 
 @triton.jit
@@ -71,7 +51,7 @@ def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: 
     (lanes, width), length = pos_BW.shape, tokens_NS.shape[1]
     out_BW, status_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW, dtype=status_NS.dtype)
     _canvas_values[(lanes, triton.cdiv(width, PIECE))](
-        tokens_NS, status_NS, slot_B, pos_BW, out_BW, status_BW, length, width, PIECE=PIECE, num_warps=1,
+        tokens_NS, status_NS, slot_B, pos_BW, out_BW, status_BW, length, width, PIECE=PIECE, num_warps=WARPS,
         **early(pos_BW),
     )  # fmt: skip
     return out_BW, status_BW
@@ -102,7 +82,7 @@ def window_positions(
     fits_B = first_B.new_empty(lanes, dtype=torch.bool)
     _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
         first_B.contiguous(), stop_B.contiguous(), start_B.contiguous(), end_B.contiguous(), pos_BW, fits_B,
-        logits_BX, width, active, shift, PIECE=PIECE, num_warps=1, **early(first_B),
+        logits_BX, width, active, shift, PIECE=PIECE, num_warps=WARPS, **early(first_B),
     )  # fmt: skip
     return pos_BW, fits_B, logits_BX
 
@@ -151,15 +131,15 @@ def active_rows(
 
 @triton.jit
 def _key_places(
-    table_ptr, slot_ptr, pos_ptr, pages_ptr, place_ptr, columns, width, page, pages,
-    NULL: tl.constexpr, SCRATCH: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+    table_ptr, slot_ptr, pos_ptr, pages_ptr, place_ptr, columns, width, pages,
+    PAGE: tl.constexpr, NULL: tl.constexpr, SCRATCH: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     table = table_ptr + tl.load(slot_ptr + lane) * columns
-    pos = tl.load(pos_ptr + lane * width + at, mask=at < width, other=-1)
-    own = tl.load(table + pos // page, mask=pos >= 0, other=NULL)
-    place = tl.where(own == NULL, SCRATCH * page, own * page + pos % page)
+    pos = tl.load(pos_ptr + lane * width + at, mask=at < width, other=-1).to(tl.int32)
+    own = tl.load(table + pos // PAGE, mask=pos >= 0, other=NULL)
+    place = tl.where(own == NULL, SCRATCH * PAGE, own * PAGE + pos % PAGE)
     tl.store(place_ptr + lane * width + at, place, mask=at < width)
     tl.store(pages_ptr + lane * pages + at, tl.load(table + at, mask=at < pages), mask=at < pages)
 
@@ -171,7 +151,40 @@ def key_places(
     (lanes, width), pages = pos_BW.shape, min(pages, table_NP.shape[1])
     pages_BP, place_X = table_NP.new_empty(lanes, pages), table_NP.new_empty(lanes * width)
     _key_places[(lanes, triton.cdiv(max(width, pages), PIECE))](
-        table_NP, slot_B, pos_BW, pages_BP, place_X, table_NP.shape[1], width, page, pages, NULL=null,
-        SCRATCH=scratch, PIECE=PIECE, num_warps=1, **early(pos_BW),
+        table_NP, slot_B, pos_BW, pages_BP, place_X, table_NP.shape[1], width, pages, PAGE=page, NULL=null,
+        SCRATCH=scratch, PIECE=PIECE, num_warps=WARPS, **early(pos_BW),
     )  # fmt: skip
     return pages_BP, place_X
+
+
+@triton.jit
+def _attention_interval(
+    pos_ptr, start_ptr, end_ptr, out_start_ptr, out_end_ptr, width,
+    START: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside = at < width
+    end = tl.load(end_ptr + lane) + tl.zeros((PIECE,), tl.int64)
+    start = tl.zeros((PIECE,), tl.int64)
+    if START:
+        start += tl.load(start_ptr + lane)
+    if BLOCK > 0:
+        pos = tl.load(pos_ptr + lane * width + at, mask=inside, other=-1).to(tl.int32)
+        end = tl.minimum(end, tl.where(pos < 0, 0, (pos // BLOCK + 1) * BLOCK))
+    tl.store(out_start_ptr + lane * width + at, start, mask=inside)
+    tl.store(out_end_ptr + lane * width + at, tl.maximum(end, start + 1), mask=inside)
+
+
+def attention_interval(
+    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None
+) -> tuple[Tensor, Tensor]:
+    """See `dinfer.kernels.attention.attention_interval`."""
+    pos_BW, end_B = pos_BW.contiguous(), end_B.contiguous()
+    lanes, width = pos_BW.shape
+    start_BW, end_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW)
+    _attention_interval[(lanes, triton.cdiv(width, PIECE))](
+        pos_BW, end_B if start_B is None else start_B.contiguous(), end_B, start_BW, end_BW, width,
+        START=start_B is not None, BLOCK=causal_block or 0, PIECE=PIECE, num_warps=WARPS, **early(pos_BW),
+    )  # fmt: skip
+    return start_BW, end_BW

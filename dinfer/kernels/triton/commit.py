@@ -70,8 +70,8 @@ def _commit(
     blank_ptr, after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr,
     capacity, vocab, mask_id, stop_count, blocks, length,
     EDITS: tl.constexpr, DRAFTS: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
-    RETRY: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr, DONE: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+    RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr,
+    DONE: tl.constexpr, K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,9 @@ def _commit(
     old = tl.load(tokens_ptr + at, mask=there, other=0)
     masked = tl.load(masked_ptr + at, mask=there, other=0) != 0
     given = tl.load(given_ptr + at, mask=there, other=1) != 0
-    must = tl.load(must_ptr + row, mask=block < blocks, other=0) != 0
+    must = block < blocks
+    if MUST:
+        must = tl.load(must_ptr + row, mask=must, other=0) != 0
     token = tl.load(token_ptr + at, mask=there, other=0)
     confidence = tl.load(confidence_ptr + at, mask=there, other=0.0)
     if DRAWN:
@@ -146,7 +148,7 @@ def _commit(
 
 def commit(
     tokens_NS: Tensor, status_NS: Tensor, stop_X: Tensor, slot_B: Tensor, live_B: Tensor, stops_B: Tensor,
-    pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor,
+    pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor | None,
     token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
     commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
     blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
@@ -170,8 +172,8 @@ def commit(
         after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B,
         tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
         EDITS=edits, DRAFTS=drafts, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
-        REMASK=remask_RL is not None, RETRY=retry_R is not None, BLANK=isinstance(blank_RL, Tensor),
-        MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
+        REMASK=remask_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
+        BLANK=isinstance(blank_RL, Tensor), MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),
         num_warps=min(max(padded // 64, 1), 8), **early(tokens_NS),
     )  # fmt: skip

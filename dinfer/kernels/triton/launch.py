@@ -52,6 +52,8 @@ def early(tensor: Tensor) -> dict[str, Any]:
     return {"EARLY": False}
 
 
+# Positions or lanes of a program that does next to nothing with them: one a thread, since it waits for memory alone.
+PIECE, WARPS = 128, 4
 SHARED = 200_000  # bytes of a multiprocessor's memory that a pipeline may take on Hopper; the rest is for the others
 
 

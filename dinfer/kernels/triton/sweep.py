@@ -1,4 +1,4 @@
-"""How rows leave their active blocks, a program a lane; see `dinfer.kernels.sweep`."""
+"""How rows leave their active blocks, and the cursors that a step leaves behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
 
 @triton.jit
@@ -61,3 +61,60 @@ def leave_blocks(
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip
     return leaves_B, enters_B, done_B, out_start_B, out_end_B
+
+
+@triton.jit
+def _finish(
+    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, done_ptr,
+    broken_ptr, stale_ptr, lanes, columns, refreshed, BEHIND: tl.constexpr, K: tl.constexpr,
+    PHASE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    FORWARDS: tl.constexpr, STEPS: tl.constexpr, REFRESHES: tl.constexpr, COMMITTED: tl.constexpr,
+    IDLE: tl.constexpr, FULL: tl.constexpr, WINDOW: tl.constexpr, FAULT: tl.constexpr,
+    PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    inside = lane < lanes
+    live = inside & (tl.load(live_ptr + lane, mask=inside, other=0) != 0)
+    row = rows_ptr + tl.load(slot_ptr + lane, mask=inside, other=0) * columns
+    entered = tl.load(entered_ptr + lane, mask=inside, other=0) != 0
+    phase = tl.where(tl.load(stale_ptr + lane, mask=inside, other=0) != 0, FULL, WINDOW)
+    phase = tl.where(tl.load(done_ptr + lane, mask=inside, other=0) != 0, IDLE, phase)
+    phase = tl.where(tl.load(broken_ptr + lane, mask=inside, other=0) != 0, FAULT, phase)
+    tl.store(row + PHASE, phase, mask=live)
+    tl.store(row + START, tl.load(start_ptr + lane, mask=inside), mask=live)
+    tl.store(row + END, tl.load(end_ptr + lane, mask=inside), mask=live)
+    tl.store(row + BLOCK, tl.load(block_ptr + lane, mask=inside), mask=live)
+    tl.store(row + KEPT, tl.load(kept_ptr + lane, mask=inside), mask=live)
+    tl.store(row + FORWARDS, tl.load(row + FORWARDS, mask=live) + 1, mask=live)
+    tl.store(row + STEPS, tl.load(row + STEPS, mask=live) + 1, mask=live)
+    tl.store(row + REFRESHES, tl.load(row + REFRESHES, mask=live) + refreshed, mask=live)
+    gained = tl.load(gained_ptr + lane, mask=inside)
+    tl.store(row + COMMITTED, tl.load(row + COMMITTED, mask=live) + gained, mask=live)
+    for k in tl.static_range(K):
+        step = row + BEHIND + k
+        tl.store(step, tl.where(entered, 0, tl.load(step, mask=live) + 1), mask=live)
+        tl.store(step + K, tl.load(quota_ptr + lane * K + k, mask=inside), mask=live)
+
+
+WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed")
+
+
+def finish(
+    rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
+    quota_BK: Tensor, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor, stale_B: Tensor | bool,
+    *, refreshed: bool, columns: dict[str, int], phases: dict[str, int],
+) -> None:  # fmt: skip
+    """See `dinfer.canvas.Canvas.finish`. `columns`: of the cursors by name; `phases`: their numbers."""
+    lanes, blocks = quota_BK.shape
+    if isinstance(stale_B, bool):
+        always = phases["FULL" if stale_B else "WINDOW"]
+        stale_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
+    read = (
+        slot_B, live_B, start_B, end_B, block_B, kept_B, quota_BK, gained_B, entered_B, done_B, broken_B, stale_B
+    )  # fmt: skip
+    _finish[(triton.cdiv(lanes, PIECE),)](
+        rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), BEHIND=len(columns),
+        K=blocks, **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE, num_warps=WARPS,
+        **early(rows_NC),
+    )  # fmt: skip
