@@ -241,9 +241,5 @@ class Canvas:
             seen_BX[:, mask_id].fill_(False)
         return seen_BX[:, :vocab]
 
-    def next_open(self, slot_B: Tensor, pos_B: Tensor) -> Tensor:
-        """The first position from `pos` on that was open when the request came; its length if none. int64 [B]"""
-        return self.next_NS[slot_B, pos_B]
-
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)

@@ -26,6 +26,7 @@ class Commits:
     finished_R: Tensor  # bool: nothing is left to decode
     gained_B: Tensor  # int64, masked positions decoded, less those masked again
     broken_B: Tensor  # bool: logits that were to be decoded are not finite, so nothing was written
+    next_B: Tensor  # int64, the first position behind the blocks that is to be decoded; the row's length if none is
 
 
 def commit(
@@ -41,7 +42,8 @@ def commit(
 
         return Commits(
             *kernel(
-                canvas.tokens_NS, canvas.status_NS, canvas.stop_X, lanes.slot_B, lanes.live_B, lanes.stops_B,
+                canvas.tokens_NS, canvas.status_NS, canvas.next_NS, canvas.stop_X,
+                lanes.slot_B, lanes.live_B, lanes.stops_B, lanes.end_B,
                 view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
                 stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
                 proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
@@ -72,6 +74,7 @@ def commit(
         finished_R=~left_RL.any(-1),
         gained_B=gained_RL.view(by_lane).sum(-1),
         broken_B=broken_B,
+        next_B=canvas.next_NS[lanes.slot_B, lanes.end_B],
     )
 
 

@@ -69,6 +69,7 @@ class Window:
     pos_BW: Tensor  # int64, absolute positions
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
+    kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
 
 
@@ -310,10 +311,6 @@ class CachePolicy(Component):
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
-
-    def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
-        """`lanes.kept_B` once the forward of a step has run, before its commits. int64 [B]"""
-        return lanes.kept_B
 
     def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
         """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""

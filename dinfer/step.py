@@ -52,7 +52,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
-    kept_B = cache.kept(lanes, spec)
+    kept_B = lanes.kept_B if window.kept_B is None else window.kept_B
     if window.settled_B is not None:
         settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
         if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
@@ -92,7 +92,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
-        next_B=canvas.next_open(slot_B, lanes.end_B),
+        next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from dinfer.kernels.sweep import leave_blocks
+from dinfer.kernels.sweep import Grid, leave_blocks
 from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
 from dinfer.registry import option
 
@@ -35,17 +32,14 @@ class AlignedSweep(Iteration):
         if self.stop not in STOPS:
             raise ValueError(f"iteration.stop={self.stop!r} must be one of {', '.join(STOPS)}")
 
+    @property
+    def grid(self) -> Grid:
+        """Where blocks begin and end."""
+        return Grid(self.block)
+
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
-        start = prompt // self.block * self.block
-        return start, min(start + self.block, length)
-
-    def next_start(self, open_B: Tensor) -> Tensor:
-        """Where the block begins that holds the next position to be decoded. int64 [B]"""
-        return torch.div(open_B, self.block, rounding_mode="floor") * self.block
-
-    def next_end(self, open_B: Tensor) -> Tensor:
-        """Where it ends, in a canvas without an end. int64 [B]"""
-        return self.next_start(open_B) + self.block
+        start, end = self.grid.block_at(prompt)
+        return start, min(end, length)
 
     @property
     def stop_rule(self) -> tuple[str, bool]:
@@ -53,14 +47,16 @@ class AlignedSweep(Iteration):
         return self.stop, False
 
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
-        stop, prompt = self.stop_rule
-        leaves_B, entered_B, done_B, lanes.start_B, lanes.end_B = leave_blocks(
-            after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
-            after.next_B, lanes.length_B, (lanes.start_B, lanes.end_B),
-            (self.next_start(after.next_B), self.next_end(after.next_B)), stop=stop, prompt=prompt,
-        )  # fmt: skip
-        lanes.block_B = lanes.block_B + leaves_B
-        return Moved(entered_B, done_B)
+        return sweep_on(lanes, after, self.grid, *self.stop_rule)
+
+
+def sweep_on(lanes: Lanes, after: BlockAfter, grid: Grid, stop: str = "off", prompt: bool = False) -> Moved:
+    """Moves rows whose blocks are finished to the next block; see `dinfer.kernels.sweep.leave_blocks`."""
+    entered_B, done_B, lanes.start_B, lanes.end_B, lanes.block_B = leave_blocks(
+        after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
+        after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop, prompt=prompt,
+    )  # fmt: skip
+    return Moved(entered_B, done_B)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +70,9 @@ class BlockSweep(AlignedSweep):
         None, "'dinfer': stop tokens of the prompt count too, and end the sweep even with stop=off (its defects)"
     )
 
-    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
-        return super().first_region(prompt, length) if self.align else (prompt, min(prompt + self.block, length))
-
-    def next_start(self, open_B: Tensor) -> Tensor:
-        return super().next_start(open_B) if self.align else open_B
-
-    def next_end(self, open_B: Tensor) -> Tensor:
-        return super().next_end(open_B) if self.align else open_B + self.block
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block, align=self.align)
 
     @property
     def stop_rule(self) -> tuple[str, bool]:

@@ -36,29 +36,26 @@ class WindowCache(CachePolicy):
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         if shape.phase == Phase.FULL:
-            return contiguous(lanes, spec, shape, torch.zeros_like(lanes.start_B), horizon_B(spec, lanes))
+            return contiguous(lanes, spec, shape, None, None)
         back, ahead = self.reach()
-        back = max(back, spec.shift)
-        first_B = (lanes.start_B - back).clamp_min(0) if back else lanes.start_B
-        if ahead is None:
-            stop_B = horizon_B(spec, lanes)
-        elif ahead or spec.shift:
-            stop_B = torch.minimum(lanes.end_B + ahead - spec.shift, horizon_B(spec, lanes)).clamp_min(1)
-        else:
-            stop_B = lanes.end_B
-        return contiguous(lanes, spec, shape, first_B, stop_B)
+        return contiguous(lanes, spec, shape, max(back, spec.shift), ahead)
 
     def exact(self, causal_block: int | None) -> bool:
         return not self.reuses or causal_block is not None
 
 
-def contiguous(lanes: Lanes, spec: ModelSpec, shape: StepShape, first_B: Tensor, stop_B: Tensor) -> Window:
-    """The window `[first, stop)` of each row, which holds the logits of its active region."""
-    pos_BW, fits_B, logits_BX = window_positions(
-        first_B, stop_B, lanes.start_B, lanes.end_B,
+def contiguous(
+    lanes: Lanes, spec: ModelSpec, shape: StepShape, back: int | None, ahead: int | None, *, keeps: bool = False
+) -> Window:
+    """The window that reaches so far around each row's active region; None: from the beginning, to the last position
+    that is seen. With `keeps`, from where keys are not yet final on."""
+    pos_BW, fits_B, logits_BX, kept_B, settled_B = window_positions(
+        lanes.start_B, lanes.end_B, lanes.length_B, lanes.kept_B if keeps else None,
         width=shape.width, active=shape.blocks * shape.block, shift=spec.shift,
+        causal_block=1 if spec.encoder else spec.causal_block, back=back, ahead=ahead,
+        prefill=shape.phase == Phase.PREFILL, settles=shape.settles,
     )  # fmt: skip
-    return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block))
+    return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B)
 
 
 def scattered(lanes: Lanes, spec: ModelSpec, shape: StepShape, flags_BS: Tensor) -> Window:
@@ -77,13 +74,3 @@ def horizon(spec: ModelSpec, end: int, length: int) -> int:
     if spec.causal_block is None:
         return length
     return min(-(-max(end - spec.shift, 1) // spec.causal_block) * spec.causal_block, length)
-
-
-def horizon_B(spec: ModelSpec, lanes: Lanes) -> Tensor:
-    """`horizon` behind each row's active region, on the device. int64 [B]"""
-    if spec.encoder:
-        return lanes.end_B
-    if spec.causal_block is None:
-        return lanes.length_B
-    last_B = (lanes.end_B - spec.shift).clamp_min(1) if spec.shift else lanes.end_B
-    return torch.minimum(-(-last_B // spec.causal_block) * spec.causal_block, lanes.length_B)

@@ -70,6 +70,7 @@ def chance(*shape: int, p: float = 0.5) -> Tensor:
 def some_canvas(blocks: int = 1) -> Canvas:
     made = Canvas.alloc(SLOTS, CAPACITY, blocks, (3, 7), DEVICE)
     made.tokens_NS.copy_(number(VOCAB, *made.tokens_NS.shape))
+    made.next_NS.copy_(number(CAPACITY, *made.next_NS.shape))
     made.status_NS.copy_(number(3, *made.status_NS.shape))
     made.cursors_NC.copy_(number(99, *made.cursors_NC.shape))
     made.cursors_NC[:, CURSORS.index("phase_B")] = number(3, SLOTS + 1)
@@ -128,10 +129,18 @@ def test_active_rows_and_values(monkeypatch: pytest.MonkeyPatch, length: int, bl
 
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
-    first_B, start_B = number(20, 9), number(30, 9)
-    stop_B, end_B = first_B + number(2 * width, 9), start_B + number(active + 1, 9)
-    bounds = first_B, stop_B, start_B, end_B
-    same(*both(monkeypatch, partial(canvas.window_positions, *bounds, width=width, active=active, shift=shift)))
+    start_B = number(30, 9)
+    end_B = start_B + number(active + 1, 9)
+    length_B = end_B + number(2 * width, 9)
+    for kept_B, block, back, ahead, (prefill, settles) in itertools.product(
+        (None, number(20, 9)), (None, 1, 4), (None, 0, 5), (None, 0, 3), ((False, False), (False, True), (True, False))
+    ):
+        work = partial(
+            canvas.window_positions, start_B, end_B, length_B, kept_B, width=width, active=active, shift=shift,
+            causal_block=block, back=back, ahead=ahead, prefill=prefill, settles=settles,
+        )  # fmt: skip
+        got, want = both(monkeypatch, work)
+        same([made for made in got if made is not None], [made for made in want if made is not None])
 
 
 def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +235,28 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
 def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, blocks: int) -> None:
     lanes, active = 64, 5 * blocks
     flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
-    next_B, length_B, *bounds = (number(9, lanes) for _ in range(6))
-    region = tuple(bounds[:2]), tuple(bounds[2:])
+    next_B, length_B, *here = (number(40, lanes) for _ in range(5))
     finished_BK = chance(lanes, blocks, p=0.8)
-    work = partial(
-        sweep.leave_blocks, finished_BK, *flags, next_B, length_B, *region, stop=stop, prompt=prompt
-    )  # fmt: skip
-    same(*both(monkeypatch, work))
+    for grid in (sweep.Grid(5), sweep.Grid(8, align=False), sweep.Grid(4, lead=8), sweep.Grid(1)):
+        work = partial(
+            sweep.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop, prompt=prompt
+        )
+        same(*both(monkeypatch, work))
+
+
+@pytest.mark.parametrize(
+    ("grid", "blocks"),
+    [
+        (sweep.Grid(4), [(0, 4), (0, 4), (8, 12), (8, 12)]),
+        (sweep.Grid(4, align=False), [(0, 4), (3, 7), (8, 12), (9, 13)]),
+        (sweep.Grid(4, lead=8), [(0, 1), (3, 4), (8, 9), (9, 12)]),
+    ],
+)
+def test_the_block_of_a_position(grid: sweep.Grid, blocks: list[tuple[int, int]]) -> None:
+    places = [0, 3, 8, 9]
+    assert [grid.block_at(place) for place in places] == blocks
+    start_B, end_B = grid.block_at(torch.tensor(places))
+    assert [*zip(start_B.tolist(), end_B.tolist(), strict=True)] == blocks
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU, tests/gpu runs whole generations")

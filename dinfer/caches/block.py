@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
 from dinfer.canvas import Canvas
 from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
 from dinfer.registry import CACHES
-from dinfer.windows import contiguous, horizon, horizon_B
+from dinfer.windows import contiguous, horizon
 
 
 @CACHES.register("block")
@@ -53,28 +50,10 @@ class BlockCache(CachePolicy):
         return max(horizon(spec, end, length) - self._settled(spec, start), spec.causal_block or 1)
 
     def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        prefill, settled_B = shape.phase == Phase.PREFILL, self._settled_B(lanes, spec)
-        first_B = torch.minimum(lanes.kept_B, settled_B)
-        stop_B = settled_B if prefill else horizon_B(spec, lanes)
-        if not prefill and not shape.settles:
-            return contiguous(lanes, spec, shape, first_B, stop_B)
-        block = spec.causal_block or 1
-        piece_B = torch.minimum(first_B + shape.width // block * block, settled_B)
-        decodes_B = (stop_B - first_B <= shape.width) & (not prefill)
-        window = contiguous(lanes, spec, shape, first_B, torch.where(decodes_B, stop_B, piece_B))
-        able_B = decodes_B | (piece_B > first_B)
-        return replace(window, fits_B=able_B, settled_B=torch.where(decodes_B, -1, piece_B))
+        return contiguous(lanes, spec, shape, None, None, keeps=True)
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
-
-    def kept(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
-        # What was finished when the step began has just been computed, but for a prefill, which leaves out the block
-        # whose logits decode the first position.
-        final_B = lanes.start_B // (spec.causal_block or 1) * (spec.causal_block or 1)
-        if not spec.shift:  # then it leaves out none
-            return final_B
-        return torch.where(lanes.phase_B == int(Phase.PREFILL), self._settled_B(lanes, spec), final_B)
 
     def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> bool:
         return False
@@ -83,9 +62,3 @@ class BlockCache(CachePolicy):
         """Up to where no logits are needed: the attention blocks before those that decode the active region."""
         block = spec.causal_block or 1
         return max(start - spec.shift, 0) // block * block
-
-    def _settled_B(self, lanes: Lanes, spec: ModelSpec) -> Tensor:
-        """`_settled` on the device. int64 [B]"""
-        block = spec.causal_block or 1
-        first_B = (lanes.start_B - spec.shift).clamp_min(0) if spec.shift else lanes.start_B
-        return first_B // block * block

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from dinfer.kernels.sweep import Grid
 from dinfer.protocols import ModelSpec
 from dinfer.registry import ITERATIONS, option
 from dinfer.sweeps import AlignedSweep
@@ -60,17 +58,6 @@ class BlockDiffusion(AlignedSweep):
             )
         return None
 
-    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
-        if not self.lead:
-            return super().first_region(prompt, length)
-        end = prompt + 1 if prompt % self.lead == 0 else (prompt // self.block + 1) * self.block
-        return prompt, min(end, length)
-
-    def next_start(self, open_B: Tensor) -> Tensor:
-        return open_B if self.lead else super().next_start(open_B)
-
-    def next_end(self, open_B: Tensor) -> Tensor:
-        if not self.lead:
-            return super().next_end(open_B)
-        end_B = (torch.div(open_B, self.block, rounding_mode="floor") + 1) * self.block
-        return torch.where(open_B % self.lead == 0, open_B + 1, end_B)
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block, lead=self.lead)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from dinfer.kernels.sweep import Grid
 from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
 from dinfer.registry import ITERATIONS
+from dinfer.sweeps import sweep_on
 
 
 @ITERATIONS.register("full")
@@ -27,6 +27,4 @@ class Full(Iteration):
         return prompt, length
 
     def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
-        done_B = after.finished_BK.all(-1)
-        lanes.block_B = lanes.block_B + done_B
-        return Moved(torch.zeros_like(done_B), done_B)
+        return sweep_on(lanes, after, Grid(1))  # behind its block, nothing is to be decoded

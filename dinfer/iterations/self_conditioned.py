@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
+from dinfer.kernels.sweep import Grid
 from dinfer.protocols import Lanes, Model, ModelSpec, SelfConditioned, State
 from dinfer.registry import ITERATIONS, option
 from dinfer.sweeps import AlignedSweep
@@ -43,11 +44,9 @@ class SelfConditionedSweep(AlignedSweep):
     def spare(self, new_tokens: int) -> int:
         return -new_tokens % self.block
 
-    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
-        return prompt, min(prompt + self.block, length)
-
-    def next_start(self, open_B: Tensor) -> Tensor:
-        return open_B
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block, align=False)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(min(self.block, length) + 1, spec.hidden)}  # the last row is scratch

@@ -65,9 +65,10 @@ def confident(
 
 @triton.jit
 def _commit(
-    canvas_ptr, status_ptr, stops_ptr, slot_ptr, live_ptr, minds_ptr, pos_ptr, tokens_ptr, masked_ptr, given_ptr,
-    must_ptr, token_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr, commit_ptr, wanted_ptr, remask_ptr, retry_ptr,
-    blank_ptr, after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr,
+    canvas_ptr, status_ptr, next_ptr, stops_ptr, slot_ptr, live_ptr, minds_ptr, end_ptr,
+    pos_ptr, tokens_ptr, masked_ptr, given_ptr, must_ptr, token_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr,
+    commit_ptr, wanted_ptr, remask_ptr, retry_ptr, blank_ptr,
+    after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr, behind_ptr,
     capacity, vocab, mask_id, stop_count, blocks, length,
     EDITS: tl.constexpr, DRAFTS: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
     RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr,
@@ -127,7 +128,8 @@ def _commit(
     else:
         token = tl.where(left, mask_id, token)
     opened = remask if MASK else left & able
-    place = tl.load(slot_ptr + lane) * capacity + pos
+    row_at = tl.load(slot_ptr + lane) * capacity
+    place = row_at + pos
     touched = (commit | opened) & (pos >= 0)
     tl.store(canvas_ptr + place, token, mask=touched)
     tl.store(status_ptr + place, tl.where(opened, OPEN, DONE).to(tl.uint8), mask=touched)
@@ -144,10 +146,12 @@ def _commit(
     gained = (commit & masked).to(tl.int64) - remask.to(tl.int64)
     tl.store(gained_ptr + lane, tl.sum(tl.sum(gained, 1), 0))
     tl.store(broken_ptr + each, broken)
+    tl.store(behind_ptr + lane, tl.load(next_ptr + row_at + tl.load(end_ptr + lane)))
 
 
 def commit(
-    tokens_NS: Tensor, status_NS: Tensor, stop_X: Tensor, slot_B: Tensor, live_B: Tensor, stops_B: Tensor,
+    tokens_NS: Tensor, status_NS: Tensor, next_NS: Tensor, stop_X: Tensor,
+    slot_B: Tensor, live_B: Tensor, stops_B: Tensor, end_B: Tensor,
     pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor | None,
     token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
     commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
@@ -160,16 +164,16 @@ def commit(
     after_RL = tokens_NS.new_empty(rows, length)
     left_RL, stop_RL = (torch.empty_like(after_RL, dtype=torch.bool) for _ in range(2))
     finished_R, broken_B = live_B.new_empty(rows), live_B.new_empty(lanes)
-    gained_B = tokens_NS.new_empty(lanes)
+    gained_B, behind_B = (tokens_NS.new_empty(lanes) for _ in range(2))
     read = [
         pos_RL, tokens_RL, masked_RL, given_RL, must_R, token_RL, confidence_RL, mask_confidence_RL, drawn_RL,
         commit_RL, wanted_RL, remask_RL, retry_R, blank_RL if isinstance(blank_RL, Tensor) else None,
     ]  # fmt: skip
     padded = triton.next_power_of_2(length) * triton.next_power_of_2(blocks)
     _commit[(lanes,)](
-        tokens_NS, status_NS, stop_X, slot_B, live_B.contiguous(), stops_B.contiguous(),
+        tokens_NS, status_NS, next_NS, stop_X, slot_B, live_B.contiguous(), stops_B.contiguous(), end_B.contiguous(),
         *(after_RL if t is None else t.contiguous() for t in read),
-        after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B,
+        after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B, behind_B,
         tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
         EDITS=edits, DRAFTS=drafts, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
         REMASK=remask_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
@@ -177,4 +181,4 @@ def commit(
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),
         num_warps=min(max(padded // 64, 1), 8), **early(tokens_NS),
     )  # fmt: skip
-    return after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B
+    return after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B, behind_B

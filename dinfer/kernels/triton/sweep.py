@@ -7,21 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.sweep import Grid
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
 
 @triton.jit
 def _leave_blocks(
-    finished_ptr, ends_ptr, given_ptr, open_ptr, next_ptr, length_ptr, start_ptr, end_ptr, new_start_ptr, new_end_ptr,
-    leaves_ptr, enters_ptr, done_ptr, out_start_ptr, out_end_ptr, blocks, active,
-    STOP: tl.constexpr, CUT: tl.constexpr, PROMPT: tl.constexpr, K: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+    finished_ptr, ends_ptr, given_ptr, open_ptr, next_ptr, length_ptr, start_ptr, end_ptr, block_ptr,
+    enters_ptr, done_ptr, out_start_ptr, out_end_ptr, out_block_ptr, blocks, active,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, LEAD: tl.constexpr, STOP: tl.constexpr, CUT: tl.constexpr,
+    PROMPT: tl.constexpr, K: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, block, at = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, X)
     finished = tl.load(finished_ptr + lane * blocks + block, mask=block < blocks, other=1)
     leaves = tl.min((finished != 0).to(tl.int32), 0)
-    length = tl.load(length_ptr + lane)
-    done = leaves * (tl.load(next_ptr + lane) >= length).to(tl.int32)
+    length, pos = tl.load(length_ptr + lane), tl.load(next_ptr + lane)
+    done = leaves * (pos >= length).to(tl.int32)
     if STOP:
         inside = at < active
         ends = tl.load(ends_ptr + lane * active + at, mask=inside, other=0) != 0
@@ -35,8 +37,13 @@ def _leave_blocks(
         done = tl.maximum(done, stopped)
     enters = leaves * (1 - done)
     start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
-    new_start, new_end = tl.load(new_start_ptr + lane), tl.minimum(tl.load(new_end_ptr + lane), length)
-    tl.store(leaves_ptr + lane, leaves != 0)
+    first = pos // BLOCK * BLOCK
+    new_start = first if ALIGN and LEAD == 0 else pos
+    new_end = new_start + BLOCK
+    if LEAD > 0:
+        new_end = tl.where(pos % LEAD == 0, pos + 1, first + BLOCK)
+    new_end = tl.minimum(new_end, length)
+    tl.store(out_block_ptr + lane, tl.load(block_ptr + lane) + leaves)
     tl.store(enters_ptr + lane, enters != 0)
     tl.store(done_ptr + lane, done != 0)
     tl.store(out_start_ptr + lane, tl.where(enters != 0, new_start, start))
@@ -45,22 +52,21 @@ def _leave_blocks(
 
 def leave_blocks(
     finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
-    start_B: Tensor, end_B: Tensor, new_start_B: Tensor, new_end_B: Tensor, *, stop: str, prompt: bool,
+    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, grid: Grid, stop: str, prompt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.sweep.leave_blocks`."""
     (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
-    read = (
-        finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, new_start_B, new_end_B
-    )  # fmt: skip
-    leaves_B, enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(3))
-    out_start_B, out_end_B = torch.empty_like(next_B), torch.empty_like(next_B)
+    read = finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B
+    enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(2))
+    out_start_B, out_end_B, out_block_B = (torch.empty_like(next_B) for _ in range(3))
     padded = triton.next_power_of_2(active)
     _leave_blocks[(lanes,)](
-        *(t.contiguous() for t in read), leaves_B, enters_B, done_B, out_start_B, out_end_B, blocks, active,
-        STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt, K=triton.next_power_of_2(blocks), X=padded,
+        *(t.contiguous() for t in read), enters_B, done_B, out_start_B, out_end_B, out_block_B, blocks, active,
+        BLOCK=grid.block, ALIGN=grid.align, LEAD=grid.lead, STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt,
+        K=triton.next_power_of_2(blocks), X=padded,
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip
-    return leaves_B, enters_B, done_B, out_start_B, out_end_B
+    return enters_B, done_B, out_start_B, out_end_B, out_block_B
 
 
 @triton.jit
