@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import canvas_values, lane_columns, padded
+from dinfer.kernels.canvas import canvas_values, lane_columns, padded, window_values
 from dinfer.kernels.dispatch import use_triton
 
 
@@ -220,6 +220,16 @@ class Canvas:
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
         return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
+
+    def enter(self, lanes: Lanes, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves rows that do not fit their window out of the step: they are not live any more.
+
+        Returns the positions of the rows that are, -1 in others, and the tokens and statuses there.
+        """
+        lanes.live_B, pos_BW, tokens_BW, status_BW = window_values(
+            self.tokens_NS, self.status_NS, lanes.slot_B, lanes.live_B, fits_B, pos_BW
+        )
+        return pos_BW, tokens_BW, status_BW
 
     def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:
         """Writes the tokens where `commit_BW`, and marks them decoded, or `open_BW`, and marks them open."""

@@ -58,11 +58,11 @@ class Guided:
 
 
 def guided(
-    recipe: Recipe, state: BatchState, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int
-) -> tuple[Model, PagedAttend]:
+    recipe: Recipe, state: BatchState, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, status_BW: Tensor,
+    interval_BW: tuple[Tensor, Tensor], pages: int,
+) -> tuple[Model, PagedAttend]:  # fmt: skip
     """The model of a step in which some rows are guided, and its attention over both branches."""
     scale_B = state.options(recipe, slot_B, "sampling")["guidance"][:, 0]
-    tokens_BW, status_BW = state.canvas.gather(slot_B, pos_BW)
     bare_BW = torch.where(status_BW == int(Status.GIVEN), recipe.model.spec.mask, tokens_BW)
     twin_BW = torch.where(scale_B[:, None] > 0, pos_BW, -1)
     start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in interval_BW)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dinfer.canvas import Canvas, Phase
 from dinfer.compose import Recipe
+from dinfer.kernels.canvas import option_columns
 from dinfer.kv import KVPool
 from dinfer.protocols import State
 
@@ -117,10 +118,9 @@ class BatchState:
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
-        values_BO = self.options_NO.index_select(0, slot_B)
-        values_BO = values_BO if repeat == 1 else values_BO.repeat_interleave(repeat, 0)
+        exact_OR, whole_OR = option_columns(self.options_NO, slot_B, repeat)
         return {
-            o.name: values_BO[:, i : i + 1].to(torch.int64 if isinstance(o.default, int) else torch.float64)
+            o.name: (whole_OR if isinstance(o.default, int) else exact_OR)[i, :, None]
             for i, o in enumerate(recipe.request_options)
             if o.kind == kind
         }

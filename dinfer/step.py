@@ -19,6 +19,7 @@ from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
+from dinfer.kernels.take import take
 from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
 from dinfer.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.state import BatchState
@@ -40,15 +41,13 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     window = cache.window(lanes, canvas, spec, shape, cache_state)
-    lanes.live_B = lanes.live_B & window.fits_B
-    pos_BW = torch.where(lanes.live_B[:, None], window.pos_BW, -1)
+    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, window.pos_BW, window.fits_B)
     interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
-    tokens_BW, _ = canvas.gather(slot_B, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
     attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
-        model, fed = guided(recipe, state, slot_B, pos_BW, interval_BW, shape.pages)
+        model, fed = guided(recipe, state, slot_B, pos_BW, tokens_BW, status_BW, interval_BW, shape.pages)
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
@@ -216,9 +215,3 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
 def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
     """One value a lane, repeated for each of its blocks. [B] -> [R]"""
     return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)
-
-
-def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
-    """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
-    index_BX = index_RL.clamp_min(0).view(x_BWX.shape[0], -1, 1).expand(-1, -1, x_BWX.shape[-1])
-    return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])

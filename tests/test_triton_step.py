@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 import dinfer.canvas as dinfer_canvas  # noqa: E402
 from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
-from dinfer.kernels import attention, canvas, rotary, rules, sweep, token_stats  # noqa: E402
+from dinfer.kernels import attention, canvas, rotary, rules, sweep, take, token_stats  # noqa: E402
 from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.protocols import Proposal  # noqa: E402
@@ -44,7 +44,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, take):
             monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -112,19 +112,35 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(8, 1), (5, 3), (1, 1)])
-def test_active_rows_and_values(monkeypatch: pytest.MonkeyPatch, length: int, blocks: int) -> None:
+def test_active_rows_and_the_values_of_a_window(monkeypatch: pytest.MonkeyPatch, length: int, blocks: int) -> None:
     made = some_canvas(blocks)
     lanes = some_lanes(made, length, blocks)
-    pos_BW = number(CAPACITY, LANES, 9, low=-1)
+    pos_BW, fits_B = number(CAPACITY, LANES, 9, low=-1), chance(LANES, p=0.7)
 
     def work() -> tuple[object, ...]:
         rows = canvas.active_rows(
             made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
-        return rows, made.gather(lanes.slot_B, pos_BW)
+        mine = replace(lanes)
+        return rows, made.enter(mine, pos_BW, fits_B), mine.live_B
 
     same(*both(monkeypatch, work))
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
+    values_NO = torch.rand(SLOTS, 4, dtype=torch.float64, device=DEVICE) * 9
+    slot_B = torch.tensor([2, 0, 2], device=DEVICE)
+    same(*both(monkeypatch, partial(canvas.option_columns, values_NO, slot_B, repeat)))
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(1, 64), (2, 1500)])
+def test_take(monkeypatch: pytest.MonkeyPatch, blocks: int, size: int) -> None:
+    x_BWX, index_RL = torch.rand(LANES, 9, size, device=DEVICE), number(9, LANES * blocks, 4, low=-1)
+    got, want = both(monkeypatch, partial(take.take, x_BWX, index_RL))
+    there_RL = index_RL >= 0  # for others any will do
+    same(got[there_RL], want[there_RL])
 
 
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
@@ -266,8 +282,8 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, token_stats):
-        small = module is not token_stats
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, take, token_stats):
+        small = module not in (take, token_stats)
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
         )

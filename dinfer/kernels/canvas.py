@@ -22,14 +22,33 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
     return columns_CB, columns_CB[0] == first
 
 
+def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
+    """The columns of the rows that the lanes name, each value `repeat` times: as they are, and as int64. [O, R]"""
+    if use_triton(slot_B):
+        from dinfer.kernels.triton.canvas import option_columns as kernel
+
+        return kernel(values_NO, slot_B, repeat)
+    values_OR = values_NO.index_select(0, slot_B).repeat_interleave(repeat, 0).T
+    return values_OR, values_OR.to(torch.int64)
+
+
 def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and statuses at the positions of each lane; those of the last column where the position is -1."""
-    if use_triton(tokens_NS):
-        from dinfer.kernels.triton.canvas import canvas_values as kernel
-
-        return kernel(tokens_NS, status_NS, slot_B, pos_BW)
     index = slot_B[:, None], padded(pos_BW, tokens_NS.shape[1] - 1)
     return tokens_NS[index], status_NS[index]
+
+
+def window_values(
+    tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, live_B: Tensor, fits_B: Tensor, pos_BW: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The lanes that are live and fit, their positions, -1 in others, and what `canvas_values` says of these."""
+    if use_triton(tokens_NS):
+        from dinfer.kernels.triton.canvas import window_values as kernel
+
+        return kernel(tokens_NS, status_NS, slot_B, live_B, fits_B, pos_BW)
+    live_B = live_B & fits_B
+    pos_BW = torch.where(live_B[:, None], pos_BW, -1)
+    return live_B, pos_BW, *canvas_values(tokens_NS, status_NS, slot_B, pos_BW)
 
 
 def padded(pos: Tensor, scratch: int) -> Tensor:

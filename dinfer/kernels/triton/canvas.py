@@ -33,28 +33,57 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 
 
 @triton.jit
-def _canvas_values(
-    tokens_ptr, status_ptr, slot_ptr, pos_ptr, out_ptr, out_status_ptr, length, width,
-    PIECE: tl.constexpr, EARLY: tl.constexpr,
+def _option_columns(
+    values_ptr, slot_ptr, out_ptr, whole_ptr, rows, columns, repeat, PIECE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    follow(EARLY)
+    column, row = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside = row < rows
+    slot = tl.load(slot_ptr + row // repeat, mask=inside, other=0)
+    value = tl.load(values_ptr + slot * columns + column, mask=inside, other=0.0)
+    tl.store(out_ptr + column * rows + row, value, mask=inside)
+    tl.store(whole_ptr + column * rows + row, value.to(tl.int64), mask=inside)
+
+
+def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
+    rows, columns = slot_B.shape[0] * repeat, values_NO.shape[1]
+    out_OR, whole_OR = values_NO.new_empty(columns, rows), slot_B.new_empty(columns, rows)
+    if columns:
+        _option_columns[(columns, triton.cdiv(rows, PIECE))](
+            values_NO, slot_B, out_OR, whole_OR, rows, columns, repeat, PIECE=PIECE, num_warps=WARPS, **early(slot_B)
+        )
+    return out_OR, whole_OR
+
+
+@triton.jit
+def _window_values(
+    tokens_ptr, status_ptr, slot_ptr, live_ptr, fits_ptr, pos_ptr, out_live_ptr, out_pos_ptr, out_ptr, out_status_ptr,
+    length, width, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = at < width
-    pos = tl.load(pos_ptr + lane * width + at, mask=inside, other=-1)
+    live = (tl.load(live_ptr + lane) != 0) & (tl.load(fits_ptr + lane) != 0)
+    pos = tl.where(live, tl.load(pos_ptr + lane * width + at, mask=inside, other=-1), -1)
     place = tl.load(slot_ptr + lane) * length + tl.where(pos >= 0, pos, length - 1)
+    tl.store(out_pos_ptr + lane * width + at, pos, mask=inside)
     tl.store(out_ptr + lane * width + at, tl.load(tokens_ptr + place), mask=inside)
     tl.store(out_status_ptr + lane * width + at, tl.load(status_ptr + place), mask=inside)
+    tl.store(out_live_ptr + lane, live, mask=tl.program_id(1) == 0)
 
 
-def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+def window_values(
+    tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, live_B: Tensor, fits_B: Tensor, pos_BW: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pos_BW = pos_BW.contiguous()
     (lanes, width), length = pos_BW.shape, tokens_NS.shape[1]
-    out_BW, status_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW, dtype=status_NS.dtype)
-    _canvas_values[(lanes, triton.cdiv(width, PIECE))](
-        tokens_NS, status_NS, slot_B, pos_BW, out_BW, status_BW, length, width, PIECE=PIECE, num_warps=WARPS,
-        **early(pos_BW),
+    out_live_B, out_pos_BW, out_BW = torch.empty_like(live_B), torch.empty_like(pos_BW), torch.empty_like(pos_BW)
+    status_BW = torch.empty_like(pos_BW, dtype=status_NS.dtype)
+    _window_values[(lanes, triton.cdiv(width, PIECE))](
+        tokens_NS, status_NS, slot_B, live_B, fits_B.contiguous(), pos_BW, out_live_B, out_pos_BW, out_BW, status_BW,
+        length, width, PIECE=PIECE, num_warps=WARPS, **early(pos_BW),
     )  # fmt: skip
-    return out_BW, status_BW
+    return out_live_B, out_pos_BW, out_BW, status_BW
 
 
 @triton.jit
