@@ -179,7 +179,7 @@ class Canvas:
         return Lanes(slot_B=slot_B, live_B=live_B, step_BK=step_KB.T, quota_BK=quota_KB.T, **cursors)
 
     def store(self, lanes: Lanes) -> None:
-        """Writes the cursors of live lanes back to their slots. No two live lanes name one slot."""
+        """Writes the cursors of live lanes back to their slots. The slot of a live lane is named once."""
         blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
         columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
         old_BC = self.cursors_NC.index_select(0, lanes.slot_B)

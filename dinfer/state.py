@@ -11,6 +11,7 @@ from torch import Tensor
 from dinfer.canvas import Canvas, Phase
 from dinfer.compose import Recipe
 from dinfer.kernels.canvas import option_columns
+from dinfer.kernels.rows import store_rows
 from dinfer.kv import KVPool
 from dinfer.protocols import State
 
@@ -37,17 +38,13 @@ class StatePool:
 
     def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
         for name, rows in self.rows.items():
-            old, new = rows.index_select(0, slot_B), state[name].view(-1, *rows.shape[1:])
-            rows.index_copy_(0, slot_B, torch.where(_lift(live_B, new), new, old))
+            store_rows(rows, slot_B, live_B, state[name].view(-1, *rows.shape[1:]))
 
     def refresh(self, state: State, rows: Tensor) -> None:
         """Makes the rows of `state` (lanes) that `rows` selects fresh, in place."""
         for name, tensor in state.items():
-            tensor.copy_(torch.where(_lift(rows, tensor), self.fresh[name], tensor))
-
-
-def _lift(flags: Tensor, like: Tensor) -> Tensor:
-    return flags.view(*flags.shape, *(1,) * (like.dim() - flags.dim()))
+            chosen = rows.view(-1, *(1,) * (tensor.dim() - 1))
+            torch.where(chosen, self.fresh[name], tensor, out=tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dinfer.guidance import guided
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
-from dinfer.kernels.take import take
+from dinfer.kernels.rows import take
 from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
 from dinfer.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.state import BatchState

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 import dinfer.canvas as dinfer_canvas  # noqa: E402
 from dinfer import commits  # noqa: E402
 from dinfer.canvas import CURSORS, BlockView, Canvas, Lanes, Phase, Status  # noqa: E402
-from dinfer.kernels import attention, canvas, rotary, rules, sweep, take, token_stats  # noqa: E402
+from dinfer.kernels import attention, canvas, rotary, rows, rules, sweep, token_stats  # noqa: E402
 from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.protocols import Proposal  # noqa: E402
@@ -44,7 +44,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, take):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, rules, sweep):
             monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -138,9 +138,23 @@ def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
 @pytest.mark.parametrize(("blocks", "size"), [(1, 64), (2, 1500)])
 def test_take(monkeypatch: pytest.MonkeyPatch, blocks: int, size: int) -> None:
     x_BWX, index_RL = torch.rand(LANES, 9, size, device=DEVICE), number(9, LANES * blocks, 4, low=-1)
-    got, want = both(monkeypatch, partial(take.take, x_BWX, index_RL))
+    got, want = both(monkeypatch, partial(rows.take, x_BWX, index_RL))
     there_RL = index_RL >= 0  # for others any will do
     same(got[there_RL], want[there_RL])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 700)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
+def test_store_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows_NX, new_BX = number(2, SLOTS, *shape).to(dtype), number(9, LANES, *shape).to(dtype)
+    slot_B, live_B = torch.tensor([3, 0, 4], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+
+    def work() -> Tensor:
+        mine_NX = rows_NX.clone()
+        rows.store_rows(mine_NX, slot_B, live_B, new_BX)
+        return mine_NX
+
+    same(*both(monkeypatch, work))
 
 
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
@@ -282,8 +296,8 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, rules, sweep, take, token_stats):
-        small = module not in (take, token_stats)
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, rules, sweep, token_stats):
+        small = module not in (rows, token_stats)
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
         )

@@ -1,4 +1,4 @@
-"""Some positions of a window; see `dinfer.kernels.take`."""
+"""Rows of a batch: some positions of each, and how they are written back; see `dinfer.kernels.rows`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def _take(x_ptr, index_ptr, out_ptr, width, active, size, ENTRIES: tl.constexpr,
 
 
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
-    """See `dinfer.kernels.take.take`."""
     lanes, width, size = x_BWX.shape
     out_RLX, rows = x_BWX.new_empty(*index_RL.shape, size), index_RL.numel()
     _take[(rows, triton.cdiv(size, ENTRIES))](
@@ -29,3 +28,19 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
         **early(x_BWX),
     )  # fmt: skip
     return out_RLX
+
+
+@triton.jit
+def _store_rows(rows_ptr, slot_ptr, live_ptr, new_ptr, size, ENTRIES: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    lane, entry = tl.program_id(0).to(tl.int64), tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    inside = (entry < size) & (tl.load(live_ptr + lane + tl.zeros_like(entry)) != 0)
+    new = tl.load(new_ptr + lane * size + entry, mask=inside)
+    tl.store(rows_ptr + tl.load(slot_ptr + lane) * size + entry, new, mask=inside)
+
+
+def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
+    size = rows_NX[0].numel()
+    _store_rows[(slot_B.shape[0], triton.cdiv(size, ENTRIES))](
+        rows_NX, slot_B, live_B.contiguous(), new_BX.contiguous(), size, ENTRIES=ENTRIES, num_warps=4, **early(slot_B)
+    )
