@@ -17,6 +17,7 @@ import torch
 
 from dinfer.canvas import ACTIVE, Cursors, Phase, Status
 from dinfer.compose import Recipe
+from dinfer.engine.gathering import Gathering
 from dinfer.engine.grouping import Need, Step, free_positions, plan
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
@@ -73,6 +74,7 @@ class Engine:
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._free = free_positions(recipe.model.spec)
+        self._gathering = Gathering(self._free, runtime.positions)
         self._waiting: deque[_Row] = deque()
         self._rows: dict[int, _Row] = {}  # by slot, in the order of admission
         self._round: dict[int, _Row] = {}  # rows that the device works on
@@ -260,13 +262,16 @@ class Engine:
         """Admits what there is room for, and launches the steps of a round."""
         if self._waiting and not self._rows:
             self._grow()
+        prefills = 0
         while self._waiting and self._admit(self._waiting[0]):
-            self._waiting.popleft()
+            prefills += self._waiting.popleft().cursors.phase == Phase.PREFILL
         needs: dict[int, dict[int, Need]] = {phase: {} for phase in ACTIVE}
         for slot, row in self._rows.items():
             if row.planned != row.cursors[:PLANNED]:
                 self._plan(row, row.cursors)
             needs[row.cursors.phase][slot] = row.need
+        if self.runtime.gather and self._holds(prefills, needs):
+            needs[Phase.PREFILL] = {}
         launched: dict[int, _Row] = {}
         unit = self.recipe.model.spec.causal_block or 1
         for phase in ACTIVE:
@@ -278,6 +283,13 @@ class Engine:
         self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
         for row in launched.values():  # most will be where they are now; so the next round need not wait for this
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def _holds(self, came: int, needs: dict[int, dict[int, Need]]) -> bool:
+        """Whether prefills wait for more, `came` of them being new. Not while others wait for their very keys."""
+        decoding = [need.width for phase in (Phase.FULL, Phase.WINDOW) for need in needs[phase].values()]
+        if self.runtime.share and self._waiting and self._shared(self._waiting[0]) is None:
+            decoding = []
+        return self._gathering.holds(came, [need.width for need in needs[Phase.PREFILL].values()], decoding)
 
     def _plan(self, row: _Row, now: Cursors) -> None:
         """Says what the row needs a step to compute once its cursors are these."""
