@@ -11,8 +11,9 @@ S canvas length, W query positions of one forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +43,33 @@ class Status(IntEnum):
     GIVEN = 2  # came with the request; never written
 
 
+class Cursors(NamedTuple):
+    """The cursors of one row, as the host reads them: columns of `Canvas.cursors_NC`. `Lanes` explains them."""
+
+    phase: int = Phase.IDLE
+    prompt: int = 0
+    length: int = 0
+    start: int = 0
+    end: int = 0
+    block: int = 0
+    kept: int = 0
+    forwards: int = 0
+    steps: int = 0
+    refreshes: int = 0
+    committed: int = 0
+    seed: int = 0
+    stops: int = 0
+
+
+CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
+
+
 @dataclass(slots=True)
 class Lanes:
     """The cursors of the rows of one step: copies, as they were when it began.
 
-    All but the last two are int64 [B]; the last two int64 [B, K]. The fields after `live_B` are the columns of
-    `Canvas.cursors_NC`, in order. While the step runs, the iteration moves the active region on; what is counted, the
-    step counts in the end, as it writes the cursors back where `live_B`.
+    All but the last two are int64 [B]; the last two int64 [B, K]. While the step runs, the iteration moves the active
+    region on; what is counted, the step counts in the end, as it writes the cursors back where `live_B`.
     """
 
     slot_B: Tensor
@@ -68,10 +89,6 @@ class Lanes:
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
-
-
-CURSORS = tuple(f.name for f in fields(Lanes) if f.name not in ("slot_B", "live_B", "step_BK", "quota_BK"))
-COLUMNS = {name.removesuffix("_B"): column for column, name in enumerate(CURSORS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +155,7 @@ class Canvas:
         kept: int = 0,
         seed: int = 0,
         stops: bool = True,
-    ) -> dict[str, int]:
+    ) -> Cursors:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
@@ -152,10 +169,10 @@ class Canvas:
         row_S[:length] = torch.where(masked_S, blank_S, torch.tensor(tokens))
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
-        cursors = dict.fromkeys(CURSORS, 0)
-        cursors |= {"phase_B": int(phase), "prompt_B": prompt, "length_B": length}
-        cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
-        cursors |= {"stops_B": int(stops), "kept_B": kept}
+        cursors = Cursors(
+            phase=int(phase), prompt=prompt, length=length, start=region[0], end=region[1], kept=kept, seed=seed,
+            stops=int(stops),
+        )  # fmt: skip
         place_S = torch.arange(length)
         next_S = torch.full((self.capacity + 1,), length)
         next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
@@ -163,7 +180,7 @@ class Canvas:
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)
         row_C = torch.zeros(self.cursors_NC.shape[1], dtype=torch.int64)
-        row_C[: len(CURSORS)] = torch.tensor(list(cursors.values()))
+        row_C[: len(cursors)] = torch.tensor(cursors)
         self.cursors_NC[slot] = row_C.to(self.cursors_NC.device)
         return cursors
 
@@ -197,11 +214,12 @@ class Canvas:
         if use_triton(self.cursors_NC):
             from dinfer.kernels.triton.sweep import finish as kernel
 
+            columns = {name: column for column, name in enumerate(Cursors._fields)}
             moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
             phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
             return kernel(
                 self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_B, done_B,
-                broken_B, stale_B, refreshed=refreshed, columns=COLUMNS, phases=phases,
+                broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
             )  # fmt: skip
         stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
         phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))

@@ -7,17 +7,28 @@ from random import Random
 
 import pytest
 import torch
-from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
+from support.matrix import (
+    BLOCK_CACHED,
+    LEGAL,
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    watching,
+)
 from support.models import tiny_model, tiny_spec
 
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.grouping import FREE, Need, Step, free_positions, plan
-from dinfer.engine.request import Completion, NonFiniteLogits, Request
+from dinfer.engine.launcher import bucket
+from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.protocols import Phase, StepShape
 from dinfer.spec import ExpertSpec
 
-BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 POISON = 37
 
 
@@ -118,16 +129,6 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
 
-def watching(shapes: list[StepShape]):
-    from dinfer.step import denoise_step
-
-    def step(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
-        shapes.append(shape)
-        denoise_step(recipe, state, shape, slot_B)
-
-    return step
-
-
 @pytest.mark.parametrize("positions", [1, 5, 9, 16])
 @pytest.mark.parametrize("combination", [BLOCK_CACHED[0], SAMPLE[3]], ids=str)
 def test_steps_are_cut_to_so_many_positions(
@@ -217,6 +218,43 @@ def test_updates_say_how_far_a_request_is() -> None:
         assert all((u.tokens is not None) == (index == 0) for u in own)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
+    share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With requests that come and go, fail, are cancelled and looked at."""
+    recipe = block_recipe()
+    requests = [Request([i, i + 1] * (1 + i), 9 + i, recipe.resolve({})) for i in range(9)]
+    requests[4] = Request([POISON, 3], 20, recipe.resolve({}))
+
+    def said(update: Update) -> tuple:
+        done = None if update.completion is None else outcome(update.completion)
+        return update.forwards, update.phase, update.region, update.tokens, update.blocks, done, type(update.error)
+
+    def alone(i: int) -> list[tuple]:
+        engine = engine_for(recipe)
+        engine.add(requests[i], snapshots=i % 3 == 0)
+        return [said(update) for _ in range(99) if engine.busy for update in engine.step()]
+
+    engine = engine_for(recipe, rows=3, page=4, pages=40, max_length=64, share=share)
+    engine = launched_ahead(engine, monkeypatch)
+    found: dict[int, list[tuple]] = {i: [] for i in range(9)}
+    for i, request in enumerate(requests):
+        assert engine.add(request, snapshots=i % 3 == 0) == i
+        for _ in range(i % 3):
+            for update in engine.step():
+                found[update.index].append(said(update))
+    while engine.busy:
+        for update in engine.step():
+            found[update.index].append(said(update))
+        if found[7]:
+            engine.cancel(7)
+    want = {i: alone(i) for i in range(9)}
+    want[7] = want[7][: len(found[7])]
+    assert found == want and found[7] and issubclass(found[4][-1][-1], NonFiniteLogits)
+    assert engine._pages.free == 40
+
+
 def test_what_will_never_fit_is_refused_at_once() -> None:
     recipe = block_recipe()
     long = Request([1] * 60, 8, recipe.resolve({}))
@@ -288,6 +326,14 @@ def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:
     assert planned(prompts, limit=200, phase=Phase.PREFILL) == [Step([4, 2], 96)]
     assert planned({7: 640, 1: 32}, limit=200, phase=Phase.PREFILL) == [Step([7], 192)]
     assert planned({7: 640}, limit=8, phase=Phase.PREFILL) == [Step([7], 32)]
+
+
+@pytest.mark.parametrize("width,padding", [(32, 1), (512, 1 / 3)])
+def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: float) -> None:
+    shapes = [StepShape(Phase.WINDOW, lanes, width, 1, 32, 64) for lanes in range(1, 9)]
+    lanes = [bucket(shape, 16, 128, 2048, 40).lanes for shape in shapes]
+    assert all(n <= got <= n * (1 + padding) for n, got in enumerate(lanes, 1))
+    assert len({*lanes}) <= 6
 
 
 def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:

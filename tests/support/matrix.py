@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
 
+import pytest
+import torch
+
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, Request
+from dinfer.protocols import StepShape
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from dinfer.step import denoise_step
 from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8
@@ -121,6 +128,7 @@ def covering(points: list[Combination]) -> list[Combination]:
 
 LEGAL = legal()
 SAMPLE = covering(LEGAL)
+BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
@@ -154,6 +162,13 @@ def engine_for(recipe: Recipe, **runtime: Any) -> Engine:
     return Engine(recipe, Runtime(**runtime), device=recipe.model.device, dtype=recipe.model.dtype)
 
 
+def launched_ahead(engine: Engine, patch: pytest.MonkeyPatch) -> Engine:
+    """The engine with each round launched before the last one is looked at, as with graphs, but of eager steps."""
+    patch.setattr("dinfer.engine.engine.Launcher", lambda recipe, state, graphs: Launcher(recipe, state, graphs=False))
+    engine.runtime = replace(engine.runtime, graphs=True)
+    return engine
+
+
 def completions(engine: Engine, requests: list[Request]) -> list[Completion]:
     found = {u.index: u.completion for u in engine.run(requests) if u.completion is not None}
     return [found[i] for i in range(len(requests))]
@@ -163,3 +178,13 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
     """All of a completion but the time it took."""
     c = completion.counts
     return completion.canvas, completion.output, completion.stopped, c.forwards, c.refreshes, c.committed, c.tokens
+
+
+def watching(shapes: list[StepShape]) -> Callable[..., None]:
+    """A `denoise_step` that notes the shapes of the steps."""
+
+    def step(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
+        shapes.append(shape)
+        denoise_step(recipe, state, shape, slot_B)
+
+    return step
