@@ -318,7 +318,10 @@ class CachePolicy(Component):
 
     @abstractmethod
     def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
-        """Which rows need a FULL pass next, after a step of `phase`, and not a WINDOW pass. bool [B], or one for all"""
+        """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
+
+        bool [B], or one for all. `lanes` counts this step not yet.
+        """
 
 
 class Iteration(Component):

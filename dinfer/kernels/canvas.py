@@ -94,7 +94,7 @@ def window_positions(
         stop_B = torch.minimum(-(-(end_B - shift).clamp_min(1) // block) * block, length_B)
     if ahead is not None:
         stop_B = torch.minimum(end_B + ahead - shift, stop_B).clamp_min(1)
-    if kept_B is not None:
+    if kept_B is not None:  # what was finished when the step began has been computed after it
         first_B, kept_B = torch.minimum(kept_B, settled_B), settled_B if prefill else region_B
     else:
         first_B = torch.zeros_like(start_B) if back is None else (start_B - back).clamp_min(0)
