@@ -59,8 +59,9 @@ class Smooth(BlockSweep):
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
         weight_B = (self.weight_init + self.weight_growth * lanes.steps_B).clamp_max(self.weight)
         expected_BWD = model.mix(logits_BWV) * weight_B.to(logits_BWV.dtype)[:, None, None]
-        length = state["expected"].shape[1] - 1
-        told_BW = torch.where(pos_BW >= 0, pos_BW + model.spec.shift, -1).clamp_max(length)
+        told_BW, length = pos_BW, state["expected"].shape[1] - 1
+        if model.spec.shift:
+            told_BW = torch.where(pos_BW >= 0, pos_BW + model.spec.shift, -1).clamp_max(length)
         state["expected"].scatter_(1, self._rows(told_BW, state), expected_BWD.to(state["expected"].dtype))
 
     def floor(self, lanes: Lanes) -> Tensor:

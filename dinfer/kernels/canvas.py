@@ -52,8 +52,8 @@ def window_values(
 
 
 def padded(pos: Tensor, scratch: int) -> Tensor:
-    """Positions with padding (-1) sent to the scratch index."""
-    return torch.where(pos >= 0, pos, scratch)
+    """Positions with padding (-1) sent to the scratch index, which is the last."""
+    return pos.remainder(scratch + 1)
 
 
 def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
