@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
 @triton.jit
-def scaled(x, LARGEST: tl.constexpr):
-    """A row between -LARGEST and LARGEST, and the scale it now has."""
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
+def scaled(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share."""
+    scale = tl.maximum(tl.max(tl.abs(x), AXIS, keep_dims=True), 1e-12) / LARGEST
     return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), scale
 
 
@@ -32,9 +32,9 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: 
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    x, scale = scaled(x, LARGEST)
+    x, scale = scaled(x, 0, LARGEST)
     tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
 
 
 def empty_rounded(x: Tensor) -> Rounded:
@@ -67,7 +67,7 @@ def round_rows(x: Tensor) -> Rounded:
 def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, LATE: tl.constexpr,
-    X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile = tl.program_id(0), tl.program_id(1)
@@ -87,6 +87,8 @@ def _linear(
     if not LATE:
         let_next(EARLY)
     wait(EARLY)
+    if PARTS > 0:
+        x_scale = tl.load(x_scale_ptr + row, mask=seen, other=0.0)
     for k in range(0, width, DEPTH):
         if EXACT:
             weight = tl.load(weight_ptrs + k)
@@ -95,24 +97,29 @@ def _linear(
             there = k + depth < width
             weight = tl.load(weight_ptrs + k, mask=inside[:, None] & there[None, :], other=0.0)
             x = tl.load(x_ptrs + k, mask=seen[None, :] & there[:, None], other=0.0)
-        total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
+        if PARTS > 1:  # the scales of the next piece come while this one is multiplied
+            next = tl.load(x_scale_ptr + tl.minimum(k // DEPTH + 1, PARTS - 1) * rows + row, mask=seen, other=0.0)
+            total += tl.dot(weight.to(x.dtype), x, input_precision=PRECISION) * x_scale[None, :]
+            x_scale = next
+        else:
+            total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
     if LATE:
         let_next(EARLY)
     if SCALE:
         total *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
-    if X_SCALE:
-        total *= tl.load(x_scale_ptr + row, mask=seen, other=0.0)[None, :]
+    if PARTS == 1:
+        total *= x_scale[None, :]
     if BIAS:
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
     place = out_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
-AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs
-
-
 class Config(NamedTuple):
-    """Rows, outputs and depth of a tile, warps, the most stages, and whether the next kernel is to start late."""
+    """Rows, outputs and depth of a tile, warps, the most stages, and whether the next kernel is to start late.
+
+    `ahead`: bytes of each output's weights that are fetched while the kernel before still runs, a multiple of 16.
+    """
 
     rows: int
     outputs: int
@@ -120,25 +127,30 @@ class Config(NamedTuple):
     warps: int
     stages: int
     late: bool = False
+    ahead: int = 256
 
 
 def linear(
-    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None
-) -> Tensor:
-    """See `dinfer.kernels.linear.linear`."""
+    x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.linear.linear`. `dtype`: of what comes out, instead of that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
-    out = values.new_empty(*values.shape[:-1], outputs, dtype=x.dtype)
-    many, tall, depth, warps, most, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    out = values.new_empty(*values.shape[:-1], outputs, dtype=dtype or x.dtype)
+    parts = 0 if x_scale is None else x_scale.numel() // rows
+    many, tall, depth, warps, most, late, ahead = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    if x_scale is not None and parts > 1:
+        x_scale, depth = x_scale.movedim(-1, 0).contiguous(), width // parts
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
         out if bias_O is None else bias_O, out, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
-        X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
+        PARTS=parts, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width * size), **early(values),
+        num_stages=stages(values.device, each, most), AHEAD=min(ahead, width * size), **early(values),
     )  # fmt: skip
     return out
 
