@@ -16,7 +16,6 @@ from dinfer.kernels.packed import PACKED, packed_linear
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
-PIECE = 128  # values that share a scale where a gated activation is rounded to float8
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
 
 
@@ -24,7 +23,7 @@ class Rounded(NamedTuple):
     """Rows in 8 bits, what each is to be multiplied with, and of what dtype they were."""
 
     values: Tensor
-    scale: Tensor  # float32, shape of `values` less the last dimension; or with it, one for each of so many pieces
+    scale: Tensor  # float32, shape of `values` less the last dimension
     dtype: torch.dtype
 
 
@@ -50,14 +49,6 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     scale = wide.abs().amax(-1).clamp_min(1e-12) / largest
     scaled = (wide / scale[..., None]).clamp(-largest, largest)
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale, x.dtype)
-
-
-def round_pieces(x: Tensor) -> Rounded:
-    """As `round_rows`, to float8, with a scale for each `PIECE` values where rows are made of such pieces."""
-    if x.shape[-1] % PIECE:
-        return round_rows(x)
-    made = round_rows(x.unflatten(-1, (-1, PIECE)))
-    return made._replace(values=made.values.flatten(-2))
 
 
 def few(x: Tensor) -> bool:
@@ -88,8 +79,4 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
 
 def widened(x: Rows) -> Tensor:
     """The rows in float32."""
-    if isinstance(x, Tensor):
-        return x.float()
-    if x.scale.dim() < x.values.dim():
-        return x.values.float() * x.scale[..., None]
-    return (x.values.float().unflatten(-1, (x.scale.shape[-1], -1)) * x.scale[..., None]).flatten(-2)
+    return x.float() if isinstance(x, Tensor) else x.values.float() * x.scale[..., None]

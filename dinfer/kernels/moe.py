@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, PIECE, Rows, few, linear, round_pieces, round_rows, widened
+from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
+PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
 Gate = Callable[[Tensor, bool], Rows]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
 
@@ -142,7 +143,7 @@ def expert_mlps(
     expert_I = expert_I.view(tiles, TILE).amax(-1)
     hidden_ITM: Rows = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), False)
     if piece is not None and isinstance(hidden_ITM, Tensor):
-        hidden_ITM = round_pieces(hidden_ITM)
+        hidden_ITM = round_rows(hidden_ITM.unflatten(-1, (-1, piece)))
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     mixed_ND = torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
@@ -161,7 +162,7 @@ def _shared_mlp(x_ND: Tensor, gated: Gate, shared: Shared) -> Tensor:
 
 
 def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
-    """Each tile times the matrix of its expert. [I, T, O]"""
+    """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
     if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT
     if scale_XO is not None and weight_XOK.dtype == PACKED:
@@ -170,7 +171,7 @@ def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expe
     if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
         x_ITK = round_rows(x_ITK)
     weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)
-    out_ITO = widened(x_ITK) @ weight_IOK.float().mT
+    out_ITO = widened(x_ITK).flatten(2) @ weight_IOK.float().mT
     if scale_XO is not None:
         out_ITO = out_ITO * scale_XO.index_select(0, expert_I)[:, None]
     return out_ITO.to(x_ITK.dtype)

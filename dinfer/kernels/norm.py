@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import Rows, round_pieces, round_rows
+from dinfer.kernels.linear import Rows, round_rows
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -41,20 +41,17 @@ def add_rms_norm(
 
 
 def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
-    """silu(gate) * up of the halves of the last dimension. [B, W, 2M] -> [B, W, M]
-
-    Rounded to float8 if `narrow`, as by `round_pieces`: a scale for a whole row would wait for the whole row.
-    """
+    """silu(gate) * up of the halves of the last dimension, rounded to float8 if `narrow`. [B, W, 2M] -> [B, W, M]"""
     if use_triton(gate_up_BWX):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
         return kernel(gate_up_BWX, narrow)
     gate, up = gate_up_BWX.chunk(2, -1)
-    return round_pieces(F.silu(gate) * up) if narrow else F.silu(gate) * up
+    return round_rows(F.silu(gate) * up) if narrow else F.silu(gate) * up
 
 
 def geglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
     """As `swiglu`, with gelu by its tanh approximation."""
     gate, up = gate_up_BWX.chunk(2, -1)
     gated = F.gelu(gate, approximate="tanh") * up
-    return round_pieces(gated) if narrow else gated
+    return round_rows(gated) if narrow else gated

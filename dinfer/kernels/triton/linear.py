@@ -67,7 +67,7 @@ def round_rows(x: Tensor) -> Rounded:
 def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, LATE: tl.constexpr,
-    PARTS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile = tl.program_id(0), tl.program_id(1)
@@ -87,8 +87,6 @@ def _linear(
     if not LATE:
         let_next(EARLY)
     wait(EARLY)
-    if PARTS > 0:
-        x_scale = tl.load(x_scale_ptr + row, mask=seen, other=0.0)
     for k in range(0, width, DEPTH):
         if EXACT:
             weight = tl.load(weight_ptrs + k)
@@ -97,18 +95,13 @@ def _linear(
             there = k + depth < width
             weight = tl.load(weight_ptrs + k, mask=inside[:, None] & there[None, :], other=0.0)
             x = tl.load(x_ptrs + k, mask=seen[None, :] & there[:, None], other=0.0)
-        if PARTS > 1:  # the scales of the next piece come while this one is multiplied
-            next = tl.load(x_scale_ptr + tl.minimum(k // DEPTH + 1, PARTS - 1) * rows + row, mask=seen, other=0.0)
-            total += tl.dot(weight.to(x.dtype), x, input_precision=PRECISION) * x_scale[None, :]
-            x_scale = next
-        else:
-            total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
+        total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
     if LATE:
         let_next(EARLY)
     if SCALE:
         total *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
-    if PARTS == 1:
-        total *= x_scale[None, :]
+    if X_SCALE:
+        total *= tl.load(x_scale_ptr + row, mask=seen, other=0.0)[None, :]
     if BIAS:
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
     place = out_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
@@ -139,16 +132,13 @@ def linear(
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
     out = values.new_empty(*values.shape[:-1], outputs, dtype=dtype or x.dtype)
-    parts = 0 if x_scale is None else x_scale.numel() // rows
     many, tall, depth, warps, most, late, ahead = config or _config(rows, outputs, width, size, values.dtype.itemsize)
-    if x_scale is not None and parts > 1:
-        x_scale, depth = x_scale.movedim(-1, 0).contiguous(), width // parts
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
         out if bias_O is None else bias_O, out, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
-        PARTS=parts, SCALE=scale_O is not None, BIAS=bias_O is not None,
+        X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=stages(values.device, each, most), AHEAD=min(ahead, width * size), **early(values),
     )  # fmt: skip

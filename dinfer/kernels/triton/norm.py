@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8, LARGEST, PIECE, Rounded, Rows
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.kernels.triton.linear import empty_rounded, scaled
+from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 
 
 @triton.jit
@@ -56,39 +56,24 @@ def add_rms_norm(
 
 
 @triton.jit
-def _swiglu(
-    gate_up_ptr, out_ptr, scale_ptr, rows, width, LARGEST: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECES + tl.arange(0, PIECES)[:, None]
-    column = piece * SIZE + tl.arange(0, SIZE)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0)
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    gated = (gate.to(tl.float32) * tl.sigmoid(gate.to(tl.float32)) * up).to(gate.dtype)
-    if LARGEST:
-        gated, scale = scaled(gated.to(tl.float32), 1, LARGEST)
-        tl.store(scale_ptr + piece * rows + row, scale, mask=piece * SIZE < width)
-    tl.store(out_ptr + row * width + column, gated.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
-    *shape, width = gate_up_BWX.shape[:-1] + (gate_up_BWX.shape[-1] // 2,)
-    rows = gate_up_BWX.numel() // (2 * width)
-    pieces, size = 1, min(triton.next_power_of_2(width), 1024)
-    out = scale = gate_up_BWX.new_empty(*shape, width, dtype=FLOAT8 if narrow else None)
-    made: Rows = out
-    if narrow and width % PIECE == 0:
-        pieces, size, scale = 8, PIECE, gate_up_BWX.new_empty(width // PIECE, *shape, dtype=torch.float32)
-        made = Rounded(out, scale.movedim(0, -1), gate_up_BWX.dtype)
-    elif narrow:
-        size, scale = triton.next_power_of_2(width), gate_up_BWX.new_empty(shape, dtype=torch.float32)
-        made = Rounded(out, scale, gate_up_BWX.dtype)
-    _swiglu[(rows, triton.cdiv(width, pieces * size))](
-        gate_up_BWX, out, scale, rows, width, LARGEST=LARGEST[FLOAT8] if narrow else 0, PIECES=pieces, SIZE=size,
-        num_warps=min(max(pieces * size // 512, 4), 16), **early(gate_up_BWX),
-    )  # fmt: skip
-    return made
+    width = gate_up_BWX.shape[-1] // 2
+    out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
+        gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
+    )
+    # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
+    return round_rows(out_BWM) if narrow else out_BWM
