@@ -133,7 +133,9 @@ def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: 
         return Tiles(tile, 32, splits, 8 if tile == 64 else 4, 2)
     if splits == 1 and grouped and share >= 128 >= size and groups * share >= 132 * 128:
         return Tiles(128, 32, 1, 4, 3)  # each key is read half as often
-    return Tiles(tile, 128 if splits == 1 and tile <= 32 and size <= 128 else 64, splits, 4, 2)
+    if splits == 1 and tile <= 32 and size <= 128:
+        return Tiles(tile, 128, 1, 4, 2)
+    return Tiles(tile, 64, splits, 4, 1 if keys <= 2 * 64 * splits else 2)  # a pipeline of two tiles is none
 
 
 @triton.jit

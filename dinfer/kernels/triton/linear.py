@@ -108,11 +108,11 @@ def _linear(
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
-class Config(NamedTuple):
-    """Rows, outputs and depth of a tile, warps, the most stages, and whether the next kernel is to start late.
+AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs; more is slower
 
-    `ahead`: bytes of each output's weights that are fetched while the kernel before still runs, a multiple of 16.
-    """
+
+class Config(NamedTuple):
+    """Rows, outputs and depth of a tile, warps, the most stages, and whether the next kernel is to start late."""
 
     rows: int
     outputs: int
@@ -120,7 +120,6 @@ class Config(NamedTuple):
     warps: int
     stages: int
     late: bool = False
-    ahead: int = 256
 
 
 def linear(
@@ -132,7 +131,7 @@ def linear(
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
     out = values.new_empty(*values.shape[:-1], outputs, dtype=dtype or x.dtype)
-    many, tall, depth, warps, most, late, ahead = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    many, tall, depth, warps, most, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
@@ -140,25 +139,33 @@ def linear(
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
         X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages(values.device, each, most), AHEAD=min(ahead, width * size), **early(values),
+        num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width * size), **early(values),
     )  # fmt: skip
     return out
 
 
 def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Config:
-    """By measurements on an H200 with the shapes of LLaDA-8B. `size`, `x_size`: bytes of a weight and of an input."""
+    """By measurements on an H200 with the shapes of LLaDA-8B and LLaDA2-mini.
+
+    `size`, `x_size`: bytes of a weight and of an input.
+    """
     if rows > 64:
         return Config(128, 128, 128 // x_size, 8, 3)
     many = max(16, triton.next_power_of_2(rows))
     if x_size > 2:
         return Config(many, 64, 64, 4, 4)
-    depth = 256 if size == 1 else 128
-    while width % depth and depth > 64:
-        depth //= 2
-    if outputs <= 8192 and size == 2 and width >= 8192:  # a program for each multiprocessor, of half as many outputs
+    if outputs <= 8192 and size == 2 and width >= 4096:  # a program for each multiprocessor, of half as many outputs
         return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
-        return Config(many, 64, depth, 4, 8)
+        return Config(many, 64, _divisor(width, 512 // size), 4, 4)
+    depth = _divisor(width, 256 if size == 1 else 128)
     if outputs <= 16384:  # one or two for each
         return Config(many, 64, depth, 4, 4 if size == 1 else 3, late=True)
     return Config(many, 64, depth, 4, 3)
+
+
+def _divisor(width: int, depth: int) -> int:
+    """The largest power of two from 64 to `depth` that divides the width; 64, if none does."""
+    while width % depth and depth > 64:
+        depth //= 2
+    return depth
