@@ -11,8 +11,9 @@ S canvas length, W query positions of one forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +42,32 @@ class Status(IntEnum):
     GIVEN = 2  # came with the request; never written
 
 
+class Cursors(NamedTuple):
+    """The cursors of one row, as the host reads them: the columns of `Canvas.cursors_NC`. `Lanes` explains them."""
+
+    phase: int = Phase.IDLE
+    prompt: int = 0
+    length: int = 0
+    start: int = 0
+    end: int = 0
+    block: int = 0
+    kept: int = 0
+    forwards: int = 0
+    prefills: int = 0
+    refreshes: int = 0
+    committed: int = 0
+    seed: int = 0
+    stops: int = 0
+
+
+CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
+
+
 @dataclass(slots=True)
 class Lanes:
     """The cursors of the rows of one step: copies, which the step writes back where `live_B`.
 
-    All but the last two are int64 [B]; the last two int64 [B, K]. The fields after `live_B` are the columns of
-    `Canvas.cursors_NC`, in order.
+    All but the last two are int64 [B]; the last two int64 [B, K].
     """
 
     slot_B: Tensor
@@ -71,9 +92,6 @@ class Lanes:
     def steps_B(self) -> Tensor:
         """Denoising steps since admission: what schedules and random streams count, so that no cache shifts them."""
         return self.forwards_B - self.prefills_B
-
-
-CURSORS = tuple(f.name for f in fields(Lanes) if f.name not in ("slot_B", "live_B", "step_BK", "quota_BK"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +160,7 @@ class Canvas:
         kept: int = 0,
         seed: int = 0,
         stops: bool = True,
-    ) -> dict[str, int]:
+    ) -> Cursors:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
@@ -156,17 +174,17 @@ class Canvas:
         row_S[:length] = torch.where(masked_S, blank_S, torch.tensor(tokens))
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
-        cursors = dict.fromkeys(CURSORS, 0)
-        cursors |= {"phase_B": int(phase), "prompt_B": prompt, "length_B": length}
-        cursors |= {"start_B": region[0], "end_B": region[1], "seed_B": seed}
-        cursors |= {"stops_B": int(stops), "kept_B": kept}
+        cursors = Cursors(
+            phase=int(phase), prompt=prompt, length=length, start=region[0], end=region[1], kept=kept, seed=seed,
+            stops=int(stops),
+        )  # fmt: skip
         place_S = torch.arange(length)
         next_S = torch.full((self.capacity + 1,), length)
         next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
         self.next_NS[slot] = next_S.to(self.next_NS.device)
         self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
         self.status_NS[slot] = status_S.to(self.status_NS.device)
-        self.cursors_NC[slot] = torch.tensor(list(cursors.values())).to(self.cursors_NC.device)
+        self.cursors_NC[slot] = torch.tensor(cursors).to(self.cursors_NC.device)
         self.blocks_NKC[slot] = 0
         return cursors
 

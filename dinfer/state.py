@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Canvas, Phase
+from dinfer.canvas import Canvas, Cursors, Phase
 from dinfer.compose import Recipe
 from dinfer.kv import KVPool
 from dinfer.protocols import State
@@ -88,7 +88,7 @@ class BatchState:
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
         options: Sequence[float] = (), stops: bool = True, kept: int = 0,
-    ) -> dict[str, int]:  # fmt: skip
+    ) -> Cursors:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
         `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`

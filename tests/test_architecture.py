@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guidance": CORE | {"compose", "kv", "state"},
     "commits": CORE,
     "step": CORE | {"commits", "compose", "guidance", "state"},
-    "engine": {"canvas", "protocols", "compose", "kv", "state", "step"},
+    "engine": {"canvas", "protocols", "compose", "kernels", "kv", "state", "step"},
     "infilling": {"engine"},
     "metrics": {"engine"},
     "surroundings": set(),

@@ -7,13 +7,22 @@ from random import Random
 
 import pytest
 import torch
-from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
+from support.matrix import (
+    LEGAL,
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+)
 from support.models import tiny_model, tiny_spec
 
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.grouping import FREE, Need, Step, free_positions, plan
-from dinfer.engine.request import Completion, NonFiniteLogits, Request
+from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.protocols import Phase, StepShape
 from dinfer.spec import ExpertSpec
 
@@ -215,6 +224,43 @@ def test_updates_say_how_far_a_request_is() -> None:
         blocks = [u.blocks for u in own]
         assert blocks == sorted(blocks) and blocks[-1] >= 1 and own[-1].completion is not None
         assert all((u.tokens is not None) == (index == 0) for u in own)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
+    share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With requests that come and go, fail, are cancelled and looked at."""
+    recipe = block_recipe()
+    requests = [Request([i, i + 1] * (1 + i), 9 + i, recipe.resolve({})) for i in range(9)]
+    requests[4] = Request([POISON, 3], 20, recipe.resolve({}))
+
+    def said(update: Update) -> tuple:
+        done = None if update.completion is None else outcome(update.completion)
+        return update.forwards, update.phase, update.region, update.tokens, update.blocks, done, type(update.error)
+
+    def alone(i: int) -> list[tuple]:
+        engine = engine_for(recipe)
+        engine.add(requests[i], snapshots=i % 3 == 0)
+        return [said(update) for _ in range(99) if engine.busy for update in engine.step()]
+
+    engine = engine_for(recipe, rows=3, page=4, pages=40, max_length=64, share=share)
+    engine = launched_ahead(engine, monkeypatch)
+    found: dict[int, list[tuple]] = {i: [] for i in range(9)}
+    for i, request in enumerate(requests):
+        assert engine.add(request, snapshots=i % 3 == 0) == i
+        for _ in range(i % 3):
+            for update in engine.step():
+                found[update.index].append(said(update))
+    while engine.busy:
+        for update in engine.step():
+            found[update.index].append(said(update))
+        if found[7]:
+            engine.cancel(7)
+    want = {i: alone(i) for i in range(9)}
+    want[7] = want[7][: len(found[7])]
+    assert found == want and found[7] and issubclass(found[4][-1][-1], NonFiniteLogits)
+    assert engine._pages.free == 40
 
 
 def test_what_will_never_fit_is_refused_at_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.matrix import completions, engine_for
+from support.matrix import completions, engine_for, launched_ahead
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted
 
@@ -93,11 +93,13 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
     assert [row[5:] for row in seen] == [[MASK, MASK, 12], [MASK, 11, 12], [10, 11, 12]]
 
 
-def test_a_decoder_that_is_busy_for_ever_is_stopped() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         return Proposal(every(view), busy_R=torch.ones_like(view.must_progress_R))
 
     engine = engine_for(scripted_recipe(Proposing(propose=propose)))
+    engine = launched_ahead(engine, monkeypatch) if ahead else engine
     for _ in range(2):  # the engine is good for another run
         with pytest.raises(StalledRow, match=r"request 0: .* Proposing keeps the row busy"):
             completions(engine, [Request(PROMPT, NEW), Request(PROMPT, 1)])

@@ -15,9 +15,9 @@ from itertools import accumulate
 
 import torch
 
-from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
+from dinfer.canvas import ACTIVE, Cursors, Phase, Status
 from dinfer.compose import Recipe
-from dinfer.engine.grouping import Need, free_positions, plan
+from dinfer.engine.grouping import Need, Step, free_positions, plan
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
@@ -28,6 +28,7 @@ from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
+PLANNED = Cursors._fields.index("forwards") + 1  # so many cursors, from the first on, decide on a row's next step
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
 
 
@@ -43,7 +44,10 @@ class _Row:
     sampled: bool = False  # its steps have to draw tokens
     most: int = 0  # of how many most likely tokens it draws from some; 0: from all
     guided: bool = False  # it has a second branch
-    cursors: dict[str, int] = field(default_factory=dict)  # as last read
+    cursors: Cursors = field(default_factory=Cursors)  # as last read
+    need: Need = field(default_factory=lambda: Need(0))  # what a step computes for it, given
+    planned: tuple[int, ...] = ()  # so many of its cursors
+    seen: int = 0  # pages in which a step looks for its keys
     masks: list[int] = field(default_factory=list)  # how many positions before each one are to be decoded
     keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these they may by now
@@ -141,10 +145,16 @@ class Engine:
     def _step(self) -> list[Update]:
         if not self._round:
             self._launch()
-        updates = self._collect()
-        if self.runtime.graphs:  # before the caller sees the updates, so that what he does with them takes no time
+        taken = self._take()
+        # Before the next round: what it would change, and rows whose slots it may give away.
+        first = {
+            slot: self._update(slot, row, old)
+            for slot, row, old in taken
+            if row.snapshots or row.cursors.phase not in ACTIVE
+        }
+        if self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
             self._launch()
-        return updates
+        return [first.get(slot) or self._update(slot, row, old) for slot, row, old in taken]
 
     @torch.inference_mode()
     def _clear(self) -> None:
@@ -207,9 +217,9 @@ class Engine:
         state, row.pages, row.published = self._state, shared + fresh, len(shared)
         row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
         row.most = self.recipe.most(request.options)
-        own = need // 2 if row.guided else need
+        row.seen = need // 2 if row.guided else need
         state.kv.wipe(fresh)
-        state.kv.assign(slot, row.pages[:own], row.pages[own:])
+        state.kv.assign(slot, row.pages[: row.seen], row.pages[row.seen :])
         tokens, masked = request.prompt + [0] * (request.length - len(request.prompt)), request.masked
         row.cursors = state.admit(
             self.recipe, slot, tokens, masked,
@@ -237,7 +247,7 @@ class Engine:
 
     def _publish(self, row: _Row) -> None:
         """Lets others share the pages whose keys have just been computed."""
-        ready = min(row.cursors["kept_B"] // self.runtime.page, len(row.keys))
+        ready = min(row.cursors.kept // self.runtime.page, len(row.keys))
         for i in range(row.published, ready):
             self._pages.publish(row.keys[i], row.pages[i])
         row.published = max(row.published, ready)
@@ -252,85 +262,89 @@ class Engine:
             self._grow()
         while self._waiting and self._admit(self._waiting[0]):
             self._waiting.popleft()
+        needs: dict[int, dict[int, Need]] = {phase: {} for phase in ACTIVE}
+        for slot, row in self._rows.items():
+            if row.planned != row.cursors[:PLANNED]:
+                self._plan(row, row.cursors)
+            needs[row.cursors.phase][slot] = row.need
         launched: dict[int, _Row] = {}
-        spec = self.recipe.model.spec
+        unit = self.recipe.model.spec.causal_block or 1
         for phase in ACTIVE:
-            rows = {slot: row for slot, row in self._rows.items() if row.cursors["phase_B"] == phase}
-            needs = {slot: self._needs(row, phase) for slot, row in rows.items()}
-            unit = spec.causal_block or 1
-            for step in plan(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit):
-                self.launcher.launch(self._shape(phase, step.slots, step.width, step.settles), step.slots)
-                launched |= {slot: rows[slot] for slot in step.slots}
+            for step in plan(phase, needs[phase], free=self._free, limit=self.runtime.positions, unit=unit):
+                self.launcher.launch(self._shape(phase, step), step.slots)
+                launched |= {slot: self._rows[slot] for slot in step.slots}
         if launched:
             self._reader.request()
         self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
+        for row in launched.values():  # most will be where they are now; so the next round need not wait for this
+            self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
-    def _needs(self, row: _Row, phase: Phase) -> Need:
+    def _plan(self, row: _Row, now: Cursors) -> None:
+        """Says what the row needs a step to compute once its cursors are these."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        now = {name: row.cursors[f"{name}_B"] for name in ("kept", "start", "end", "length")}
-        width = cache.width(spec, phase, **now, prompt=row.cursors["prompt_B"], forwards=row.cursors["forwards_B"])
-        settles = self.runtime.settle and phase == Phase.WINDOW
-        return Need(width, cache.narrow(spec, **now) if settles else None)
+        place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
+        width = cache.width(spec, Phase(now.phase), **place, prompt=now.prompt, forwards=now.forwards)
+        settles = self.runtime.settle and now.phase == Phase.WINDOW
+        row.planned, row.need = now[:PLANNED], Need(width, cache.narrow(spec, **place) if settles else None)
 
-    def _shape(self, phase: Phase, slots: list[int], width: int, settles: bool) -> StepShape:
-        rows = [self._rows[slot] for slot in slots]
-        pages = -(-max(row.request.length for row in rows) // self.runtime.page)
-        shape = StepShape(
-            phase, len(slots), width, self.recipe.iteration.blocks, self._state.block, pages,
-            sampled=any(row.sampled for row in rows), guided=any(row.guided for row in rows), settles=settles,
-            most=max(row.most for row in rows),
+    def _shape(self, phase: Phase, step: Step) -> StepShape:
+        rows, iteration, block = [self._rows[slot] for slot in step.slots], self.recipe.iteration, self._state.block
+        sampled, guided = any([row.sampled for row in rows]), any([row.guided for row in rows])
+        positions, scored = len(rows) * iteration.blocks * block, 0
+        if positions >= MANY and not sampled and not guided and self.recipe.scores_open:
+            scored = sum([row.masks[row.cursors.end] - row.cursors.committed for row in rows])
+        return StepShape(
+            phase, len(rows), step.width, iteration.blocks, block, max([row.seen for row in rows]),
+            sampled=sampled, guided=guided, settles=step.settles, most=max([row.most for row in rows]),
+            scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
-        positions = shape.lanes * shape.blocks * shape.block
-        if positions < MANY or shape.sampled or shape.guided or not self.recipe.scores_open:
-            return shape
-        scored = sum(row.masks[row.cursors["end_B"]] - row.cursors["committed_B"] for row in rows)
-        return replace(shape, scored=scored) if 0 < scored < positions else shape
 
-    def _collect(self) -> list[Update]:
-        """Waits for the round, and frees the slots of rows that it finished."""
+    def _take(self) -> list[tuple[int, _Row, Cursors]]:
+        """Waits for the round: the rows that are still there, and the cursors they had before."""
         if not self._round:
             return []
-        updates, cursors = [], self._reader.read()
+        taken, cursors = [], self._reader.read()
         for slot, row in self._round.items():
             if self._rows.get(slot) is row:  # else it was cancelled
-                old, row.cursors = row.cursors, dict(zip(CURSORS, cursors[slot], strict=True))
-                updates.append(self._update(slot, row, old))
+                taken.append((slot, row, row.cursors))
+                row.cursors = cursors[slot]
+                if row.published < len(row.keys):
+                    self._publish(row)
         self._round = {}
-        return updates
+        return taken
 
-    def _update(self, slot: int, row: _Row, old: dict[str, int]) -> Update:
+    def _update(self, slot: int, row: _Row, old: Cursors) -> Update:
         now, tokens, masked = row.cursors, None, None
         error, done = self._error(row, old), None
-        self._publish(row)
         if row.snapshots:
             length, canvas = row.request.asked, self._state.canvas
             tokens = canvas.tokens_NS[slot, :length].tolist()
             masked = (canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
-        if error is None and now["phase_B"] == Phase.IDLE:
+        if error is None and now.phase == Phase.IDLE:
             done = self._finish(slot)
         if error is not None or done is not None:
             self._release(slot)
-        region = (old["start_B"], old["end_B"])
+        region = (old.start, old.end)
         return Update(
-            row.index, now["forwards_B"], Phase(old["phase_B"]), region, tokens, masked, done,
-            blocks=now["block_B"], error=error,
+            row.index, now.forwards, Phase(old.phase), region, tokens, masked, done,
+            blocks=now.block, error=error,
         )  # fmt: skip
 
-    def _error(self, row: _Row, old: dict[str, int]) -> NonFiniteLogits | StalledRow | None:
+    def _error(self, row: _Row, old: Cursors) -> NonFiniteLogits | StalledRow | None:
         now = row.cursors
-        if now["phase_B"] == Phase.FAULT:
+        if now.phase == Phase.FAULT:
             return NonFiniteLogits(
                 f"request {row.index}: the model's logits are not finite (NaN or infinite) at denoise step "
-                f"{now['forwards_B']}, in the block at positions {old['start_B']} to {old['end_B'] - 1}. Check "
+                f"{now.forwards}, in the block at positions {old.start} to {old.end - 1}. Check "
                 "the checkpoint, or load the model in a wider dtype."
             )
-        progress = (now["committed_B"], now["block_B"], now["kept_B"])
+        progress = (now.committed, now.block, now.kept)
         if progress != row.progress:
-            row.progress, row.since = progress, now["forwards_B"]
-        elif now["forwards_B"] - row.since >= STALL_LIMIT:
+            row.progress, row.since = progress, now.forwards
+        elif now.forwards - row.since >= STALL_LIMIT:
             return StalledRow(
                 f"request {row.index}: {STALL_LIMIT} steps without a commit or a new block, at step "
-                f"{now['forwards_B']}. The decoder {type(self.recipe.decoder).__name__} keeps the row busy for ever."
+                f"{now.forwards}. The decoder {type(self.recipe.decoder).__name__} keeps the row busy for ever."
             )
         return None
 
@@ -345,10 +359,10 @@ class Engine:
         stopped = row.request.stops and end < len(filled)
         output = filled[:end] if stopped else filled
         counts = Counts(
-            forwards=now["forwards_B"],
-            prefills=now["prefills_B"],
-            refreshes=now["refreshes_B"],
-            committed=now["committed_B"],
+            forwards=now.forwards,
+            prefills=now.prefills,
+            refreshes=now.refreshes,
+            committed=now.committed,
             tokens=len(output),
             seconds=time.perf_counter() - row.began,
         )

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from dinfer.compose import Recipe
+from dinfer.kernels.upload import upload
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 from dinfer.step import denoise_step
@@ -25,7 +27,6 @@ logger = logging.getLogger(__name__)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slot_B: Tensor  # the graph reads its slots here
-    host_B: Tensor  # pinned: from where they are copied, so that the host need not wait
     lanes: list[int]  # what they hold
 
 
@@ -43,6 +44,7 @@ class Launcher:
         self._seen: set[StepShape] = set()
         self._captured: dict[StepShape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._room = state.kv.page, state.kv.table_NP.shape[1], state.canvas.capacity, recipe.model.spec.vocab
 
     @property
     def captured(self) -> int:
@@ -51,20 +53,7 @@ class Launcher:
 
     def bucket(self, shape: StepShape) -> StepShape:
         """The shape that is run for `shape`: itself, or with graphs the next larger one of few."""
-        if not self.graphs:
-            return shape
-        page, capacity = self.state.kv.page, self.state.canvas.capacity
-        pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, self.state.kv.table_NP.shape[1])
-        grain = 64 if shape.width <= 1024 else 512
-        wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-        lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-        most = min(max(_power_of_2(shape.most), 64), self.recipe.model.spec.vocab) if shape.most else 0
-        positions = lanes * shape.blocks * shape.block
-        share = -(-positions // SHARES)
-        scored = -(-shape.scored // share) * share
-        return replace(
-            shape, lanes=lanes, width=wide, pages=pages, most=most, scored=scored if scored < positions else 0
-        )
+        return _bucket(shape, *self._room) if self.graphs else shape
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
@@ -72,12 +61,11 @@ class Launcher:
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         captured = self._graph(shape) if self.graphs else None
         if captured is None:
-            slot_B = torch.tensor(lanes, dtype=torch.int64).to(self.state.canvas.tokens_NS.device)
+            slot_B = torch.tensor(lanes).to(self.state.canvas.tokens_NS.device)
             denoise_step(self.recipe, self.state, shape, slot_B)
             return
         if captured.lanes != lanes:
-            captured.host_B.copy_(torch.tensor(lanes, dtype=torch.int64))
-            captured.slot_B.copy_(captured.host_B, non_blocking=True)
+            upload(captured.slot_B, torch.tensor(lanes))
             captured.lanes = lanes
         captured.graph.replay()
 
@@ -111,8 +99,7 @@ class Launcher:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             denoise_step(self.recipe, self.state, shape, slot_B)
-        host_B = torch.empty(shape.lanes, dtype=torch.int64, pin_memory=True)
-        return _Captured(graph, slot_B, host_B, [self.state.canvas.scratch] * shape.lanes)
+        return _Captured(graph, slot_B, [self.state.canvas.scratch] * shape.lanes)
 
 
 @contextmanager
@@ -126,6 +113,20 @@ def _no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@lru_cache(maxsize=4096)
+def _bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
+    """`Launcher.bucket`, where a row has at most `table` pages of `page` positions, and `capacity` positions."""
+    pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
+    grain = 64 if shape.width <= 1024 else 512
+    wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
+    lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
+    most = min(max(_power_of_2(shape.most), 64), vocab) if shape.most else 0
+    positions = lanes * shape.blocks * shape.block
+    share = -(-positions // SHARES)
+    scored = -(-shape.scored // share) * share
+    return replace(shape, lanes=lanes, width=wide, pages=pages, most=most, scored=scored if scored < positions else 0)
 
 
 def _power_of_2(count: int) -> int:

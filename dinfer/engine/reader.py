@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dinfer.canvas import Cursors
+
 
 class CursorReader:
     """A copy of the cursors, small and pinned, that the device makes when it gets there."""
@@ -22,9 +24,10 @@ class CursorReader:
             self._host_NC.copy_(self._cursors_NC, non_blocking=True)
             self._copied.record()
 
-    def read(self) -> list[list[int]]:
-        """The cursors that were last asked for, a list a slot, in the order of `CURSORS`; waits for them."""
-        if self._host_NC is None or self._copied is None:
-            return self._cursors_NC.tolist()
-        self._copied.synchronize()
-        return self._host_NC.tolist()
+    def read(self) -> list[Cursors]:
+        """The cursors that were last asked for, of every slot; waits for them."""
+        cursors_NC = self._cursors_NC
+        if self._host_NC is not None and self._copied is not None:
+            self._copied.synchronize()
+            cursors_NC = self._host_NC
+        return [Cursors._make(row) for row in cursors_NC.tolist()]

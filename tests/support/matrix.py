@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
 
+import pytest
+
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, Request
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
 from support.models import UNIFORM, VARIANTS, tiny_model
@@ -152,6 +155,13 @@ def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
 
 def engine_for(recipe: Recipe, **runtime: Any) -> Engine:
     return Engine(recipe, Runtime(**runtime), device=recipe.model.device, dtype=recipe.model.dtype)
+
+
+def launched_ahead(engine: Engine, patch: pytest.MonkeyPatch) -> Engine:
+    """The engine with each round launched before the last one is looked at, as with graphs, but of eager steps."""
+    patch.setattr("dinfer.engine.engine.Launcher", lambda recipe, state, graphs: Launcher(recipe, state, graphs=False))
+    engine.runtime = replace(engine.runtime, graphs=True)
+    return engine
 
 
 def completions(engine: Engine, requests: list[Request]) -> list[Completion]:
