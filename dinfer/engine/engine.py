@@ -2,7 +2,8 @@
 
 Requests enter and leave between steps. In each round the loop launches one step or few for each phase that some row
 is in, and reads one small tensor of cursors; all else stays on the device. With CUDA graphs the next round is
-launched as soon as the cursors are there, and whatever the host does with the last one overlaps it.
+launched as soon as the cursors are there, and whatever the host does with the last one overlaps it; where all rows most
+likely stay in their blocks, before that (`dinfer.engine.guess`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from dinfer.canvas import ACTIVE, Cursors, Phase, Status
 from dinfer.compose import Recipe
 from dinfer.engine.grouping import Need, Step, free_positions, plan
+from dinfer.engine.guess import Luck, stays
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
@@ -28,7 +30,8 @@ from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
-PLANNED = Cursors._fields.index("forwards") + 1  # so many cursors, from the first on, decide on a row's next step
+PLACE = Cursors._fields.index("forwards")  # so many cursors, from the first on, say where a row is
+PLANNED = PLACE + 1  # and so many decide on its next step
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
 
 
@@ -53,6 +56,8 @@ class _Row:
     published: int = 0  # how many of these they may by now
     progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
     since: int = 0  # forwards at that time
+    steady: bool = False  # its last step moved nothing but its counts
+    fastest: int = 0  # the most that one of its steps has committed
 
 
 class Engine:
@@ -76,6 +81,8 @@ class Engine:
         self._waiting: deque[_Row] = deque()
         self._rows: dict[int, _Row] = {}  # by slot, in the order of admission
         self._round: dict[int, _Row] = {}  # rows that the device works on
+        self._steps: list[tuple[StepShape, list[int]]] = []  # of the round
+        self._luck = Luck()
         self._count = 0
         self._running = False
         self._room: tuple[int, ...] = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
@@ -145,14 +152,23 @@ class Engine:
     def _step(self) -> list[Update]:
         if not self._round:
             self._launch()
+        rows, likely = self._round, self.runtime.graphs and self._stay()
+        guessed = likely and self._luck.good
+        if guessed:  # the same step again, before it is known where this one leaves the rows
+            self.launcher.launch(*self._steps[0])
+            self._reader.request()
         taken = self._take()
+        if likely:
+            self._luck.judge(all(row.steady for row in rows.values()))
         # Before the next round: what it would change, and rows whose slots it may give away.
         first = {
             slot: self._update(slot, row, old)
             for slot, row, old in taken
             if row.snapshots or row.cursors.phase not in ACTIVE
         }
-        if self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
+        if guessed:
+            self._round = rows
+        elif self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
             self._launch()
         return [first.get(slot) or self._update(slot, row, old) for slot, row, old in taken]
 
@@ -268,16 +284,33 @@ class Engine:
                 self._plan(row, row.cursors)
             needs[row.cursors.phase][slot] = row.need
         launched: dict[int, _Row] = {}
+        self._steps = []
         unit = self.recipe.model.spec.causal_block or 1
         for phase in ACTIVE:
             for step in plan(phase, needs[phase], free=self._free, limit=self.runtime.positions, unit=unit):
-                self.launcher.launch(self._shape(phase, step), step.slots)
+                self._steps.append((self._shape(phase, step), step.slots))
+                self.launcher.launch(*self._steps[-1])
                 launched |= {slot: self._rows[slot] for slot in step.slots}
         if launched:
             self._reader.request()
         self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
         for row in launched.values():  # most will be where they are now; so the next round need not wait for this
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def _stay(self) -> bool:
+        """Whether all rows will most likely need the one step of this round once more."""
+        if self._waiting or len(self._steps) != 1 or len(self._round) < len(self._rows):
+            return False
+        shape, _ = self._steps[0]
+        if shape.phase != Phase.WINDOW or shape.settles or shape.scored:
+            return False
+        for row in self._round.values():
+            now = row.cursors
+            self._plan(row, now._replace(forwards=now.forwards + 1))
+            still = row.steady and row.need.width == shape.width and not row.snapshots
+            if not still or not stays(row.masks[now.end] - now.committed, row.fastest):
+                return False
+        return True
 
     def _plan(self, row: _Row, now: Cursors) -> None:
         """Says what the row needs a step to compute once its cursors are these."""
@@ -305,9 +338,12 @@ class Engine:
             return []
         taken, cursors = [], self._reader.read()
         for slot, row in self._round.items():
-            if self._rows.get(slot) is row:  # else it was cancelled
-                taken.append((slot, row, row.cursors))
-                row.cursors = cursors[slot]
+            old, now = row.cursors, cursors[slot]
+            # Else it was cancelled; or it was guessed to need a step that it did not.
+            if self._rows.get(slot) is row and now.forwards > old.forwards:
+                taken.append((slot, row, old))
+                row.cursors, row.steady = now, now[:PLACE] == old[:PLACE]
+                row.fastest = max(row.fastest, now.committed - old.committed)
                 if row.published < len(row.keys):
                     self._publish(row)
         self._round = {}
