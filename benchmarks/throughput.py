@@ -126,8 +126,8 @@ def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool
 
 def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline:
     runtime = dinfer.Runtime(
-        rows=max(given.in_flight), max_length=given.length, settle=given.settle, graphs=device.type == "cuda",
-        positions=given.positions, compile=given.compile, kv=given.kv,
+        rows=max(given.in_flight), max_length=given.length, settle=given.settle, gather=given.gather,
+        graphs=device.type == "cuda", positions=given.positions, compile=given.compile, kv=given.kv,
     )  # fmt: skip
     if given.model:
         base = dinfer.load(given.model, device=device, dtype=given.dtype)
@@ -182,6 +182,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2.6, help="tokens a step, of the scripted decoder")
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--settle", action="store_true")
+    parser.add_argument("--gather", action="store_true")
     parser.add_argument("--stagger", action="store_true")
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")

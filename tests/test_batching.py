@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from support.matrix import (
+    BLOCK_CACHED,
     LEGAL,
     SAMPLE,
     Combination,
@@ -16,17 +17,18 @@ from support.matrix import (
     launched_ahead,
     outcome,
     requests_for,
+    watching,
 )
 from support.models import tiny_model, tiny_spec
 
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.grouping import FREE, Need, Step, free_positions, plan
+from dinfer.engine.launcher import bucket
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.protocols import Phase, StepShape
 from dinfer.spec import ExpertSpec
 
-BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 POISON = 37
 
 
@@ -125,16 +127,6 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     monkeypatch.setattr("dinfer.engine.grouping._settling_pays", lambda *rows: True)
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
-
-
-def watching(shapes: list[StepShape]):
-    from dinfer.step import denoise_step
-
-    def step(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
-        shapes.append(shape)
-        denoise_step(recipe, state, shape, slot_B)
-
-    return step
 
 
 @pytest.mark.parametrize("positions", [1, 5, 9, 16])
@@ -334,6 +326,14 @@ def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:
     assert planned(prompts, limit=200, phase=Phase.PREFILL) == [Step([4, 2], 96)]
     assert planned({7: 640, 1: 32}, limit=200, phase=Phase.PREFILL) == [Step([7], 192)]
     assert planned({7: 640}, limit=8, phase=Phase.PREFILL) == [Step([7], 32)]
+
+
+@pytest.mark.parametrize("width,padding", [(32, 1), (512, 1 / 3)])
+def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: float) -> None:
+    shapes = [StepShape(Phase.WINDOW, lanes, width, 1, 32, 64) for lanes in range(1, 9)]
+    lanes = [bucket(shape, 16, 128, 2048, 40).lanes for shape in shapes]
+    assert all(n <= got <= n * (1 + padding) for n, got in enumerate(lanes, 1))
+    assert len({*lanes}) <= 6
 
 
 def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:

@@ -11,19 +11,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from dinfer.canvas import ACTIVE, Cursors, Phase, Status
 from dinfer.compose import Recipe
+from dinfer.engine.gathering import Gathering
 from dinfer.engine.grouping import Need, Step, free_positions, plan
 from dinfer.engine.guess import Luck, stays
 from dinfer.engine.launcher import Launcher
-from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
+from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.row import Row
 from dinfer.engine.runtime import Runtime, compiled
 from dinfer.kv import kv_dtype
 from dinfer.protocols import StepShape
@@ -33,31 +35,6 @@ MANY = 1024  # positions of active blocks from which on the LM head runs on the 
 PLACE = Cursors._fields.index("forwards")  # so many cursors, from the first on, say where a row is
 PLANNED = PLACE + 1  # and so many decide on its next step
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
-
-
-@dataclass(slots=True)
-class _Row:
-    """A request, waiting or in a slot."""
-
-    index: int
-    request: Request
-    snapshots: bool
-    pages: list[int] = field(default_factory=list)
-    began: float = 0.0
-    sampled: bool = False  # its steps have to draw tokens
-    most: int = 0  # of how many most likely tokens it draws from some; 0: from all
-    guided: bool = False  # it has a second branch
-    cursors: Cursors = field(default_factory=Cursors)  # as last read
-    need: Need = field(default_factory=lambda: Need(0))  # what a step computes for it, given
-    planned: tuple[int, ...] = ()  # so many of its cursors
-    seen: int = 0  # pages in which a step looks for its keys
-    masks: list[int] = field(default_factory=list)  # how many positions before each one are to be decoded
-    keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
-    published: int = 0  # how many of these they may by now
-    progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
-    since: int = 0  # forwards at that time
-    steady: bool = False  # its last step moved nothing but its counts
-    fastest: int = 0  # the most that one of its steps has committed
 
 
 class Engine:
@@ -78,9 +55,10 @@ class Engine:
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._free = free_positions(recipe.model.spec)
-        self._waiting: deque[_Row] = deque()
-        self._rows: dict[int, _Row] = {}  # by slot, in the order of admission
-        self._round: dict[int, _Row] = {}  # rows that the device works on
+        self._gathering = Gathering(self._free, runtime.positions)
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}  # by slot, in the order of admission
+        self._round: dict[int, Row] = {}  # rows that the device works on
         self._steps: list[tuple[StepShape, list[int]]] = []  # of the round
         self._luck = Luck()
         self._count = 0
@@ -104,7 +82,7 @@ class Engine:
             self._check(request)
         self._running = True
         try:
-            self._waiting.extend(_Row(i, request, snapshots) for i, request in enumerate(requests))
+            self._waiting.extend(Row(i, request, snapshots) for i, request in enumerate(requests))
             while self.busy:
                 for update in self._step():
                     if update.error is not None:
@@ -121,7 +99,7 @@ class Engine:
         """
         self._idle("add")
         self._check(request)
-        self._waiting.append(_Row(self._count, request, snapshots))
+        self._waiting.append(Row(self._count, request, snapshots))
         self._count += 1
         return self._count - 1
 
@@ -219,7 +197,7 @@ class Engine:
         self.launcher = Launcher(self.recipe, self._state, graphs=runtime.graphs)
         self._room = room  # last: should memory run out, what there was is still good
 
-    def _admit(self, row: _Row) -> bool:
+    def _admit(self, row: Row) -> bool:
         request, (slots, length, block, _) = row.request, self._room
         need, slot = self._need(request), next((s for s in range(slots) if s not in self._rows), None)
         fits = request.length <= length and self.recipe.iteration.block_length(request.length - request.start) <= block
@@ -247,7 +225,7 @@ class Engine:
         self._rows[slot] = row
         return True
 
-    def _shared(self, row: _Row) -> list[int] | None:
+    def _shared(self, row: Row) -> list[int] | None:
         """Pages that hold the beginning of the row's prompt; None: some more are being computed."""
         if not row.keys and self.runtime.share and not self.recipe.guided(row.request.options):
             spec, request = self.recipe.model.spec, row.request
@@ -261,7 +239,7 @@ class Engine:
             pages.pop()  # a prefill goes on where an attention block begins
         return pages
 
-    def _publish(self, row: _Row) -> None:
+    def _publish(self, row: Row) -> None:
         """Lets others share the pages whose keys have just been computed."""
         ready = min(row.cursors.kept // self.runtime.page, len(row.keys))
         for i in range(row.published, ready):
@@ -276,14 +254,17 @@ class Engine:
         """Admits what there is room for, and launches the steps of a round."""
         if self._waiting and not self._rows:
             self._grow()
+        prefills = 0
         while self._waiting and self._admit(self._waiting[0]):
-            self._waiting.popleft()
+            prefills += self._waiting.popleft().cursors.phase == Phase.PREFILL
         needs: dict[int, dict[int, Need]] = {phase: {} for phase in ACTIVE}
         for slot, row in self._rows.items():
             if row.planned != row.cursors[:PLANNED]:
                 self._plan(row, row.cursors)
             needs[row.cursors.phase][slot] = row.need
-        launched: dict[int, _Row] = {}
+        if self.runtime.gather and self._holds(prefills, needs):
+            needs[Phase.PREFILL] = {}
+        launched: dict[int, Row] = {}
         self._steps = []
         unit = self.recipe.model.spec.causal_block or 1
         for phase in ACTIVE:
@@ -312,7 +293,14 @@ class Engine:
                 return False
         return True
 
-    def _plan(self, row: _Row, now: Cursors) -> None:
+    def _holds(self, came: int, needs: dict[int, dict[int, Need]]) -> bool:
+        """Whether prefills wait for more, `came` of them being new. Not while others wait for their very keys."""
+        decoding = [need.width for phase in (Phase.FULL, Phase.WINDOW) for need in needs[phase].values()]
+        if self.runtime.share and self._waiting and self._shared(self._waiting[0]) is None:
+            decoding = []
+        return self._gathering.holds(came, [need.width for need in needs[Phase.PREFILL].values()], decoding)
+
+    def _plan(self, row: Row, now: Cursors) -> None:
         """Says what the row needs a step to compute once its cursors are these."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
         place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
@@ -332,7 +320,7 @@ class Engine:
             scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
 
-    def _take(self) -> list[tuple[int, _Row, Cursors]]:
+    def _take(self) -> list[tuple[int, Row, Cursors]]:
         """Waits for the round: the rows that are still there, and the cursors they had before."""
         if not self._round:
             return []
@@ -349,7 +337,7 @@ class Engine:
         self._round = {}
         return taken
 
-    def _update(self, slot: int, row: _Row, old: Cursors) -> Update:
+    def _update(self, slot: int, row: Row, old: Cursors) -> Update:
         now, tokens, masked = row.cursors, None, None
         error, done = self._error(row, old), None
         if row.snapshots:
@@ -366,7 +354,7 @@ class Engine:
             blocks=now.block, error=error,
         )  # fmt: skip
 
-    def _error(self, row: _Row, old: Cursors) -> NonFiniteLogits | StalledRow | None:
+    def _error(self, row: Row, old: Cursors) -> NonFiniteLogits | StalledRow | None:
         now = row.cursors
         if now.phase == Phase.FAULT:
             return NonFiniteLogits(

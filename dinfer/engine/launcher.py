@@ -53,7 +53,7 @@ class Launcher:
 
     def bucket(self, shape: StepShape) -> StepShape:
         """The shape that is run for `shape`: itself, or with graphs the next larger one of few."""
-        return _bucket(shape, *self._room) if self.graphs else shape
+        return bucket(shape, *self._room) if self.graphs else shape
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """One step of `shape` (rounded up) on these slots; returns before the device is done."""
@@ -116,12 +116,14 @@ def _no_waiting() -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def _bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
-    """`Launcher.bucket`, where a row has at most `table` pages of `page` positions, and `capacity` positions."""
+def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
+    """The next larger shape of few, where a row has at most `table` pages of `page` positions, and `capacity` ones."""
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
     lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
+    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # lanes that fill up are computed too
+        lanes = lanes * 3 // 4
     most = min(max(_power_of_2(shape.most), 64), vocab) if shape.most else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)

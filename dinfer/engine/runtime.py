@@ -19,6 +19,7 @@ class Runtime:
     pages: int | None = None  # pages in all; None: enough for as many requests as run at a time
     positions: int = 8192  # that one step computes at most; longer prompts are prefilled in pieces
     settle: bool = False  # in large batches, rows take a narrow pass more to enter a block: faster, counts in NFE
+    gather: bool = False  # prefills wait for others to share a step with: more throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block): faster, counts in NFE
     graphs: bool = False  # run each step as a CUDA graph
     kv: Literal["model", "fp8"] = "model"  # keys and values in the model's dtype, or in float8: half of 16 bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations as combinations_of
@@ -10,12 +11,15 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from dinfer.compose import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, Request
+from dinfer.protocols import StepShape
 from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from dinfer.step import denoise_step
 from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8
@@ -124,6 +128,7 @@ def covering(points: list[Combination]) -> list[Combination]:
 
 LEGAL = legal()
 SAMPLE = covering(LEGAL)
+BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
@@ -173,3 +178,13 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
     """All of a completion but the time it took."""
     c = completion.counts
     return completion.canvas, completion.output, completion.stopped, c.forwards, c.refreshes, c.committed, c.tokens
+
+
+def watching(shapes: list[StepShape]) -> Callable[..., None]:
+    """A `denoise_step` that notes the shapes of the steps."""
+
+    def step(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
+        shapes.append(shape)
+        denoise_step(recipe, state, shape, slot_B)
+
+    return step
