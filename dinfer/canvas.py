@@ -11,6 +11,7 @@ S canvas length, W query positions of one forward.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import canvas_values, lane_columns, padded, store_columns
+from dinfer.kernels.upload import upload
 
 
 class Phase(IntEnum):
@@ -169,9 +171,10 @@ class Canvas:
         already; `stops` whether a stop token ends it. Returns the row's cursors.
         """
         length = len(tokens)
-        masked_S = torch.tensor(masked)
+        masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
+        tokens_S = torch.frombuffer(array("q", tokens), dtype=torch.int64)
         row_S = torch.zeros(self.capacity + 1, dtype=torch.int64)
-        row_S[:length] = torch.where(masked_S, blank_S, torch.tensor(tokens))
+        row_S[:length] = torch.where(masked_S, blank_S, tokens_S)
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = Cursors(
@@ -181,10 +184,10 @@ class Canvas:
         place_S = torch.arange(length)
         next_S = torch.full((self.capacity + 1,), length)
         next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
-        self.next_NS[slot] = next_S.to(self.next_NS.device)
-        self.tokens_NS[slot] = row_S.to(self.tokens_NS.device)
-        self.status_NS[slot] = status_S.to(self.status_NS.device)
-        self.cursors_NC[slot] = torch.tensor(cursors).to(self.cursors_NC.device)
+        upload(self.next_NS[slot], next_S)
+        upload(self.tokens_NS[slot], row_S)
+        upload(self.status_NS[slot], status_S)
+        upload(self.cursors_NC[slot], torch.tensor(cursors))
         self.blocks_NKC[slot] = 0
         return cursors
 

@@ -22,6 +22,7 @@ from dinfer.kernels.attention import paged_attention, taken
 from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
+from dinfer.kernels.upload import upload
 from dinfer.spec import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
@@ -73,7 +74,7 @@ class KVPool:
         for index, owned in ((slot, pages), (self.twin(slot), twin or [])):
             row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
             row[: len(owned)] = torch.tensor(owned, dtype=torch.int64)
-            self.table_NP[index] = row.to(self.table_NP.device)
+            upload(self.table_NP[index], row)
 
     def twin(self, slot: Slot) -> Slot:
         """The slot of the second branch of a guided request, which has pages and nothing else."""
@@ -87,7 +88,8 @@ class KVPool:
 
     def wipe(self, pages: list[int]) -> None:
         """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
-        index = torch.tensor([*pages, SCRATCH], device=self.k_JPTGE.device)
+        wiped = torch.tensor([*pages, SCRATCH])
+        index = upload(torch.empty_like(wiped, device=self.k_JPTGE.device), wiped)
         for pool in (self.k_JPTGE, self.v_JPTGE):
             pool.view(torch.uint8 if pool.dtype == FLOAT8 else pool.dtype).index_fill_(1, index, 0)
         if self.local is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dinfer.canvas import Canvas, Cursors, Phase
 from dinfer.compose import Recipe
+from dinfer.kernels.upload import upload
 from dinfer.kv import KVPool
 from dinfer.protocols import State
 
@@ -96,7 +97,7 @@ class BatchState:
         prompt already. Returns the row's cursors.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
-        self.options_NO[slot] = torch.tensor(given, dtype=torch.float64).to(self.options_NO.device)
+        upload(self.options_NO[slot], torch.tensor(given, dtype=torch.float64))
         spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
         phase = recipe.cache.first_phase(spec, region[0])
         prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"shards", "spec"},
     "quantized": {"shards", "spec"},
     "checkpoint": {"adapters", "kernels", "layers", "protocols", "quantized", "registry", "shards", "spec"},
-    "state": {"canvas", "protocols", "compose", "kv"},
+    "state": {"canvas", "protocols", "compose", "kernels", "kv"},
     "guidance": CORE | {"compose", "kv", "state"},
     "commits": CORE,
     "step": CORE | {"commits", "compose", "guidance", "state"},

@@ -97,16 +97,14 @@ def test_rotate_and_store(
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize(
-    "tiles", [None, triton_attention.Tiles(16, 32, 1, 4, 2), triton_attention.Tiles(32, 16, 4, 4, 2)]
-)
+@pytest.mark.parametrize("tiles", [None, (16, 32, 1, 4, 2), (32, 16, 4, 4, 2)])
 @pytest.mark.parametrize(
     ("lanes", "width", "heads", "kv_heads", "size", "page", "pages"),
     [(1, 1, 2, 2, 16, 16, 2), (3, 7, 4, 2, 32, 16, 9), (2, 33, 6, 1, 16, 8, 20), (1, 64, 2, 2, 64, 4, 33)],
 )
 def test_paged_attention(
-    reference: None, dtype: torch.dtype, narrow: bool, tiles: triton_attention.Tiles | None, lanes: int, width: int, heads: int, kv_heads: int,
-    size: int, page: int, pages: int,
+    reference: None, dtype: torch.dtype, narrow: bool, tiles: tuple[int, ...] | None, lanes: int, width: int,
+    heads: int, kv_heads: int, size: int, page: int, pages: int,
 ) -> None:  # fmt: skip
     pool = lanes * pages + 3
     stored = linear.FLOAT8 if narrow else dtype

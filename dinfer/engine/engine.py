@@ -139,16 +139,14 @@ class Engine:
         if likely:
             self._luck.judge(all(row.steady for row in rows.values()))
         # Before the next round: what it would change, and rows whose slots it may give away.
-        first = {
-            slot: self._update(slot, row, old)
-            for slot, row, old in taken
-            if row.snapshots or row.cursors.phase not in ACTIVE
+        seen = {
+            slot: self._seen(slot, row) for slot, row, _ in taken if row.snapshots or row.cursors.phase not in ACTIVE
         }
         if guessed:
             self._round = rows
         elif self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
             self._launch()
-        return [first.get(slot) or self._update(slot, row, old) for slot, row, old in taken]
+        return [self._update(slot, row, old, seen.get(slot)) for slot, row, old in taken]
 
     @torch.inference_mode()
     def _clear(self) -> None:
@@ -199,9 +197,11 @@ class Engine:
 
     def _admit(self, row: Row) -> bool:
         request, (slots, length, block, _) = row.request, self._room
-        need, slot = self._need(request), next((s for s in range(slots) if s not in self._rows), None)
+        if len(self._rows) == slots:
+            return False
+        need, slot = self._need(request), next(s for s in range(slots) if s not in self._rows)
         fits = request.length <= length and self.recipe.iteration.block_length(request.length - request.start) <= block
-        if slot is None or not fits or (shared := self._shared(row)) is None:
+        if not fits or (shared := self._shared(row)) is None:
             return False
         self._pages.share(shared)  # first, so that they are not handed out anew
         if need - len(shared) > self._pages.free:
@@ -337,18 +337,23 @@ class Engine:
         self._round = {}
         return taken
 
-    def _update(self, slot: int, row: Row, old: Cursors) -> Update:
-        now, tokens, masked = row.cursors, None, None
-        error, done = self._error(row, old), None
-        if row.snapshots:
-            length, canvas = row.request.asked, self._state.canvas
-            tokens = canvas.tokens_NS[slot, :length].tolist()
-            masked = (canvas.status_NS[slot, :length] == int(Status.OPEN)).tolist()
-        if error is None and now.phase == Phase.IDLE:
-            done = self._finish(slot)
-        if error is not None or done is not None:
+    def _seen(self, slot: int, row: Row) -> list[int]:
+        """A row's tokens, ~token where they are still to be decoded; the slot of one that ended is free after."""
+        length, canvas = row.request.asked, self._state.canvas
+        tokens_S, status_S = canvas.tokens_NS[slot, :length], canvas.status_NS[slot, :length]
+        seen = torch.where(status_S == int(Status.OPEN), ~tokens_S, tokens_S).tolist()
+        if row.cursors.phase not in ACTIVE:
             self._release(slot)
-        region = (old.start, old.end)
+        return seen
+
+    def _update(self, slot: int, row: Row, old: Cursors, seen: list[int] | None) -> Update:
+        now, tokens, masked, region = row.cursors, None, None, (old.start, old.end)
+        if row.snapshots and seen is not None:
+            tokens, masked = [max(token, ~token) for token in seen], [token < 0 for token in seen]
+        error = self._error(row, old)
+        if isinstance(error, StalledRow):
+            self._release(slot)
+        done = self._completion(row, seen) if now.phase == Phase.IDLE and seen is not None else None
         return Update(
             row.index, now.forwards, Phase(old.phase), region, tokens, masked, done,
             blocks=now.block, error=error,
@@ -365,20 +370,17 @@ class Engine:
         progress = (now.committed, now.block, now.kept)
         if progress != row.progress:
             row.progress, row.since = progress, now.forwards
-        elif now.forwards - row.since >= STALL_LIMIT:
+        elif now.phase in ACTIVE and now.forwards - row.since >= STALL_LIMIT:
             return StalledRow(
                 f"request {row.index}: {STALL_LIMIT} steps without a commit or a new block, at step "
                 f"{now.forwards}. The decoder {type(self.recipe.decoder).__name__} keeps the row busy for ever."
             )
         return None
 
-    def _finish(self, slot: int) -> Completion:
-        row, canvas, spec = self._rows[slot], self._state.canvas, self.recipe.model.spec
-        now, length = row.cursors, row.request.asked
-        places = [i for i, masked in enumerate(row.request.masked[:length]) if masked]
-        open_S = canvas.status_NS[slot, :length] == int(Status.OPEN)
-        tokens = torch.where(open_S, spec.eos_id, canvas.tokens_NS[slot, :length]).tolist()
-        filled = [tokens[i] for i in places]
+    def _completion(self, row: Row, seen: list[int]) -> Completion:
+        now, spec = row.cursors, self.recipe.model.spec
+        tokens = [token if token >= 0 else spec.eos_id for token in seen]
+        filled = [token for token, masked in zip(tokens, row.request.masked, strict=False) if masked]
         end = next((i for i, token in enumerate(filled) if token in spec.stop_ids), len(filled))
         stopped = row.request.stops and end < len(filled)
         output = filled[:end] if stopped else filled
