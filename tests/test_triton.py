@@ -97,14 +97,14 @@ def test_rotate_and_store(
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("splits", [0, 1, 4])
+@pytest.mark.parametrize("tiles", [None, (16, 32, 1, 4, 2), (32, 16, 4, 4, 2)])
 @pytest.mark.parametrize(
     ("lanes", "width", "heads", "kv_heads", "size", "page", "pages"),
     [(1, 1, 2, 2, 16, 16, 2), (3, 7, 4, 2, 32, 16, 9), (2, 33, 6, 1, 16, 8, 20), (1, 64, 2, 2, 64, 4, 33)],
 )
 def test_paged_attention(
-    reference: None, dtype: torch.dtype, narrow: bool, splits: int, lanes: int, width: int, heads: int, kv_heads: int,
-    size: int, page: int, pages: int,
+    reference: None, dtype: torch.dtype, narrow: bool, tiles: tuple[int, ...] | None, lanes: int, width: int,
+    heads: int, kv_heads: int, size: int, page: int, pages: int,
 ) -> None:  # fmt: skip
     pool = lanes * pages + 3
     stored = linear.FLOAT8 if narrow else dtype
@@ -114,7 +114,7 @@ def test_paged_attention(
     start_BW = torch.randint(0, page * pages, (lanes, width), device=DEVICE)
     end_BW = start_BW + 1 + (torch.rand(lanes, width, device=DEVICE) * (page * pages - start_BW)).long()
     end_BW = end_BW.clamp_max(page * pages)
-    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, splits)
+    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, tiles)
     want = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
     torch.testing.assert_close(got, want, **CLOSE[dtype])
 

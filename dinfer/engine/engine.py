@@ -2,7 +2,8 @@
 
 Requests enter and leave between steps. In each round the loop launches one step or few for each phase that some row
 is in, and reads one small tensor of cursors; all else stays on the device. With CUDA graphs the next round is
-launched as soon as the cursors are there, and whatever the host does with the last one overlaps it.
+launched as soon as the cursors are there, and whatever the host does with the last one overlaps it; where all rows most
+likely stay in their blocks, before that (`dinfer.engine.guess`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,41 +20,21 @@ from dinfer.canvas import ACTIVE, Cursors, Phase, Status
 from dinfer.compose import Recipe
 from dinfer.engine.gathering import Gathering
 from dinfer.engine.grouping import Need, Step, free_positions, plan
+from dinfer.engine.guess import Luck, stays
 from dinfer.engine.launcher import Launcher
-from dinfer.engine.pages import Key, PageAllocator, common, prompt_keys
+from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.row import Row
 from dinfer.engine.runtime import Runtime, compiled
 from dinfer.kv import kv_dtype
 from dinfer.protocols import StepShape
 from dinfer.state import BatchState
 
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
-PLANNED = Cursors._fields.index("forwards") + 1  # so many cursors, from the first on, decide on a row's next step
+PLACE = Cursors._fields.index("forwards")  # so many cursors, from the first on, say where a row is
+PLANNED = PLACE + 1  # and so many decide on its next step
 STALL_LIMIT = 256  # steps of one row without a commit, a new block or a further key
-
-
-@dataclass(slots=True)
-class _Row:
-    """A request, waiting or in a slot."""
-
-    index: int
-    request: Request
-    snapshots: bool
-    pages: list[int] = field(default_factory=list)
-    began: float = 0.0
-    sampled: bool = False  # its steps have to draw tokens
-    most: int = 0  # of how many most likely tokens it draws from some; 0: from all
-    guided: bool = False  # it has a second branch
-    cursors: Cursors = field(default_factory=Cursors)  # as last read
-    need: Need = field(default_factory=lambda: Need(0))  # what a step computes for it, given
-    planned: tuple[int, ...] = ()  # so many of its cursors
-    seen: int = 0  # pages in which a step looks for its keys
-    masks: list[int] = field(default_factory=list)  # how many positions before each one are to be decoded
-    keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
-    published: int = 0  # how many of these they may by now
-    progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
-    since: int = 0  # forwards at that time
 
 
 class Engine:
@@ -75,9 +56,11 @@ class Engine:
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         self._free = free_positions(recipe.model.spec)
         self._gathering = Gathering(self._free, runtime.positions)
-        self._waiting: deque[_Row] = deque()
-        self._rows: dict[int, _Row] = {}  # by slot, in the order of admission
-        self._round: dict[int, _Row] = {}  # rows that the device works on
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}  # by slot, in the order of admission
+        self._round: dict[int, Row] = {}  # rows that the device works on
+        self._steps: list[tuple[StepShape, list[int]]] = []  # of the round
+        self._luck = Luck()
         self._count = 0
         self._running = False
         self._room: tuple[int, ...] = (0, 0, 0, 0)  # slots, length, L, branches that the state has room for
@@ -99,7 +82,7 @@ class Engine:
             self._check(request)
         self._running = True
         try:
-            self._waiting.extend(_Row(i, request, snapshots) for i, request in enumerate(requests))
+            self._waiting.extend(Row(i, request, snapshots) for i, request in enumerate(requests))
             while self.busy:
                 for update in self._step():
                     if update.error is not None:
@@ -116,7 +99,7 @@ class Engine:
         """
         self._idle("add")
         self._check(request)
-        self._waiting.append(_Row(self._count, request, snapshots))
+        self._waiting.append(Row(self._count, request, snapshots))
         self._count += 1
         return self._count - 1
 
@@ -147,12 +130,21 @@ class Engine:
     def _step(self) -> list[Update]:
         if not self._round:
             self._launch()
+        rows, likely = self._round, self.runtime.graphs and self._stay()
+        guessed = likely and self._luck.good
+        if guessed:  # the same step again, before it is known where this one leaves the rows
+            self.launcher.launch(*self._steps[0])
+            self._reader.request()
         taken = self._take()
+        if likely:
+            self._luck.judge(all(row.steady for row in rows.values()))
         # Before the next round: what it would change, and rows whose slots it may give away.
         seen = {
             slot: self._seen(slot, row) for slot, row, _ in taken if row.snapshots or row.cursors.phase not in ACTIVE
         }
-        if self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
+        if guessed:
+            self._round = rows
+        elif self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
             self._launch()
         return [self._update(slot, row, old, seen.get(slot)) for slot, row, old in taken]
 
@@ -203,7 +195,7 @@ class Engine:
         self.launcher = Launcher(self.recipe, self._state, graphs=runtime.graphs)
         self._room = room  # last: should memory run out, what there was is still good
 
-    def _admit(self, row: _Row) -> bool:
+    def _admit(self, row: Row) -> bool:
         request, (slots, length, block, _) = row.request, self._room
         if len(self._rows) == slots:
             return False
@@ -233,7 +225,7 @@ class Engine:
         self._rows[slot] = row
         return True
 
-    def _shared(self, row: _Row) -> list[int] | None:
+    def _shared(self, row: Row) -> list[int] | None:
         """Pages that hold the beginning of the row's prompt; None: some more are being computed."""
         if not row.keys and self.runtime.share and not self.recipe.guided(row.request.options):
             spec, request = self.recipe.model.spec, row.request
@@ -247,7 +239,7 @@ class Engine:
             pages.pop()  # a prefill goes on where an attention block begins
         return pages
 
-    def _publish(self, row: _Row) -> None:
+    def _publish(self, row: Row) -> None:
         """Lets others share the pages whose keys have just been computed."""
         ready = min(row.cursors.kept // self.runtime.page, len(row.keys))
         for i in range(row.published, ready):
@@ -272,17 +264,34 @@ class Engine:
             needs[row.cursors.phase][slot] = row.need
         if self.runtime.gather and self._holds(prefills, needs):
             needs[Phase.PREFILL] = {}
-        launched: dict[int, _Row] = {}
+        launched: dict[int, Row] = {}
+        self._steps = []
         unit = self.recipe.model.spec.causal_block or 1
         for phase in ACTIVE:
             for step in plan(phase, needs[phase], free=self._free, limit=self.runtime.positions, unit=unit):
-                self.launcher.launch(self._shape(phase, step), step.slots)
+                self._steps.append((self._shape(phase, step), step.slots))
+                self.launcher.launch(*self._steps[-1])
                 launched |= {slot: self._rows[slot] for slot in step.slots}
         if launched:
             self._reader.request()
         self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
         for row in launched.values():  # most will be where they are now; so the next round need not wait for this
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def _stay(self) -> bool:
+        """Whether all rows will most likely need the one step of this round once more."""
+        if self._waiting or len(self._steps) != 1 or len(self._round) < len(self._rows):
+            return False
+        shape, _ = self._steps[0]
+        if shape.phase != Phase.WINDOW or shape.settles or shape.scored:
+            return False
+        for row in self._round.values():
+            now = row.cursors
+            self._plan(row, now._replace(forwards=now.forwards + 1))
+            still = row.steady and row.need.width == shape.width and not row.snapshots
+            if not still or not stays(row.masks[now.end] - now.committed, row.fastest):
+                return False
+        return True
 
     def _holds(self, came: int, needs: dict[int, dict[int, Need]]) -> bool:
         """Whether prefills wait for more, `came` of them being new. Not while others wait for their very keys."""
@@ -291,7 +300,7 @@ class Engine:
             decoding = []
         return self._gathering.holds(came, [need.width for need in needs[Phase.PREFILL].values()], decoding)
 
-    def _plan(self, row: _Row, now: Cursors) -> None:
+    def _plan(self, row: Row, now: Cursors) -> None:
         """Says what the row needs a step to compute once its cursors are these."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
         place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
@@ -311,21 +320,24 @@ class Engine:
             scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
 
-    def _take(self) -> list[tuple[int, _Row, Cursors]]:
+    def _take(self) -> list[tuple[int, Row, Cursors]]:
         """Waits for the round: the rows that are still there, and the cursors they had before."""
         if not self._round:
             return []
         taken, cursors = [], self._reader.read()
         for slot, row in self._round.items():
-            if self._rows.get(slot) is row:  # else it was cancelled
-                taken.append((slot, row, row.cursors))
-                row.cursors = cursors[slot]
+            old, now = row.cursors, cursors[slot]
+            # Else it was cancelled; or it was guessed to need a step that it did not.
+            if self._rows.get(slot) is row and now.forwards > old.forwards:
+                taken.append((slot, row, old))
+                row.cursors, row.steady = now, now[:PLACE] == old[:PLACE]
+                row.fastest = max(row.fastest, now.committed - old.committed)
                 if row.published < len(row.keys):
                     self._publish(row)
         self._round = {}
         return taken
 
-    def _seen(self, slot: int, row: _Row) -> list[int]:
+    def _seen(self, slot: int, row: Row) -> list[int]:
         """A row's tokens, ~token where they are still to be decoded; the slot of one that ended is free after."""
         length, canvas = row.request.asked, self._state.canvas
         tokens_S, status_S = canvas.tokens_NS[slot, :length], canvas.status_NS[slot, :length]
@@ -334,7 +346,7 @@ class Engine:
             self._release(slot)
         return seen
 
-    def _update(self, slot: int, row: _Row, old: Cursors, seen: list[int] | None) -> Update:
+    def _update(self, slot: int, row: Row, old: Cursors, seen: list[int] | None) -> Update:
         now, tokens, masked, region = row.cursors, None, None, (old.start, old.end)
         if row.snapshots and seen is not None:
             tokens, masked = [max(token, ~token) for token in seen], [token < 0 for token in seen]
@@ -347,7 +359,7 @@ class Engine:
             blocks=now.block, error=error,
         )  # fmt: skip
 
-    def _error(self, row: _Row, old: Cursors) -> NonFiniteLogits | StalledRow | None:
+    def _error(self, row: Row, old: Cursors) -> NonFiniteLogits | StalledRow | None:
         now = row.cursors
         if now.phase == Phase.FAULT:
             return NonFiniteLogits(
@@ -365,7 +377,7 @@ class Engine:
             )
         return None
 
-    def _completion(self, row: _Row, seen: list[int]) -> Completion:
+    def _completion(self, row: Row, seen: list[int]) -> Completion:
         now, spec = row.cursors, self.recipe.model.spec
         tokens = [token if token >= 0 else spec.eos_id for token in seen]
         filled = [token for token, masked in zip(tokens, row.request.masked, strict=False) if masked]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -9,25 +11,31 @@ from dinfer.canvas import Cursors
 
 
 class CursorReader:
-    """A copy of the cursors, small and pinned, that the device makes when it gets there."""
+    """Copies of the cursors, small and pinned, that the device makes when it gets there; two may be under way."""
 
     def __init__(self, cursors_NC: Tensor) -> None:
-        self._cursors_NC = cursors_NC
-        self._host_NC, self._copied = None, None
-        if cursors_NC.is_cuda:
-            self._host_NC = torch.empty(cursors_NC.shape, dtype=cursors_NC.dtype, pin_memory=True)
-            self._copied = torch.cuda.Event()
+        self._cursors_NC, self._cuda = cursors_NC, cursors_NC.is_cuda
+        self._spare = [
+            (torch.empty_like(cursors_NC, device="cpu", pin_memory=self._cuda), _event(self._cuda)) for _ in range(2)
+        ]
+        self._asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def request(self) -> None:
         """Asks for a copy of the cursors as they are once all work launched so far is done."""
-        if self._host_NC is not None and self._copied is not None:
-            self._host_NC.copy_(self._cursors_NC, non_blocking=True)
-            self._copied.record()
+        host_NC, copied = self._spare.pop()
+        host_NC.copy_(self._cursors_NC, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        self._asked.append((host_NC, copied))
 
     def read(self) -> list[Cursors]:
-        """The cursors that were last asked for, of every slot; waits for them."""
-        cursors_NC = self._cursors_NC
-        if self._host_NC is not None and self._copied is not None:
-            self._copied.synchronize()
-            cursors_NC = self._host_NC
-        return [Cursors._make(row[: len(Cursors._fields)]) for row in cursors_NC.tolist()]
+        """The cursors that were asked for first and not read yet, of every slot; waits for them."""
+        host_NC, copied = self._asked.popleft()
+        if copied is not None:
+            copied.synchronize()
+        self._spare.append((host_NC, copied))
+        return [Cursors._make(row[: len(Cursors._fields)]) for row in host_NC.tolist()]
+
+
+def _event(cuda: bool) -> torch.cuda.Event | None:
+    return torch.cuda.Event() if cuda else None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, Rows, linear, round_rows, widened
+from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
 
@@ -28,6 +28,10 @@ GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels cal
 def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
     """x times the weight's transpose, in float32 whatever their dtype. [N, X]"""
     if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
+        if few(x_ND):
+            from dinfer.kernels.triton.linear import linear as kernel
+
+            return kernel(x_ND, weight_XD, None, None, dtype=torch.float32)
         return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     return F.linear(x_ND.to(wide), weight_XD.to(wide))

@@ -7,6 +7,8 @@ arXiv:2205.14135). Splits are put together by a second kernel (flash decoding).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -81,36 +83,35 @@ def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr, EA
     tl.store(out_ptr + row * E + entry, out.to(out_ptr.dtype.element_ty))
 
 
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, among how many programs keys are split, warps, and the most stages."""
+
+    queries: int
+    keys: int
+    splits: int  # a power of two
+    warps: int
+    stages: int
+
+
 def paged_attention(
-    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, splits: int = 0
-) -> Tensor:
-    """See `dinfer.kernels.attention.paged_attention`. `splits`: a power of two; 0 chooses."""
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
-    share = width * heads // groups
-    tile = min(max(triton.next_power_of_2(share), 16), 64)
-    if splits == 0:
-        # Enough programs for every multiprocessor, but at least 64 keys each.
-        want = min(264 // (lanes * groups * triton.cdiv(share, tile)), pages_BP.shape[1] * page // 64)
-        splits = 1 << max(want.bit_length() - 1, 0)
-    keys, warps, most = 64, 4, 2
-    if q_BWHE.dtype.itemsize > 2:
-        # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads
-        # spill. At 350 rows of 135 positions, 4 heads of 64, on an H200: 1.03 ms so, 19.5 ms with those of bfloat16.
-        keys, warps = 32, 8 if tile == 64 else 4
-    elif splits == 1 and heads > groups and share >= 128 >= size and lanes * groups * share >= 132 * 128:
-        tile, keys, most = 128, 32, 3  # each key is read half as often
-    elif splits == 1 and tile <= 32 and size <= 128:
-        keys = 128
-    tiles = triton.cdiv(share, tile)
+    share, pages = width * heads // groups, pages_BP.shape[1]
+    tile, keys, splits, warps, most = tiles or _tiles(
+        lanes * groups, share, heads > groups, size, pages * page, q_BWHE.dtype.itemsize
+    )
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     part, stat = out, out
     if splits > 1:
         part = q_BWHE.new_empty(lanes * width * heads * splits, size, dtype=torch.float32)
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
-    _attend[(lanes * groups, tiles, splits)](
+    _attend[(lanes * groups, triton.cdiv(share, tile), splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
-        out, part, stat, width, pages_BP.shape[1], size**-0.5 * LOG2_E,
+        out, part, stat, width, pages, size**-0.5 * LOG2_E,
         H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps,
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
@@ -118,3 +119,20 @@ def paged_attention(
     if splits > 1:
         _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1, **early(q_BWHE))
     return out
+
+
+def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: int) -> Tiles:
+    """By measurements on an H200, for so many groups of all rows, each with `share` queries, and so many keys a row."""
+    tile = min(max(triton.next_power_of_2(share), 16), 64)
+    # Enough programs for every multiprocessor, but at least 64 keys each.
+    want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)
+    splits = 1 << max(want.bit_length() - 1, 0)
+    if bytes > 2:
+        # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads
+        # spill. At 350 rows of 135 positions, 4 heads of 64: 1.03 ms so, 19.5 ms with those of bfloat16.
+        return Tiles(tile, 32, splits, 8 if tile == 64 else 4, 2)
+    if splits == 1 and grouped and share >= 128 >= size and groups * share >= 132 * 128:
+        return Tiles(128, 32, 1, 4, 3)  # each key is read half as often
+    if splits == 1 and tile <= 32 and size <= 128:
+        return Tiles(tile, 128, 1, 4, 2)
+    return Tiles(tile, 64, splits, 4, 1 if keys <= 2 * 64 * splits else 2)  # a pipeline of two tiles is none

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded
+from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
 @triton.jit
-def scaled(x, LARGEST: tl.constexpr):
-    """A row between -LARGEST and LARGEST, and the scale it now has."""
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
+def scaled(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share."""
+    scale = tl.maximum(tl.max(tl.abs(x), AXIS, keep_dims=True), 1e-12) / LARGEST
     return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), scale
 
 
@@ -32,9 +32,9 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: 
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    x, scale = scaled(x, LARGEST)
+    x, scale = scaled(x, 0, LARGEST)
     tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
 
 
 def empty_rounded(x: Tensor) -> Rounded:
@@ -108,7 +108,7 @@ def _linear(
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
-AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs
+AHEAD = 256  # bytes of each output's weights that are fetched while the kernel before still runs; more is slower
 
 
 class Config(NamedTuple):
@@ -123,13 +123,14 @@ class Config(NamedTuple):
 
 
 def linear(
-    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None
-) -> Tensor:
-    """See `dinfer.kernels.linear.linear`."""
+    x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.linear.linear`. `dtype`: of what comes out, instead of that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
-    out = values.new_empty(*values.shape[:-1], outputs, dtype=x.dtype)
+    out = values.new_empty(*values.shape[:-1], outputs, dtype=dtype or x.dtype)
     many, tall, depth, warps, most, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
@@ -144,19 +145,27 @@ def linear(
 
 
 def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Config:
-    """By measurements on an H200 with the shapes of LLaDA-8B. `size`, `x_size`: bytes of a weight and of an input."""
+    """By measurements on an H200 with the shapes of LLaDA-8B and LLaDA2-mini.
+
+    `size`, `x_size`: bytes of a weight and of an input.
+    """
     if rows > 64:
         return Config(128, 128, 128 // x_size, 8, 3)
     many = max(16, triton.next_power_of_2(rows))
     if x_size > 2:
         return Config(many, 64, 64, 4, 4)
-    depth = 256 if size == 1 else 128
-    while width % depth and depth > 64:
-        depth //= 2
-    if outputs <= 8192 and size == 2 and width >= 8192:  # a program for each multiprocessor, of half as many outputs
+    if outputs <= 8192 and size == 2 and width >= 4096:  # a program for each multiprocessor, of half as many outputs
         return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
-        return Config(many, 64, depth, 4, 8)
+        return Config(many, 64, _divisor(width, 512 // size), 4, 4)
+    depth = _divisor(width, 256 if size == 1 else 128)
     if outputs <= 16384:  # one or two for each
         return Config(many, 64, depth, 4, 4 if size == 1 else 3, late=True)
     return Config(many, 64, depth, 4, 3)
+
+
+def _divisor(width: int, depth: int) -> int:
+    """The largest power of two from 64 to `depth` that divides the width; 64, if none does."""
+    while width % depth and depth > 64:
+        depth //= 2
+    return depth

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.linear import round_rows
+from dinfer.kernels.triton.linear import round_rows, scaled
 
 
 class Plan(NamedTuple):
@@ -158,9 +158,8 @@ def _tile(
         row = place
         total = (_silu(total) if GATE == "silu" else _gelu(total)) * gated
     if LARGEST:
-        scale = tl.maximum(tl.max(tl.abs(total), 0), 1e-12) / LARGEST
-        total = tl.minimum(tl.maximum(total / scale[None, :], -LARGEST), LARGEST)
-        tl.store(out_scale_ptr + column * pairs + row, scale, mask=there)
+        total, scale = scaled(total, 0, LARGEST)
+        tl.store(out_scale_ptr + column * pairs + row[None, :], scale, mask=there[None, :])
     out = out_ptr + row[None, :] * outputs + output[:, None]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & inside[:, None])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.kernels.triton.linear import empty_rounded, scaled
+from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def _add_rms_norm(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
     if LARGEST:
-        normed, scale = scaled(normed.to(tl.float32), LARGEST)
-        tl.store(scale_ptr + tl.program_id(0), scale)
+        normed, scale = scaled(normed.to(tl.float32), 0, LARGEST)
+        tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -41,7 +41,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Rows]:
     """See `dinfer.kernels.norm.add_rms_norm`."""
     x_BWD = x_BWD.contiguous()
-    made, out, scale = _empty(x_BWD, narrow)
+    made: Rows = empty_rounded(x_BWD) if narrow else torch.empty_like(x_BWD)
+    out, scale = (made, made) if isinstance(made, Tensor) else made[:2]
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta_BWD = x_BWD if delta_BWD is None else delta_BWD.contiguous()
@@ -54,39 +55,25 @@ def add_rms_norm(
     return sum_BWD, made
 
 
-def _empty(like: Tensor, narrow: bool) -> tuple[Rows, Tensor, Tensor]:
-    """Room for rows, and its tensors."""
-    made = empty_rounded(like) if narrow else torch.empty_like(like, memory_format=torch.contiguous_format)
-    return (made, made, made) if isinstance(made, Tensor) else (made, made.values, made.scale)
-
-
 @triton.jit
-def _swiglu(
-    gate_up_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0)
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    gated = (gate.to(tl.float32) * tl.sigmoid(gate.to(tl.float32)) * up).to(gate.dtype)
-    if LARGEST:
-        gated, scale = scaled(gated.to(tl.float32), LARGEST)
-        tl.store(scale_ptr + row, scale)
-    tl.store(out_ptr + row * width + column, gated.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
     width = gate_up_BWX.shape[-1] // 2
-    made, out, scale = _empty(gate_up_BWX[..., :width], narrow)
-    block = triton.next_power_of_2(width)
-    if not narrow:  # a scale needs the whole row
-        block = min(block, 1024)
-    _swiglu[(out.numel() // width, triton.cdiv(width, block))](
-        gate_up_BWX, out, scale, width, LARGEST=LARGEST[FLOAT8] if narrow else 0, BLOCK=block,
-        num_warps=min(max(block // 512, 4), 16), **early(gate_up_BWX),
-    )  # fmt: skip
-    return made
+    out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
+        gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
+    )
+    # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
+    return round_rows(out_BWM) if narrow else out_BWM

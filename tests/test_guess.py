@@ -1,0 +1,117 @@
+"""Rounds launched before it is known how the last one ended: when, and that nothing but time depends on it."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.matrix import completions, engine_for, launched_ahead, outcome
+from support.models import tiny_model
+
+from dinfer.compose import Recipe, compose
+from dinfer.engine.engine import Engine
+from dinfer.engine.guess import MISS, Luck, stays
+from dinfer.engine.reader import CursorReader
+from dinfer.engine.request import Request
+
+BLOCK = 8
+
+
+def recipe_of(**decoder: Any) -> Recipe:
+    model = tiny_model("block_causal")
+    return compose(
+        model, iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"}, decoder=decoder, cache="block"
+    )
+
+
+class Watch:
+    """How many launches there were, and how many of them came while an earlier round had not been looked at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open = self.guesses = self.rounds = 0
+        request, read = CursorReader.request, CursorReader.read
+
+        def asked(reader: CursorReader) -> None:
+            self.open, self.rounds = self.open + 1, self.rounds + 1
+            self.guesses += self.open == 2
+            request(reader)
+
+        def seen(reader: CursorReader) -> Any:
+            self.open -= 1
+            return read(reader)
+
+        patch.setattr(CursorReader, "request", asked)
+        patch.setattr(CursorReader, "read", seen)
+
+
+def run(engine: Engine, requests: list[Request]) -> list[tuple]:
+    return [outcome(completion) for completion in completions(engine, requests)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_guesses_are_made_where_rows_stay_and_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token a step: rows are in a block for eight steps, of which some are known to be followed by another."""
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(rows)]
+    want = completions(engine_for(recipe, rows=rows), requests)
+    engine, watch = launched_ahead(engine_for(recipe, rows=rows), monkeypatch), Watch(monkeypatch)
+    assert run(engine, requests) == [outcome(completion) for completion in want]
+    assert watch.guesses >= 2 and watch.open == 0
+    assert watch.rounds == max(completion.counts.forwards for completion in want)  # none was wrong
+
+
+def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is taken to stay where it is, and none ever does for two steps."""
+    recipe = recipe_of(name="fixed", steps=4)
+    requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
+    want = run(engine_for(recipe), requests)
+    engine, watch = launched_ahead(engine_for(recipe), monkeypatch), Watch(monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    assert run(engine, requests) == want and run(engine, requests) == want
+    assert watch.guesses > 0 and watch.open == 0
+    assert engine._luck.balance < MISS and not engine._luck.good
+
+
+def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2, max_length=64), monkeypatch), Watch(monkeypatch)
+    engine.add(Request([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
+    while not watch.guesses:
+        engine.step()
+    late = engine.add(Request([8], BLOCK - 1, recipe.resolve({})))
+    engine.step()
+    engine.step()
+    assert late in {update.index for update in engine.step()}
+
+
+def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    request = Request([5, 6], 2 * BLOCK - 2, recipe.resolve({}))
+    want = [update.tokens for update in engine_for(recipe).run([request], snapshots=True)]
+    engine, watch = launched_ahead(engine_for(recipe), monkeypatch), Watch(monkeypatch)
+    assert [update.tokens for update in engine.run([request], snapshots=True)] == want
+    assert watch.guesses == 0 and len(want) > BLOCK
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9))
+def test_luck_lasts_where_few_guesses_are_wrong(pattern: list[bool]) -> None:
+    """The pattern over and over again; one that is wrong now and then is forgiven."""
+    luck = Luck()
+    for right in islice(cycle(pattern), 40 * MISS):
+        luck.judge(right)
+    if all(pattern):
+        assert luck.good
+        luck.judge(False)
+        assert luck.good
+        luck.judge(False)
+        assert not luck.good
+    else:
+        assert not luck.good
+
+
+@given(st.integers(0, 64), st.integers(0, 64))
+def test_a_row_stays_only_if_it_would_have_to_commit_more_than_ever(left: int, fastest: int) -> None:
+    assert not stays(left, fastest) or left > fastest
