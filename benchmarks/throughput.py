@@ -108,10 +108,10 @@ def staggered(requests: list[Request]) -> list[Request]:
 
 
 def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool) -> dict[str, Any]:
-    """A round of the requests, all in flight, as warm-up, and `rounds` more that are timed."""
+    """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many."""
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
-    closed_loop(engine, work[: 2 * in_flight] if stagger else requests, in_flight)
+    closed_loop(engine, work if stagger else requests, in_flight)  # the whole, or sizes to come are captured later
     warm_up, captured = time.perf_counter() - began, engine.launcher.captured
     with Clock(engine) as clock:
         result = closed_loop(engine, work, in_flight)

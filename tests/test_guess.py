@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.matrix import completions, engine_for, launched_ahead, outcome
+from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
 from dinfer.compose import Recipe, compose
@@ -73,6 +73,17 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert run(engine, requests) == want and run(engine, requests) == want
     assert watch.guesses > 0 and watch.open == 0
     assert engine._luck.balance < MISS and not engine._luck.good
+
+
+@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
+def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = combination.recipe(tiny_model(combination.variant))
+    requests = requests_for(recipe)
+    want = run(engine_for(recipe, rows=3), requests)
+    engine = launched_ahead(engine_for(recipe, rows=3), monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.guess.MISS", 0)  # however often they are wrong, guesses go on
+    assert run(engine, requests) == want
 
 
 def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
