@@ -320,14 +320,10 @@ def test_linear(
     rows: int, outputs: int, width: int,
 ) -> None:  # fmt: skip
     """Tiles that fit and tiles that do not; the same each time."""
-    x, weight_OK, bias_O = (
-        draw(1, rows, width, dtype=dtype),
-        draw(outputs, width, dtype=dtype) / width**0.5,
-        draw(outputs),
-    )
-    bias_O, scale_O = bias_O.to(dtype), None
+    x, weight_OK = draw(1, rows, width, dtype=dtype), draw(outputs, width, dtype=dtype) / width**0.5
+    bias_O, scale_O = draw(outputs).to(dtype), None
     if quantized:
-        weight_OK, scale_O, _ = linear.round_rows(weight_OK, torch.int8)
+        weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config)
     torch.testing.assert_close(got, linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
@@ -382,14 +378,17 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     other = moe.Shared(draw(80, 512, dtype=torch.bfloat16), draw(512, 40, dtype=torch.bfloat16) / 20)
 
     def outcomes() -> list[torch.Tensor]:
-        rounded = [norm.add_rms_norm(x, delta, weight_D, 1e-5, True)[1], norm.swiglu(x, True), linear.round_rows(x)]
+        normed = norm.add_rms_norm(x, delta, weight_D, 1e-5, True, True)[1]
+        rounded = [normed, norm.swiglu(x, True), linear.round_rows(x)]
         experts = experts_NC, weights_NC, gate_up.values, down.values
         scales = gate_up.scale, down.scale
         return [
             *(linear.widened(some) for some in rounded),
             linear.linear(rounded[2], weight.values, None, weight.scale),
             linear.linear(x, weight.values, None, weight.scale),
+            linear.unrounded(normed),
             *(moe.expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
+            moe.expert_mlps(linear.merged(normed), *experts, scales=scales, shared=other),
         ]
 
     with torch.no_grad():

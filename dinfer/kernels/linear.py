@@ -25,6 +25,7 @@ class Rounded(NamedTuple):
     values: Tensor
     scale: Tensor  # float32, shape of `values` less the last dimension
     dtype: torch.dtype
+    wide: Tensor | None = None  # the rows before they were rounded, where these are wanted as well
 
 
 Rows = Tensor | Rounded
@@ -80,3 +81,18 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
 def widened(x: Rows) -> Tensor:
     """The rows in float32."""
     return x.float() if isinstance(x, Tensor) else x.values.float() * x.scale[..., None]
+
+
+def unrounded(x: Rows) -> Tensor:
+    """The rows as they were before they were rounded, or as near as is known."""
+    if isinstance(x, Tensor):
+        return x
+    return widened(x).to(x.dtype) if x.wide is None else x.wide
+
+
+def merged(x: Rows) -> Rows:
+    """All rows in one dimension. [..., K] -> [R, K]"""
+    if isinstance(x, Tensor):
+        return x.flatten(0, -2)
+    wide = None if x.wide is None else x.wide.flatten(0, -2)
+    return Rounded(x.values.flatten(0, -2), x.scale.flatten(), x.dtype, wide)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, widened
+from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, unrounded, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
 
@@ -91,7 +91,7 @@ class Shared(NamedTuple):
 
 
 def expert_mlps(
-    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    x_ND: Rows, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
     gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
     shared: Shared | None = None,
 ) -> Tensor:  # fmt: skip
@@ -108,16 +108,17 @@ def expert_mlps(
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
     piece = PIECE if down_XDM.dtype == FLOAT8 and down_XDM.shape[-1] % PIECE == 0 else None
     up_scale, down_scale = scales
-    if use_triton(x_ND):
+    wide_ND = unrounded(x_ND)
+    if use_triton(wide_ND):
         from dinfer.kernels.triton import moe as kernels
 
         together = shared is not None and tokens <= TOGETHER and _alike(shared, gate_up_XMD, down_XDM)
-        plus_ND = None if shared is None or together else _shared_mlp(x_ND, gated, shared)
+        plus_ND = None if shared is None or together else _shared_mlp(wide_ND, gated, shared)
         if up_scale is not None and down_scale is not None and down_XDM.dtype == PACKED:
             from dinfer.kernels.triton import packed_moe
 
             plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
-            hidden_PM = gated(packed_moe.expert_linear(x_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
+            hidden_PM = gated(packed_moe.expert_linear(wide_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
             out_PD = packed_moe.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
             return kernels.combine(out_PD, weights_NC, plus_ND)
         gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
@@ -138,7 +139,7 @@ def expert_mlps(
     place = first_tile_X.index_select(0, owner) * TILE + rank  # where in the tiles each pair goes
     tiles = min(experts, pairs) + pairs // TILE
     token = torch.div(order, chosen, rounding_mode="floor")
-    rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
+    rows = wide_ND.new_zeros(tiles * TILE, wide_ND.shape[1]).index_copy(0, place, wide_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
     hidden_ITM: Rows = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), False)
@@ -146,8 +147,8 @@ def expert_mlps(
         hidden_ITM = round_rows(hidden_ITM.unflatten(-1, (-1, piece)))
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
-    mixed_ND = torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])
-    return mixed_ND if shared is None else mixed_ND + _shared_mlp(x_ND, gated, shared)
+    mixed_ND = torch.zeros_like(wide_ND).index_add(0, token, out * weight[:, None])
+    return mixed_ND if shared is None else mixed_ND + _shared_mlp(wide_ND, gated, shared)
 
 
 def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:

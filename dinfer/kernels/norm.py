@@ -27,17 +27,22 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False
+    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False, both: bool = False
 ) -> tuple[Tensor, Rows]:
-    """s = x + delta, and `rms_norm` of it, rounded to float8 if `narrow`. [B, W, D] each; delta None: s = x"""
+    """s = x + delta, and `rms_norm` of it, rounded to float8 if `narrow`. [B, W, D] each; delta None: s = x
+
+    With `both`, what was rounded holds what it was before.
+    """
     if use_triton(x_BWD):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        return kernel(x_BWD, delta_BWD, weight_D, eps, narrow)
+        return kernel(x_BWD, delta_BWD, weight_D, eps, narrow, both)
     if delta_BWD is not None:
         x_BWD = x_BWD + delta_BWD
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
-    return x_BWD, round_rows(normed_BWD) if narrow else normed_BWD
+    if not narrow:
+        return x_BWD, normed_BWD
+    return x_BWD, round_rows(normed_BWD)._replace(wide=normed_BWD if both else None)
 
 
 def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.linear import Rows
+from dinfer.kernels.linear import FLOAT8, Rows, merged, unrounded
 from dinfer.kernels.moe import Shared, block_experts, expert_mlps, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.layers.linear import Linear
@@ -23,8 +23,11 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, 2 * width)
         self.down = Linear(width, hidden)
 
+    both = False  # whether it wants its inputs as they are as well as rounded
+
     @property
     def narrow(self) -> bool:
+        """Whether it wants its inputs rounded to float8."""
         return self.gate_up.narrow
 
     def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ class Experts(nn.Module):
     likewise the rows of `down`.
     """
 
-    narrow = False  # the router wants its inputs as they are
+    both = True  # the router takes them as they are
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
 
@@ -55,11 +58,15 @@ class Experts(nn.Module):
         self.register_buffer("gate_up_scale", None, persistent=False)
         self.register_buffer("down_scale", None, persistent=False)
 
+    @property
+    def narrow(self) -> bool:
+        return self.gate_up.dtype == FLOAT8
+
     @torch.compiler.disable  # its kernels are better than what would be traced
-    def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
+    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor:
         """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
-        x_ND = x_BWD.flatten(0, 1)
-        logits_NX = wide_linear(x_ND, self.router.weight)
+        x_ND = merged(x_BWD)
+        logits_NX = wide_linear(unrounded(x_ND), self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         up, down = self.gate_up_scale, self.down_scale
         scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
@@ -68,7 +75,7 @@ class Experts(nn.Module):
         if one is not None:
             shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
         out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
-        return out_ND.view_as(x_BWD)
+        return out_ND.view(*pos_BW.shape, -1)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.experts.experts, -1))

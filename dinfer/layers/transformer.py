@@ -62,7 +62,7 @@ class Block(nn.Module):
     def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """What comes behind the attention."""
         delta_BWD, eps = self.out(seen_BWHE.flatten(2)), self.spec.norm_eps
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.narrow)
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.narrow, self.mlp.both)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
 

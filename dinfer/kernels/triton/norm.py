@@ -14,8 +14,8 @@ from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, width, eps,
-    ADD: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, width, eps,
+    ADD: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
@@ -30,6 +30,8 @@ def _add_rms_norm(
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    if BOTH:
+        tl.store(wide_ptr + row + column, normed, mask=inside)
     if LARGEST:
         normed, scale = scaled(normed.to(tl.float32), 0, LARGEST)
         tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
@@ -37,22 +39,24 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False
-) -> tuple[Tensor, Rows]:
+    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False,
+    both: bool = False,
+) -> tuple[Tensor, Rows]:  # fmt: skip
     """See `dinfer.kernels.norm.add_rms_norm`."""
     x_BWD = x_BWD.contiguous()
-    made: Rows = empty_rounded(x_BWD) if narrow else torch.empty_like(x_BWD)
-    out, scale = (made, made) if isinstance(made, Tensor) else made[:2]
+    plain = torch.empty_like(x_BWD) if both or not narrow else x_BWD
+    made = empty_rounded(x_BWD)._replace(wide=plain if both else None) if narrow else None
+    out, scale = (plain, plain) if made is None else (made.values, made.scale)
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta_BWD = x_BWD if delta_BWD is None else delta_BWD.contiguous()
     block = triton.next_power_of_2(width)
     _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta_BWD, weight_D, sum_BWD, out, scale, width, eps,
-        ADD=sum_BWD is not x_BWD, LARGEST=LARGEST[FLOAT8] if narrow else 0, BLOCK=block,
+        x_BWD, delta_BWD, weight_D, sum_BWD, out, scale, plain, width, eps,
+        ADD=sum_BWD is not x_BWD, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both, BLOCK=block,
         num_warps=min(max(block // 512, 1), 8), **early(x_BWD),
     )  # fmt: skip
-    return sum_BWD, made
+    return sum_BWD, plain if made is None else made
 
 
 @triton.jit
