@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any
 
@@ -40,8 +41,9 @@ class Watch:
             request(reader)
 
         def seen(reader: CursorReader) -> Any:
+            found = read(reader)
             self.open -= 1
-            return read(reader)
+            return found
 
         patch.setattr(CursorReader, "request", asked)
         patch.setattr(CursorReader, "read", seen)
@@ -105,6 +107,72 @@ def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPa
     engine, watch = launched_ahead(engine_for(recipe), monkeypatch), Watch(monkeypatch)
     assert [update.tokens for update in engine.run([request], snapshots=True)] == want
     assert watch.guesses == 0 and len(want) > BLOCK
+
+
+class Interrupted:
+    """Stands for CUDA events; the wait for some of them is interrupted."""
+
+    waits = 0
+    at: frozenset[int] = frozenset()
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        Interrupted.waits += 1
+        if Interrupted.waits in Interrupted.at:
+            raise KeyboardInterrupt
+
+
+def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Interrupted, "waits", 0)
+    patch.setattr(Interrupted, "at", frozenset(waits))
+    patch.setattr("dinfer.engine.reader._event", lambda cuda: Interrupted())
+
+
+@pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])
+def test_after_an_interrupt_an_engine_is_as_good_as_new(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    want = run(engine_for(recipe, rows=2), requests)
+    interrupted_at(range(wait, wait + 1), monkeypatch)
+    engine = launched_ahead(engine_for(recipe, rows=2), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    assert run(engine, requests[::-1]) == want[::-1]
+
+
+def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    want = run(engine_for(recipe, rows=2), requests)
+    interrupted_at(range(2, 99, 3), monkeypatch)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2), monkeypatch), Watch(monkeypatch)
+    for request in requests:
+        engine.add(request)
+    found: dict[int, tuple] = {}
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            found |= {u.index: outcome(u.completion) for u in engine.step() if u.completion is not None}
+    assert [found[i] for i in range(3)] == want
+    assert watch.guesses > 0 and Interrupted.waits > 9
+
+
+def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
+    want = run(engine_for(recipe, rows=2), requests)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2), monkeypatch), Watch(monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.guess.MISS", 0)
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(Engine, "_seen", fails)
+        run(engine, requests)
+    assert watch.guesses > 0 and watch.open == 1
+    assert run(engine, requests[::-1]) == want[::-1]
+
+
+def fails(*given: Any) -> None:
+    raise MemoryError
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9))

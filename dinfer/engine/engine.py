@@ -58,8 +58,8 @@ class Engine:
         self._gathering = Gathering(self._free, runtime.positions)
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}  # by slot, in the order of admission
-        self._round: dict[int, Row] = {}  # rows that the device works on
-        self._steps: list[tuple[StepShape, list[int]]] = []  # of the round
+        self._rounds: deque[dict[int, Row]] = deque()  # on the device, each its rows by slot
+        self._steps: list[tuple[StepShape, list[int]]] = []  # of the last round
         self._luck = Luck()
         self._count = 0
         self._running = False
@@ -128,13 +128,13 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Update]:
-        if not self._round:
+        if not self._rounds:
             self._launch()
-        rows, likely = self._round, self.runtime.graphs and self._stay()
-        guessed = likely and self._luck.good
-        if guessed:  # the same step again, before it is known where this one leaves the rows
+        rows = self._rounds[0] if self._rounds else {}
+        likely = self.runtime.graphs and self._stay(rows)
+        if likely and self._luck.good:  # the same step again, before it is known where this one leaves the rows
             self.launcher.launch(*self._steps[0])
-            self._reader.request()
+            self._ask(rows)
         taken = self._take()
         if likely:
             self._luck.judge(all(row.steady for row in rows.values()))
@@ -142,9 +142,7 @@ class Engine:
         seen = {
             slot: self._seen(slot, row) for slot, row, _ in taken if row.snapshots or row.cursors.phase not in ACTIVE
         }
-        if guessed:
-            self._round = rows
-        elif self.runtime.graphs:  # what comes after, and what the caller does with the updates, then takes no time
+        if self.runtime.graphs and not self._rounds:  # what comes after, and what the caller does, then takes no time
             self._launch()
         return [self._update(slot, row, old, seen.get(slot)) for slot, row, old in taken]
 
@@ -273,19 +271,23 @@ class Engine:
                 self.launcher.launch(*self._steps[-1])
                 launched |= {slot: self._rows[slot] for slot in step.slots}
         if launched:
-            self._reader.request()
-        self._round = launched  # last: an error on the way leaves no round that nobody asked the cursors of
+            self._ask(launched)
         for row in launched.values():  # most will be where they are now; so the next round need not wait for this
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
-    def _stay(self) -> bool:
+    def _ask(self, rows: dict[int, Row]) -> None:
+        """Has the cursors read of a round that has just been launched."""
+        self._reader.request()
+        self._rounds.append(rows)
+
+    def _stay(self, rows: dict[int, Row]) -> bool:
         """Whether all rows will most likely need the one step of this round once more."""
-        if self._waiting or len(self._steps) != 1 or len(self._round) < len(self._rows):
+        if self._waiting or len(self._rounds) != 1 or len(self._steps) != 1 or rows.keys() != self._rows.keys():
             return False
         shape, _ = self._steps[0]
         if shape.phase != Phase.WINDOW or shape.settles or shape.scored:
             return False
-        for row in self._round.values():
+        for row in rows.values():
             now = row.cursors
             self._plan(row, now._replace(forwards=now.forwards + 1))
             still = row.steady and row.need.width == shape.width and not row.snapshots
@@ -321,11 +323,11 @@ class Engine:
         )  # fmt: skip
 
     def _take(self) -> list[tuple[int, Row, Cursors]]:
-        """Waits for the round: the rows that are still there, and the cursors they had before."""
-        if not self._round:
+        """Waits for a round: the rows that are still there, and the cursors they had before."""
+        if not self._rounds:
             return []
-        taken, cursors = [], self._reader.read()
-        for slot, row in self._round.items():
+        taken, cursors, rows = [], self._reader.read(), self._rounds.popleft()
+        for slot, row in rows.items():
             old, now = row.cursors, cursors[slot]
             # Else it was cancelled; or it was guessed to need a step that it did not.
             if self._rows.get(slot) is row and now.forwards > old.forwards:
@@ -334,7 +336,6 @@ class Engine:
                 row.fastest = max(row.fastest, now.committed - old.committed)
                 if row.published < len(row.keys):
                     self._publish(row)
-        self._round = {}
         return taken
 
     def _seen(self, slot: int, row: Row) -> list[int]:

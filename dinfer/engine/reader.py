@@ -22,18 +22,18 @@ class CursorReader:
 
     def request(self) -> None:
         """Asks for a copy of the cursors as they are once all work launched so far is done."""
-        host_NC, copied = self._spare.pop()
+        host_NC, copied = self._spare[-1]
         host_NC.copy_(self._cursors_NC, non_blocking=True)
         if copied is not None:
             copied.record()
-        self._asked.append((host_NC, copied))
+        self._asked.append(self._spare.pop())
 
     def read(self) -> list[Cursors]:
         """The cursors that were asked for first and not read yet, of every slot; waits for them."""
-        host_NC, copied = self._asked.popleft()
+        host_NC, copied = self._asked[0]
         if copied is not None:
-            copied.synchronize()
-        self._spare.append((host_NC, copied))
+            copied.synchronize()  # an interrupt comes here, and finds it still asked for
+        self._spare.append(self._asked.popleft())
         return [Cursors._make(row[: len(Cursors._fields)]) for row in host_NC.tolist()]
 
 
