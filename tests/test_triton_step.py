@@ -251,8 +251,8 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         view = BlockView(
-            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None, chance(rows, p=0.7) if trial // 3 % 2 else None,
-            quota_R, quota_R, {},
+            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
+            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, {},
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(
