@@ -157,6 +157,23 @@ def test_store_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dty
     same(*both(monkeypatch, work))
 
 
+def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA launches no more than 65535 programs in any but the first place of a grid."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *given, **options: None
+
+    monkeypatch.setattr("dinfer.kernels.triton.rows._store_rows", Kernel())
+    monkeypatch.setattr(rows, "use_triton", lambda tensor: True)
+    rows_NX = torch.empty(SLOTS, 1, 1024, 150_000, device="meta")
+    slot_B, live_B = torch.tensor([3, 0]), torch.tensor([True, True])
+    rows.store_rows(rows_NX, slot_B, live_B, rows_NX[:2])
+    assert all(programs <= 65535 for grid in grids for programs in grid[1:]) and grids
+
+
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
     start_B = number(30, 9)
@@ -234,14 +251,14 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         view = BlockView(
-            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None, chance(rows, p=0.7) if trial % 3 else None,
-            quota_R, quota_R, {},
+            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
+            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, {},
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(
             chance(*shape, p=0.3),
             token_RL=number(VOCAB + 2, *shape, low=-1) if trial % 2 else None,
-            remask_RL=chance(*shape, p=0.3) if trial % 3 else None,
+            remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
             retry_R=chance(rows) if trial % 4 == 1 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
         )

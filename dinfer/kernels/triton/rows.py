@@ -33,7 +33,7 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
 @triton.jit
 def _store_rows(rows_ptr, slot_ptr, live_ptr, new_ptr, size, ENTRIES: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
-    lane, entry = tl.program_id(0).to(tl.int64), tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    lane, entry = tl.program_id(1).to(tl.int64), tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = (entry < size) & (tl.load(live_ptr + lane + tl.zeros_like(entry)) != 0)
     new = tl.load(new_ptr + lane * size + entry, mask=inside)
     tl.store(rows_ptr + tl.load(slot_ptr + lane) * size + entry, new, mask=inside)
@@ -41,6 +41,7 @@ def _store_rows(rows_ptr, slot_ptr, live_ptr, new_ptr, size, ENTRIES: tl.constex
 
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
     size = rows_NX[0].numel()
-    _store_rows[(slot_B.shape[0], triton.cdiv(size, ENTRIES))](
+    # Entries first, as CUDA has room for 65535 programs in any other place: a vocabulary at each position is more.
+    _store_rows[(triton.cdiv(size, ENTRIES), slot_B.shape[0])](
         rows_NX, slot_B, live_B.contiguous(), new_BX.contiguous(), size, ENTRIES=ENTRIES, num_warps=4, **early(slot_B)
     )
