@@ -23,7 +23,7 @@ class Gathering:
     debt: float = 0.0  # what it has cost so far that rows wait
 
     def holds(self, came: int, waiting: Sequence[int], decoding: Sequence[int]) -> bool:
-        """Whether the prefills wait in this round; asked once in each.
+        """Whether the prefills wait in this round; asked once in each that is planned.
 
         `came`: how many of them are new; `waiting` and `decoding`: positions that each row needs. While rows decode, a
         prefill is held for about as many rounds as there are of them at most; else not at all.

@@ -28,7 +28,7 @@ GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels cal
 def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
     """x times the weight's transpose, in float32 whatever their dtype. [N, X]"""
     if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
-        if few(x_ND):
+        if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
 
             return kernel(x_ND, weight_XD, None, None, dtype=torch.float32)
