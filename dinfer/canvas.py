@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import canvas_values, lane_columns, padded, window_values
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.rows import store_rows
 from dinfer.kernels.upload import upload
 
 
@@ -200,8 +201,7 @@ class Canvas:
         """Writes the cursors of live lanes back to their slots. The slot of a live lane is named once."""
         blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
         columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
-        old_BC = self.cursors_NC.index_select(0, lanes.slot_B)
-        self.cursors_NC.index_copy_(0, lanes.slot_B, torch.where(lanes.live_B[:, None], columns_BC, old_BC))
+        store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
 
     def finish(
         self, lanes: Lanes, *, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor,

@@ -257,8 +257,7 @@ class Engine:
             prefills += self._waiting.popleft().cursors.phase == Phase.PREFILL
         needs: dict[int, dict[int, Need]] = {phase: {} for phase in ACTIVE}
         for slot, row in self._rows.items():
-            if row.planned != row.cursors[:PLANNED]:
-                self._plan(row, row.cursors)
+            self._plan(row, row.cursors)
             needs[row.cursors.phase][slot] = row.need
         if self.runtime.gather and self._holds(prefills, needs):
             needs[Phase.PREFILL] = {}
@@ -303,7 +302,9 @@ class Engine:
         return self._gathering.holds(came, [need.width for need in needs[Phase.PREFILL].values()], decoding)
 
     def _plan(self, row: Row, now: Cursors) -> None:
-        """Says what the row needs a step to compute once its cursors are these."""
+        """Says what the row needs a step to compute once its cursors are these, unless that is known."""
+        if row.planned == now[:PLANNED]:
+            return
         cache, spec = self.recipe.cache, self.recipe.model.spec
         place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
         width = cache.width(spec, Phase(now.phase), **place, prompt=now.prompt, forwards=now.forwards)
