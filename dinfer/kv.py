@@ -22,6 +22,7 @@ from dinfer.kernels.attention import paged_attention, taken
 from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
+from dinfer.kernels.sums import Sum
 from dinfer.kernels.upload import upload
 from dinfer.spec import ModelSpec
 
@@ -127,7 +128,7 @@ class PagedAttend:
         v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
         return v_XGE.view(*self.pos_BW.shape, -1)
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         k_PTGE, v_PTGE, near = self.pool.of(layer)
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)

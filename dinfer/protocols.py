@@ -24,6 +24,7 @@ from torch import Tensor
 from dinfer.canvas import BlockView, Canvas, Lanes, Phase
 from dinfer.kernels.random import noise
 from dinfer.kernels.rotary import HeadNorm, Table
+from dinfer.kernels.sums import Sum
 from dinfer.kernels.token_stats import Draw, TokenStats
 from dinfer.spec import ModelSpec, Placement
 
@@ -81,10 +82,11 @@ class Attend(Protocol):
     @property
     def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
         """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
 
-        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads.
+        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads, and is maybe a sum that
+        is yet to be added up (`dinfer.kernels.sums`).
         """
         ...
 

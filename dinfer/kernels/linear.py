@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.packed import PACKED, packed_linear
+from dinfer.kernels.sums import Sum, summed
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
@@ -63,6 +64,19 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
     scale of its own, unless they already are; products are summed in float32. Against int8 weights they stay as is.
     A weight of bytes is one in 4 bits: `[O, K / 2]`, and its scales `[O, K / group]`.
     """
+    return summed(_linear(x, weight_OK, bias_O, scale_O, split=False))
+
+
+def linear_in_parts(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Sum:
+    """As `linear`, for a reader that can add up: of a small weight each program then takes a part of the inputs.
+
+    A multiprocessor reads no more than some 100 bytes in a nanosecond, so a map of few outputs is soon done only if
+    all of them have a share in it.
+    """
+    return _linear(x, weight_OK, bias_O, scale_O, split=True)
+
+
+def _linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, split: bool) -> Sum:
     if scale_O is not None and weight_OK.dtype == PACKED:
         return packed_linear(x if isinstance(x, Tensor) else widened(x).to(x.dtype), weight_OK, scale_O, bias_O)
     if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
@@ -72,7 +86,7 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
     if use_triton(x if isinstance(x, Tensor) else x.values):
         from dinfer.kernels.triton.linear import linear as kernel
 
-        return kernel(x, weight_OK, bias_O, scale_O)
+        return kernel(x, weight_OK, bias_O, scale_O, split=split)
     out = F.linear(widened(x), weight_OK.to(torch.float32))
     out = out if scale_O is None else out * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

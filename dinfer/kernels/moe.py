@@ -17,6 +17,7 @@ from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, unrounded, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
+from dinfer.kernels.sums import Mixture, Sum, addends, summed
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -25,33 +26,34 @@ Gate = Callable[[Tensor, bool], Rows]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
 
 
-def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
+def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Sum:
     """x times the weight's transpose, in float32 whatever their dtype. [N, X]"""
     if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
 
-            return kernel(x_ND, weight_XD, None, None, dtype=torch.float32)
+            return kernel(x_ND, weight_XD, None, None, dtype=torch.float32, split=True)
         return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     return F.linear(x_ND.to(wide), weight_XD.to(wide))
 
 
 def route(
-    logits_NX: Tensor, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
+    logits_NX: Sum, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The experts of each token and their mixing weights, as `dinfer.spec.ExpertSpec` says. integers, floats [N, C]
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
-    if allowed_NX is None and use_triton(logits_NX):
+    if allowed_NX is None and use_triton(addends(logits_NX)[0]):
         from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
             logits_NX, chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
             groups_chosen=groups_chosen,
         )  # fmt: skip
+    logits_NX = summed(logits_NX)
     scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
     rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
     if allowed_NX is not None:
@@ -95,7 +97,16 @@ def expert_mlps(
     gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
     shared: Shared | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of what each token's experts make of it, and what the shared one does. [N, D]
+    """See `expert_mixture`. [N, D]"""
+    return summed(expert_mixture(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, scales, shared))
+
+
+def expert_mixture(
+    x_ND: Rows, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    shared: Shared | None = None,
+) -> Tensor | Mixture:  # fmt: skip
+    """The weighted sum of what each token's experts make of it, and what the shared one does. [N, D], if added up
 
     `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
     between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
@@ -120,7 +131,7 @@ def expert_mlps(
             plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
             hidden_PM = gated(packed_moe.expert_linear(wide_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
             out_PD = packed_moe.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
-            return kernels.combine(out_PD, weights_NC, plus_ND)
+            return _mixture(out_PD, weights_NC, plus_ND)
         gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
         if shared is not None and together:
             gate_up = gate_up._replace(shared=shared.gate_up, shared_scale=shared.gate_up_scale)
@@ -128,7 +139,7 @@ def expert_mlps(
         rows_of_tile = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
         plan = kernels.plan(experts_NC, experts, rows_of_tile, together)
         hidden_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
-        return kernels.combine(kernels.expert_linear(hidden_PM, down, plan), weights_NC, plus_ND)
+        return _mixture(kernels.expert_linear(hidden_PM, down, plan), weights_NC, plus_ND)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -149,6 +160,14 @@ def expert_mlps(
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     mixed_ND = torch.zeros_like(wide_ND).index_add(0, token, out * weight[:, None])
     return mixed_ND if shared is None else mixed_ND + _shared_mlp(wide_ND, gated, shared)
+
+
+def _mixture(out_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None) -> Tensor | Mixture:
+    if plus_ND is None:
+        return Mixture(out_PD, weights_NC.float().contiguous())
+    from dinfer.kernels.triton.moe import combine
+
+    return combine(out_PD, weights_NC, plus_ND)
 
 
 def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import Rows, round_rows
+from dinfer.kernels.sums import Mixture, Sum, summed
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -27,8 +28,9 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False, both: bool = False
-) -> tuple[Tensor, Rows]:
+    x_BWD: Tensor, delta_BWD: Sum | Mixture | None, weight_D: Tensor, eps: float, narrow: bool = False,
+    both: bool = False,
+) -> tuple[Tensor, Rows]:  # fmt: skip
     """s = x + delta, and `rms_norm` of it, rounded to float8 if `narrow`. [B, W, D] each; delta None: s = x
 
     With `both`, what was rounded holds what it was before.
@@ -38,7 +40,7 @@ def add_rms_norm(
 
         return kernel(x_BWD, delta_BWD, weight_D, eps, narrow, both)
     if delta_BWD is not None:
-        x_BWD = x_BWD + delta_BWD
+        x_BWD = x_BWD + summed(delta_BWD).view_as(x_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
     if not narrow:
         return x_BWD, normed_BWD

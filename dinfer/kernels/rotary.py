@@ -14,6 +14,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, LARGEST
 from dinfer.kernels.norm import rms_norm
+from dinfer.kernels.sums import Sum, addends, summed
 
 Table = tuple[Tensor, Tensor]
 
@@ -75,18 +76,19 @@ def queries_and_keys(qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, head
 
 
 def rotate_and_store(
-    qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor
+    qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor
 ) -> Tensor:
     """Norms and rotates queries and keys, writes keys and values to their places, returns the queries. [B, W, H, E]
 
-    `qkv_BWXE` holds H = `heads` query heads, then G key heads, then G value heads. Row i of the flattened `[B, W]`
-    goes to row `write_X[i]` of the pools, in place, rounded if these are in float8; of several rows that go to one
-    place any may win.
+    `qkv_BWXE` holds H = `heads` query heads, then G key heads, then G value heads, and may be in parts. Row i of the
+    flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8; of several rows
+    that go to one place any may win.
     """
-    if use_triton(qkv_BWXE, qkv_BWXE.shape[-1]):
+    if use_triton(addends(qkv_BWXE)[0], qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
         return kernel(qkv_BWXE, table, norm, heads, k_YGE, v_YGE, write_X)
+    qkv_BWXE = summed(qkv_BWXE)
     q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
     put(k_YGE, write_X, k_BWGE.flatten(0, 1))
     put(v_YGE, write_X, qkv_BWXE[:, :, heads + k_YGE.shape[1] :].flatten(0, 1))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.linear import FLOAT8, Rows, check_float8, linear, round_rows
+from dinfer.kernels.linear import FLOAT8, Rows, check_float8, linear, linear_in_parts, round_rows
 from dinfer.kernels.packed import PACKED, pack
+from dinfer.kernels.sums import Sum
 
 QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
 """Names of what weights may be rounded to, and what they are then stored in."""
@@ -32,6 +33,16 @@ class Linear(nn.Linear):
     @torch.compiler.disable  # what would be traced is the slow reference
     def _narrow(self, x: Rows) -> Tensor:
         return linear(x, self.weight, self.bias, self.weight_scale)
+
+    def in_parts(self, x: Rows) -> Sum:
+        """As called, for a reader that adds up; see `dinfer.kernels.linear.linear_in_parts`."""
+        if self.weight_scale is None:
+            return linear_in_parts(x, self.weight, self.bias)
+        return self._narrow_in_parts(x)
+
+    @torch.compiler.disable
+    def _narrow_in_parts(self, x: Rows) -> Sum:
+        return linear_in_parts(x, self.weight, self.bias, self.weight_scale)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:

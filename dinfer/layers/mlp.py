@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.kernels.linear import FLOAT8, Rows, merged, unrounded
-from dinfer.kernels.moe import Shared, block_experts, expert_mlps, route, wide_linear
+from dinfer.kernels.moe import Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
+from dinfer.kernels.sums import Mixture, Sum, summed
 from dinfer.layers.linear import Linear
 from dinfer.spec import ModelSpec
 
@@ -63,8 +64,8 @@ class Experts(nn.Module):
         return self.gate_up.dtype == FLOAT8
 
     @torch.compiler.disable  # its kernels are better than what would be traced
-    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor:
-        """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
+    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor | Mixture:
+        """[B, W, D] -> [B, W, D], if added up; `pos_BW` says which attention block each token is of."""
         x_ND = merged(x_BWD)
         logits_NX = wide_linear(unrounded(x_ND), self.router.weight)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
@@ -74,16 +75,17 @@ class Experts(nn.Module):
         shared, one = None, self.shared
         if one is not None:
             shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
-        out_ND = expert_mlps(x_ND, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
-        return out_ND.view(*pos_BW.shape, -1)
+        out_ND = expert_mixture(x_ND, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
+        return out_ND.view(*pos_BW.shape, -1) if isinstance(out_ND, Tensor) else out_ND
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.experts.experts, -1))
 
-    def route(self, logits_NX: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, logits_NX: Sum, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""
         experts, allowed_NX = self.experts, None
         if experts.capacity is not None:
+            logits_NX = summed(logits_NX)
             scores_NX = logits_NX.sigmoid() if experts.scores == "sigmoid" else logits_NX.softmax(-1)
             biased_NX = scores_NX if self.choice_bias is None else scores_NX + self.choice_bias
             allowed_NX = block_experts(biased_NX, blocks_of(pos_BW, self.causal_block or 1), experts.capacity)

@@ -16,6 +16,7 @@ from dinfer.kernels.attention import attention_interval, interval_attention, int
 from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add_rms_norm
 from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
+from dinfer.kernels.sums import Mixture, Sum, summed
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.protocols import Attend, ModelSpec
@@ -23,7 +24,8 @@ from dinfer.protocols import Attend, ModelSpec
 ATTENTION = ("bidirectional", "block_causal", "causal")
 
 
-Pieces = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
+Delta = Sum | Mixture
+Pieces = tuple[Callable[..., tuple[Tensor, Sum]], Callable[..., tuple[Tensor, Delta]]]
 
 
 class Block(nn.Module):
@@ -42,8 +44,8 @@ class Block(nn.Module):
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
     def forward(
-        self, x_BWD: Tensor, delta_BWD: Tensor | None, table: Table, attend: Attend, pieces: Pieces
-    ) -> tuple[Tensor, Tensor]:
+        self, x_BWD: Tensor, delta_BWD: Delta | None, table: Table, attend: Attend, pieces: Pieces
+    ) -> tuple[Tensor, Delta]:
         """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm.
 
         `pieces` are `before` and `after`, compiled or not.
@@ -54,14 +56,14 @@ class Block(nn.Module):
         seen_BWHE = attend(self.layer, qkv_BWXE, table, norm, self.spec.heads)
         return after(self, x_BWD, seen_BWHE, attend.pos_BW)
 
-    def before(self, x_BWD: Tensor, delta_BWD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def before(self, x_BWD: Tensor, delta_BWD: Delta | None) -> tuple[Tensor, Sum]:
         """What comes before the attention: the residual stream, and queries, keys and values."""
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.narrow)
-        return x_BWD, self.qkv(h_BWD).unflatten(-1, (-1, self.spec.head_dim))
+        return x_BWD, self.qkv.in_parts(h_BWD).unflatten(-1, (-1, self.spec.head_dim))
 
-    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Delta]:
         """What comes behind the attention."""
-        delta_BWD, eps = self.out(seen_BWHE.flatten(2)), self.spec.norm_eps
+        delta_BWD, eps = self.out.in_parts(seen_BWHE.flatten(2)), self.spec.norm_eps
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.narrow, self.mlp.both)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
@@ -108,10 +110,10 @@ class Transformer(nn.Module):
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
-        delta_BWD = None
+        delta_BWD: Delta | None = None
         for block in self.blocks:
             x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces)
-        return x_BWD if delta_BWD is None else x_BWD + delta_BWD
+        return x_BWD if delta_BWD is None else x_BWD + summed(delta_BWD).view_as(x_BWD)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
@@ -166,7 +168,8 @@ class WholeAttend:
     local: tuple[int, ...] = ()  # layers that see `near_BWS` instead
     near_BWS: Tensor | None = None
 
-    def __call__(self, layer: int, qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        qkv_BWXE = summed(qkv_BWXE)
         q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
         seen_BWS = self.near_BWS if layer in self.local else self.seen_BWS
         return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + k_BWGE.shape[2] :], seen_BWS)

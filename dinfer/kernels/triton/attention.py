@@ -25,7 +25,8 @@ def _attend(
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    # Intervals are read before it waits: `rotate_and_store`, which comes just before, lets this kernel start only when
+    # all that was written before is there.
     SHARE: tl.constexpr = H // G
     lane, group = tl.program_id(0) // G, tl.program_id(0) % G
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -33,13 +34,14 @@ def _attend(
     inside = query < width
     start = tl.load(start_ptr + lane * width + query, mask=inside, other=2147483647)
     end = tl.load(end_ptr + lane * width + query, mask=inside, other=0)
-    entry = tl.arange(0, E)
-    place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
-    q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
-
     first = tl.min(start, 0) // KEYS
     tiles = (tl.cdiv(tl.max(end, 0), KEYS) - first + SPLITS - 1) // SPLITS
     first = first + tl.program_id(2) * tiles
+    entry = tl.arange(0, E)
+    follow(EARLY)
+    place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
+    q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
+
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, E), tl.float32)
@@ -135,4 +137,6 @@ def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: 
         return Tiles(128, 32, 1, 4, 3)  # each key is read half as often
     if splits == 1 and tile <= 32 and size <= 128:
         return Tiles(tile, 128, 1, 4, 2)
-    return Tiles(tile, 64, splits, 4, 1 if keys <= 2 * 64 * splits else 2)  # a pipeline of two tiles is none
+    if tile <= 32 and size <= 128 and 64 * splits < keys <= 128 * splits:
+        return Tiles(tile, 128, splits, 4, 1)  # all at once
+    return Tiles(tile, 64, splits, 4, 2)

@@ -21,7 +21,8 @@ from triton.language.extra import cuda
 def follow(EARLY: tl.constexpr):
     """Lets the next kernel start, and waits until all that the kernels before have written is there.
 
-    Comes before the first read of anything a kernel has written, and before the first write.
+    Comes before the first read of anything a kernel has written, and before the first write. Weights, which no kernel
+    writes, may be on their way before: see `let_next` and `wait`, which it is made of.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -30,7 +31,7 @@ def follow(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """The second half of `follow`: for a kernel that lets the next one start later, with `let_next`.
+    """The second half of `follow`: for a kernel that reads weights first, or lets the next one start later.
 
     The next kernel's programs take what room there is. A large one that comes while this one still has its programs
     spread over all multiprocessors would find room on some of them and crowd there.

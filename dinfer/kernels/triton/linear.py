@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
+from dinfer.kernels.sums import Parts, Sum
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
@@ -67,10 +68,12 @@ def round_rows(x: Tensor) -> Rounded:
 def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, LATE: tl.constexpr,
-    X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile, row_tile = tl.program_id(0), tl.program_id(1)
+    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share = width // SPLIT
+    first = part * share
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
@@ -79,15 +82,21 @@ def _linear(
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * width + depth[None, :]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if EARLY and EXACT:  # weights are no kernel's output
-        ahead = (weight_ptr + output.to(tl.int64) * width).to(tl.int64)
+        ahead = (weight_ptr + output.to(tl.int64) * width + first).to(tl.int64)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
             [ahead, tl.full((OUTPUTS,), AHEAD, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    if SCALE:
+        scale = tl.load(scale_ptr + output, mask=inside, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if not LATE:
         let_next(EARLY)
     wait(EARLY)
-    for k in range(0, width, DEPTH):
+    if X_SCALE:
+        x_scale = tl.load(x_scale_ptr + row, mask=seen, other=0.0)
+    for k in range(first, first + share, DEPTH):
         if EXACT:
             weight = tl.load(weight_ptrs + k)
             x = tl.load(x_ptrs + k, mask=seen[None, :], other=0.0)
@@ -99,12 +108,12 @@ def _linear(
     if LATE:
         let_next(EARLY)
     if SCALE:
-        total *= tl.load(scale_ptr + output, mask=inside, other=0.0)[:, None]
+        total *= scale[:, None]
     if X_SCALE:
-        total *= tl.load(x_scale_ptr + row, mask=seen, other=0.0)[None, :]
+        total *= x_scale[None, :]
     if BIAS:
-        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
-    place = out_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
+        total += tl.where(part == 0, bias, 0.0)[:, None]
+    place = out_ptr + part.to(tl.int64) * rows * outputs + row.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
@@ -120,31 +129,35 @@ class Config(NamedTuple):
     warps: int
     stages: int
     late: bool = False
+    parts: int = 1  # that the width is cut into, each a whole number of depths
 
 
 def linear(
     x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.linear.linear`. `dtype`: of what comes out, instead of that of `x`."""
+    dtype: torch.dtype | None = None, split: bool = False,
+) -> Sum:  # fmt: skip
+    """See `dinfer.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of what comes out, if not that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
-    out = values.new_empty(*values.shape[:-1], outputs, dtype=dtype or x.dtype)
-    many, tall, depth, warps, most, late = config or _config(rows, outputs, width, size, values.dtype.itemsize)
+    dtype = dtype or x.dtype
+    config = config or _config(rows, outputs, width, size, values.dtype.itemsize, split)
+    many, tall, depth, warps, most, late, parts = config
+    shape = (*values.shape[:-1], outputs)
+    out = values.new_empty(*((parts, *shape) if parts > 1 else shape), dtype=dtype if parts == 1 else torch.float32)
     each = (tall * size + many * values.dtype.itemsize) * depth
-    _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many))](
+    _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many), parts)](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
         out if bias_O is None else bias_O, out, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
-        X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
+        SPLIT=parts, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width * size), **early(values),
+        num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width // parts * size), **early(values),
     )  # fmt: skip
-    return out
+    return out if parts == 1 else Parts(out, dtype)
 
 
-def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Config:
+def _config(rows: int, outputs: int, width: int, size: int, x_size: int, split: bool) -> Config:
     """By measurements on an H200 with the shapes of LLaDA-8B and LLaDA2-mini.
 
     `size`, `x_size`: bytes of a weight and of an input.
@@ -157,6 +170,11 @@ def _config(rows: int, outputs: int, width: int, size: int, x_size: int) -> Conf
     if outputs <= 8192 and size == 2 and width >= 4096:  # a program for each multiprocessor, of half as many outputs
         return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
+        # More parts take longer: what is saved here, whoever adds them up loses.
+        if split and size == 2 and outputs <= 512 and width % (4 * 256) == 0:
+            return Config(many, 32, 256, 2, 3, parts=4)
+        if split and size == 2 and outputs <= 4096 and width % (2 * 256) == 0:
+            return Config(many, 64, 256, 4, 4, parts=2)
         return Config(many, 64, _divisor(width, 512 // size), 4, 4)
     depth = _divisor(width, 256 if size == 1 else 128)
     if outputs <= 16384:  # one or two for each

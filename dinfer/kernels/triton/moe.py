@@ -122,8 +122,12 @@ def _tile(
     up = outputs.to(tl.int64) * width  # from a gate's weights to those of what it gates
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     gated = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    if PARTS > 1:
+    if PARTS:
         scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
+    if SCALE:
+        weight_scale = tl.load(scale_ptr + source, mask=inside, other=0.0)
+        if GATE is not None:
+            up_scale = tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)
     for k in range(0, width, DEPTH):
         if EXACT:
             x = tl.load(x_ptrs + k, mask=there[None, :], other=0.0)
@@ -144,11 +148,10 @@ def _tile(
             weight = tl.load(more) if EXACT else tl.load(more, mask=mask, other=0.0)
             gated = tl.dot(weight.to(x.dtype), x, gated, input_precision=PRECISION)
     if SCALE:
-        total *= tl.load(scale_ptr + source, mask=inside, other=0.0)[:, None]
+        total *= weight_scale[:, None]
         if GATE is not None:
-            gated *= tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)[:, None]
+            gated *= up_scale[:, None]
     if PARTS == 1:
-        scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
         total *= scale[None, :]
         if GATE is not None:
             gated *= scale[None, :]

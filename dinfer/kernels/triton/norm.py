@@ -8,27 +8,36 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.sums import Mixture, Sum, addends
+from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, width, eps,
-    ADD: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, width, apart, stride, eps,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
+    let_next(EARLY)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait(EARLY)
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    if ADD:
-        delta = tl.load(delta_ptr + row + column, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+    if PARTS:
+        delta = tl.zeros((BLOCK,), tl.float32)
+        delta_ptr += tl.program_id(0).to(tl.int64) * stride + column
+        for part in tl.static_range(PARTS):
+            addend = tl.load(delta_ptr + part * apart, mask=inside, other=0.0).to(tl.float32)
+            if part < MIXED:
+                addend *= tl.load(mix_ptr + tl.program_id(0) * MIXED + part)
+            delta += addend
+        x = (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
     if BOTH:
         tl.store(wide_ptr + row + column, normed, mask=inside)
@@ -39,7 +48,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | None, weight_D: Tensor, eps: float, narrow: bool = False,
+    x_BWD: Tensor, delta_BWD: Sum | Mixture | None, weight_D: Tensor, eps: float, narrow: bool = False,
     both: bool = False,
 ) -> tuple[Tensor, Rows]:  # fmt: skip
     """See `dinfer.kernels.norm.add_rms_norm`."""
@@ -49,12 +58,19 @@ def add_rms_norm(
     out, scale = (plain, plain) if made is None else (made.values, made.scale)
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
-    delta_BWD = x_BWD if delta_BWD is None else delta_BWD.contiguous()
+    rows, mix, mixed, stride = x_BWD.numel() // width, x_BWD, 0, width
+    if isinstance(delta_BWD, Mixture):
+        delta, mix = delta_BWD
+        parts, mixed, apart = delta.shape[0] // rows, mix.shape[1], width
+        stride *= parts
+    else:
+        delta, parts = (x_BWD, 0) if delta_BWD is None else addends(delta_BWD)
+        apart = rows * width
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta_BWD, weight_D, sum_BWD, out, scale, plain, width, eps,
-        ADD=sum_BWD is not x_BWD, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 8), **early(x_BWD),
+    _add_rms_norm[(rows,)](
+        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, width, apart, stride, eps,
+        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both, BLOCK=block,
+        num_warps=min(max(block // 128, 1), 16), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, plain if made is None else made
 

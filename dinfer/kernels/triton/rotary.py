@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.rotary import HeadNorm
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.sums import Sum, addends
+from dinfer.kernels.triton.launch import early, follow, let_next, wait
 
 
 @triton.jit
@@ -44,31 +45,48 @@ def rotary_table(pos_BW: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _added(ptr, mask, stride, PARTS: tl.constexpr):
+    """The sum of parts that are so far from one another, in float32."""
+    sum = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        sum += tl.load(ptr + part * stride, mask=mask, other=0.0)
+    return sum
+
+
+@triton.jit
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     entry = tl.arange(0, E)[None, :]
     inside, turned = head < H + 2 * G, entry < TURNED
     partner = tl.where(turned, (entry + TURNED // 2) % TURNED, entry)
+    if NORM:
+        weight_ptrs = norm_ptr + tl.where(head < H, 0, E)
+        weight, weight_swapped = (
+            tl.load(weight_ptrs + entry).to(tl.float32),
+            tl.load(weight_ptrs + partner).to(tl.float32),
+        )
+    wait(EARLY)
+    # Not before: attention reads what is older, and its programs would crowd where those of the map leave room.
+    let_next(EARLY)
+    cos = tl.load(cos_ptr + row * TURNED + entry, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + row * TURNED + entry, mask=turned, other=0.0)
+    place = tl.load(write_ptr + row)
     source = qkv_ptr + row * qkv_stride + head * E
-    x = tl.load(source + entry, mask=inside, other=0.0)
-    swapped = tl.load(source + partner, mask=inside, other=0.0)
+    apart = tl.num_programs(0).to(tl.int64) * qkv_stride
+    x = _added(source + entry, inside, apart, PARTS).to(q_ptr.dtype.element_ty)
+    swapped = _added(source + partner, inside, apart, PARTS).to(x.dtype)
     wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
     if NORM:  # of queries and keys; each rounding is one of the reference's
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
-        weight = norm_ptr + tl.where(head < H, 0, E)
-        wide = (wide * scale).to(x.dtype).to(tl.float32) * tl.load(weight + entry).to(tl.float32)
-        wide_swapped = (wide_swapped * scale).to(x.dtype).to(tl.float32) * tl.load(weight + partner).to(tl.float32)
+        wide = (wide * scale).to(x.dtype).to(tl.float32) * weight
+        wide_swapped = (wide_swapped * scale).to(x.dtype).to(tl.float32) * weight_swapped
         wide, wide_swapped = wide.to(x.dtype).to(tl.float32), wide_swapped.to(x.dtype).to(tl.float32)
-    cos = tl.load(cos_ptr + row * TURNED + entry, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + row * TURNED + entry, mask=turned, other=0.0)
     rotated = (wide * cos + wide_swapped * sin).to(x.dtype)
-    place = tl.load(write_ptr + row)
     tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
     k, v = fitting(rotated, k_ptr.dtype.element_ty), fitting(x, v_ptr.dtype.element_ty)
     tl.store(k_ptr + (place * G + head - H) * E + entry, k, mask=inside & (head >= H) & (head < H + G))
@@ -76,18 +94,18 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    qkv_BWXE: Tensor, table: tuple[Tensor, Tensor], norm: HeadNorm | None, heads: int,
+    qkv_BWXE: Sum, table: tuple[Tensor, Tensor], norm: HeadNorm | None, heads: int,
     k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor,
 ) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.rotary.rotate_and_store`."""
-    qkv_BWXE = qkv_BWXE.contiguous()
+    qkv, parts = addends(qkv_BWXE)
     lanes, width, all_heads, size = qkv_BWXE.shape
-    q_BWHE = qkv_BWXE.new_empty(lanes, width, heads, size)
+    q_BWHE = qkv.new_empty(lanes, width, heads, size, dtype=qkv_BWXE.dtype)
     some = min(8, triton.next_power_of_2(all_heads))
     weight_X, eps = (q_BWHE, 0.0) if norm is None else (norm.weight_X, norm.eps)
     _rotate_and_store[(lanes * width, triton.cdiv(all_heads, some))](
-        qkv_BWXE, *table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
-        H=heads, G=k_YGE.shape[1], E=size, TURNED=table[0].shape[-1], NORM=norm is not None, HEADS=some, num_warps=4,
-        **early(qkv_BWXE),
+        qkv, *table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
+        PARTS=parts, H=heads, G=k_YGE.shape[1], E=size, TURNED=table[0].shape[-1], NORM=norm is not None, HEADS=some,
+        num_warps=8, **early(qkv),
     )  # fmt: skip
     return q_BWHE

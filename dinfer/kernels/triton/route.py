@@ -7,22 +7,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow
+from dinfer.kernels.sums import Sum, addends
+from dinfer.kernels.triton.launch import early, let_next, wait
+
+LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _first(values, place, LAST: tl.constexpr):
+    """The place of the largest integer, of equals the first. A warp finds it at once, unlike that of a float."""
+    return tl.min(tl.where(values == tl.max(values, 0), place, LAST), 0)
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _route(
     logits_ptr, bias_ptr, experts_ptr, weights_ptr, experts, scale,
-    C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     size = experts // G
     group, part = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     lane = group[:, None] * size + part[None, :]  # experts by group, and room up to powers of two
     inside = (group < G)[:, None] & (part < size)[None, :]
+    let_next(EARLY)
+    if BIAS:
+        bias = tl.load(bias_ptr + lane, mask=inside, other=0.0)
+    wait(EARLY)
     logits = tl.load(logits_ptr + token * experts + lane, mask=inside, other=float("-inf"))
+    apart = tl.num_programs(0) * experts
+    for p in tl.static_range(1, PARTS):
+        logits += tl.load(logits_ptr + p * apart + token * experts + lane, mask=inside, other=0.0)
     if SIGMOID:
         score = tl.sigmoid(logits)
     else:
@@ -31,30 +54,31 @@ def _route(
         score = tl.exp(logits - top) / sum
     rank = score
     if BIAS:
-        rank += tl.load(bias_ptr + lane, mask=inside, other=0.0)
+        rank += bias
     rank = tl.where(inside, rank, float("-inf"))
     if G > 1:
         best = tl.max(rank, 1)
         if SIZE > 1:
-            first = tl.argmax(rank, 1)
-            second = tl.max(tl.where(part[None, :] == first[:, None], float("-inf"), rank), 1)
-            best += second
-        best = tl.where(group < G, best, float("-inf"))
+            first = tl.min(tl.where(rank == best[:, None], part[None, :], SIZE), 1)
+            best += tl.max(tl.where(part[None, :] == first[:, None], float("-inf"), rank), 1)
+        best = _ordered(tl.where(group < G, best, float("-inf")))
         kept = group < 0
         for _ in tl.static_range(KEPT):
-            g = tl.argmax(best, 0)
+            g = _first(best, group, GROUPS)
             kept = kept | (group == g)
-            best = tl.where(group == g, float("-inf"), best)
+            best = tl.where(group == g, LOWEST, best)
         rank = tl.where(kept[:, None], rank, float("-inf"))
-    rank = tl.reshape(rank, (GROUPS * SIZE,))
+    rank = _ordered(tl.reshape(rank, (GROUPS * SIZE,)))
     cell = tl.arange(0, GROUPS * SIZE)
     place = tl.arange(0, CHOSEN)
     chosen = tl.zeros((CHOSEN,), tl.int32)
     for c in tl.static_range(C):
-        at = tl.argmax(rank, 0)
+        at = _first(rank, cell, GROUPS * SIZE)
         chosen = tl.where(place == c, at // SIZE * size + at % SIZE, chosen)
-        rank = tl.where(cell == at, float("-inf"), rank)
+        rank = tl.where(cell == at, LOWEST, rank)
     weight = tl.load(logits_ptr + token * experts + chosen, mask=place < C, other=float("-inf"))
+    for p in tl.static_range(1, PARTS):
+        weight += tl.load(logits_ptr + p * apart + token * experts + chosen, mask=place < C, other=0.0)
     weight = tl.sigmoid(weight) if SIGMOID else tl.exp(weight - top) / sum
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
@@ -63,18 +87,18 @@ def _route(
 
 
 def route(
-    logits_NX: Tensor, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
+    logits_NX: Sum, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
     groups: int, groups_chosen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.moe.route`. The experts of a token come with the best first; of equals the first is taken."""
-    logits_NX = logits_NX.contiguous()
+    logits, parts = addends(logits_NX)
     tokens, experts = logits_NX.shape
-    experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits_NX.device)
-    weights_NC = logits_NX.new_empty(tokens, chosen)
+    experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
+    weights_NC = logits.new_empty(tokens, chosen)
     _route[(tokens,)](
-        logits_NX, logits_NX if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
-        C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias_X is not None,
-        SIZE=triton.next_power_of_2(experts // groups), CHOSEN=triton.next_power_of_2(chosen),
-        GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits_NX),
+        logits, logits if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
+        PARTS=parts, C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize,
+        BIAS=bias_X is not None, SIZE=triton.next_power_of_2(experts // groups), CHOSEN=triton.next_power_of_2(chosen),
+        GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits),
     )  # fmt: skip
     return experts_NC, weights_NC
