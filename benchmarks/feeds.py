@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from dinfer.compose import Recipe
+from dinfer.kernels.dispatch import use_triton
 from dinfer.layers.mlp import Experts
 from dinfer.protocols import Attend, Iteration, Lanes, Model, ModelSpec, State
 
 STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
+ROWS = 64  # whose forwards are fed other tokens
 
 
 def plain_tokens(spec: ModelSpec) -> range:
@@ -36,10 +38,15 @@ class Spread(Iteration):
         return super().unfit(spec)
 
     def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
-        plain = plain_tokens(model.spec)
-        row_B = torch.add(lanes.slot_B, lanes.forwards_B, alpha=64)
-        other_BW = torch.add(pos_BW, row_B[:, None], alpha=STRIDE).remainder_(len(plain)).add_(plain.start)
-        fed_BW = torch.where(tokens_BW == model.spec.mask_id, other_BW, tokens_BW)
+        plain, mask_id = plain_tokens(model.spec), model.spec.mask
+        if use_triton(tokens_BW):
+            from benchmarks.spread import spread
+
+            fed_BW = spread(tokens_BW, pos_BW, lanes.slot_B, lanes.forwards_B, mask_id, plain, STRIDE, ROWS)
+        else:
+            row_B = torch.add(lanes.slot_B, lanes.forwards_B, alpha=ROWS)
+            other_BW = torch.add(pos_BW.clamp_min(0), row_B[:, None], alpha=STRIDE) % len(plain) + plain.start
+            fed_BW = torch.where(tokens_BW == mask_id, other_BW, tokens_BW)
         return super().embed(model, fed_BW, pos_BW, lanes, state)
 
 

@@ -155,6 +155,18 @@ def test_prompts_have_no_special_token() -> None:
     assert some == more[:2] and {len(prompt) for prompt in more} == {8}
 
 
+def test_the_kernel_that_feeds_masks_apart() -> None:
+    pytest.importorskip("triton")
+    from benchmarks.spread import spread
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens_BW, pos_BW = torch.randint(0, 9, (3, 200), device=device), torch.randint(-1, 500, (3, 200), device=device)
+    slot_B, forwards_B = torch.tensor([0, 5, 2], device=device), torch.tensor([3, 0, 700], device=device)
+    fed_BW = spread(tokens_BW, pos_BW, slot_B, forwards_B, 7, range(20, 51), 7919, 64)
+    other_BW = 20 + (pos_BW.clamp_min(0) + 7919 * (slot_B + 64 * forwards_B)[:, None]) % 31
+    assert torch.equal(fed_BW, torch.where(tokens_BW == 7, other_BW, tokens_BW))
+
+
 def test_apart_masks_are_fed_tokens_of_their_own_and_reach_more_experts() -> None:
     alike, recipe = random_recipe("small-llada2"), apart(random_recipe("small-llada2"))
     prompts = random_prompts(recipe.model.spec, 1, 32)

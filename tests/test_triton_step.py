@@ -143,6 +143,12 @@ def test_take(monkeypatch: pytest.MonkeyPatch, blocks: int, size: int) -> None:
     same(got[there_RL], want[there_RL])
 
 
+def test_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    table_VD, index_BW = torch.randn(30, 70, device=DEVICE), torch.randint(0, 30, (4, 9), device=DEVICE)
+    got, want = both(monkeypatch, partial(rows.looked_up, table_VD, index_BW))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 700)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
 def test_store_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:

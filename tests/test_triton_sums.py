@@ -91,6 +91,7 @@ def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
     want = norm.add_rms_norm(x_BWD, delta, weight_D, 1e-5)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, **CLOSE[dtype])
+    assert torch.equal(triton_norm.add(x_BWD, delta), got[0])
     if isinstance(delta, Mixture):  # the same bits as where a kernel of its own adds up
         whole = triton_moe.combine(*delta).view(2, 3, width)
         assert torch.equal(got[0], triton_norm.add_rms_norm(x_BWD, whole, weight_D, 1e-5)[0])

@@ -27,6 +27,15 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
 
 
+def add(x_BWD: Tensor, delta_BWD: Sum | Mixture) -> Tensor:
+    """x + delta, once delta is added up. [B, W, D]"""
+    if use_triton(x_BWD):
+        from dinfer.kernels.triton.norm import add as kernel
+
+        return kernel(x_BWD, delta_BWD)
+    return x_BWD + summed(delta_BWD).view_as(x_BWD)
+
+
 def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Sum | Mixture | None, weight_D: Tensor, eps: float, narrow: bool = False,
     both: bool = False,
@@ -40,7 +49,7 @@ def add_rms_norm(
 
         return kernel(x_BWD, delta_BWD, weight_D, eps, narrow, both)
     if delta_BWD is not None:
-        x_BWD = x_BWD + summed(delta_BWD).view_as(x_BWD)
+        x_BWD = add(x_BWD, delta_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
     if not narrow:
         return x_BWD, normed_BWD

@@ -1,11 +1,13 @@
 """Rows of a batch: some positions of each, and how they are written back.
 
-Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries.
+Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries,
+V rows of a table, D columns.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
@@ -19,6 +21,15 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
         return kernel(x_BWX, index_RL)
     index_BX = index_RL.clamp_min(0).view(x_BWX.shape[0], -1, 1).expand(-1, -1, x_BWX.shape[-1])
     return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
+
+
+def looked_up(table_VD: Tensor, index_BW: Tensor) -> Tensor:
+    """Rows of a table. [B, W, D]"""
+    if use_triton(table_VD):
+        from dinfer.kernels.triton.rows import take as kernel
+
+        return kernel(table_VD[None], index_BW)
+    return F.embedding(index_BW, table_VD)
 
 
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:

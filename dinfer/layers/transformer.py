@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.linear import linear
-from dinfer.kernels.norm import add_rms_norm
+from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
+from dinfer.kernels.rows import looked_up
 from dinfer.kernels.sums import Mixture, Sum, summed
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return self.embedding(tokens_BW)
+        return looked_up(self.embedding.weight, tokens_BW)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
@@ -113,7 +114,7 @@ class Transformer(nn.Module):
         delta_BWD: Delta | None = None
         for block in self.blocks:
             x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces)
-        return x_BWD if delta_BWD is None else x_BWD + summed(delta_BWD).view_as(x_BWD)
+        return x_BWD if delta_BWD is None else add(x_BWD, delta_BWD)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""

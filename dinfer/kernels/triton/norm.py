@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,32 @@ from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
 from dinfer.kernels.sums import Mixture, Sum, addends
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
+
+
+@triton.jit
+def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
+    """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
+    delta = tl.zeros(column.shape, tl.float32)
+    delta_ptr += tl.program_id(0).to(tl.int64) * stride + column
+    for part in tl.static_range(PARTS):
+        addend = tl.load(delta_ptr + part * apart, mask=inside, other=0.0).to(tl.float32)
+        if part < MIXED:
+            addend *= tl.load(mix_ptr + tl.program_id(0) * MIXED + part)
+        delta += addend
+    return (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _add(
+    x_ptr, delta_ptr, mix_ptr, sum_ptr, width, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+    x = _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
+    tl.store(sum_ptr + row + column, x, mask=inside)
 
 
 @triton.jit
@@ -27,14 +55,7 @@ def _add_rms_norm(
     wait(EARLY)
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if PARTS:
-        delta = tl.zeros((BLOCK,), tl.float32)
-        delta_ptr += tl.program_id(0).to(tl.int64) * stride + column
-        for part in tl.static_range(PARTS):
-            addend = tl.load(delta_ptr + part * apart, mask=inside, other=0.0).to(tl.float32)
-            if part < MIXED:
-                addend *= tl.load(mix_ptr + tl.program_id(0) * MIXED + part)
-            delta += addend
-        x = (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
+        x = _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -45,6 +66,44 @@ def _add_rms_norm(
         normed, scale = scaled(normed.to(tl.float32), 0, LARGEST)
         tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class Addends(NamedTuple):
+    """Where a kernel finds what it is to add to the rows."""
+
+    delta: Tensor
+    mix: Tensor
+    apart: int  # from one part of a row to the next
+    stride: int  # from one row to the next
+    parts: int
+    mixed: int  # of the parts, how many have a weight
+
+    @classmethod
+    def of(cls, delta: Sum | Mixture | None, x: Tensor) -> Addends:
+        width = x.shape[-1]
+        if delta is None:
+            return cls(x, x, 0, 0, 0, 0)
+        if isinstance(delta, Mixture):
+            parts = delta.rows_PD.numel() // x.numel()
+            return cls(*delta, width, parts * width, parts, delta.weights_NC.shape[1])
+        values, parts = addends(delta)
+        return cls(values, x, x.numel(), width, parts, 0)
+
+
+def _size(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 128, 1), 16)}
+
+
+def add(x_BWD: Tensor, delta_BWD: Sum | Mixture) -> Tensor:
+    """See `dinfer.kernels.norm.add`."""
+    x_BWD = x_BWD.contiguous()
+    sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
+    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    _add[(x_BWD.numel() // width,)](
+        x_BWD, delta, mix, sum_BWD, width, apart, stride, PARTS=parts, MIXED=mixed, **_size(width), **early(x_BWD)
+    )
+    return sum_BWD
 
 
 def add_rms_norm(
@@ -58,19 +117,11 @@ def add_rms_norm(
     out, scale = (plain, plain) if made is None else (made.values, made.scale)
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
-    rows, mix, mixed, stride = x_BWD.numel() // width, x_BWD, 0, width
-    if isinstance(delta_BWD, Mixture):
-        delta, mix = delta_BWD
-        parts, mixed, apart = delta.shape[0] // rows, mix.shape[1], width
-        stride *= parts
-    else:
-        delta, parts = (x_BWD, 0) if delta_BWD is None else addends(delta_BWD)
-        apart = rows * width
-    block = triton.next_power_of_2(width)
-    _add_rms_norm[(rows,)](
+    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    _add_rms_norm[(x_BWD.numel() // width,)](
         x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, width, apart, stride, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both, BLOCK=block,
-        num_warps=min(max(block // 128, 1), 16), **early(x_BWD),
+        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both,
+        **_size(width), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, plain if made is None else made
 
