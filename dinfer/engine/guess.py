@@ -14,7 +14,7 @@ BURST = 2  # times as many positions as a row has ever committed in a step, it i
 
 def stays(left: int, fastest: int) -> bool:
     """Whether a row with so many open positions will most likely not commit them all in a step."""
-    return left > BURST * max(fastest, 2)
+    return left > BURST * max(fastest, 1)
 
 
 @dataclass(slots=True)
