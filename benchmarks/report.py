@@ -102,10 +102,24 @@ def steps() -> str:
         )
     lines += [
         "",
+        _cards(reports["LLaDA2-mini"]),
+        "",
         "For comparison, measured once on the same kind of card for batch 1 (not in this run): dInfer eager 36.8 ms a "
         "forward, dInfer with torch.compile 7.28 ms after 203 s of warm-up.",
     ]
     return "\n".join(lines)
+
+
+def _cards(report: dict[str, Any]) -> str:
+    """What the same step took on other cards: reading the experts is most of it, and cards differ in that."""
+    others = [json.loads(path.read_text()) for path in sorted((RESULTS / "cards").glob("*.json"))]
+    rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in (report, *others)]
+    experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in (report, *others)]
+    return (
+        f"LLaDA2-mini's step, of which its experts take {experts[0]:.2f} ms here: {rates[0]:.1f} a second with the host. "
+        f"On the {len(others)} cards of another machine (commit {others[0]['commit']}) experts took {min(experts[1:]):.2f} "
+        f"to {max(experts[1:]):.2f} ms, and it was {', '.join(f'{rate:.1f}' for rate in sorted(rates[1:]))} a second."
+    )
 
 
 def parts() -> str:
