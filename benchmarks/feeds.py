@@ -56,7 +56,7 @@ def apart(recipe: Recipe) -> Recipe:
     To a network with random weights all masks are alike, what attention adds is much the same for all tokens, and a
     random bias prefers some experts, so few experts are read. Here each mask is fed a token of its own (`Spread`),
     embeddings are so long that they decide the choice, and the bias is 0. The work of a step is the same but for a
-    handful of small kernels.
+    small kernel.
     """
     model: Any = recipe.model
     model.embedding.weight.mul_(4 * model.spec.hidden**0.5)

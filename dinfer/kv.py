@@ -107,8 +107,13 @@ class KVPool:
         pages_BP, write_X = key_places(
             self.table_NP, slot_B, pos_BW, page=self.page, pages=pages, null=NULL, scratch=SCRATCH
         )
-        start_BW, end_BW = (bound_BW.contiguous() for bound_BW in interval_BW)  # once, not in every layer
-        return PagedAttend(self, pos_BW, write_X, pages_BP, (start_BW, end_BW), local_BW, context_BW)
+        near_BW = None if local_BW is None else _contiguous(local_BW)
+        return PagedAttend(self, pos_BW, write_X, pages_BP, _contiguous(interval_BW), near_BW, context_BW)
+
+
+def _contiguous(interval_BW: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Once, not in every layer, where a copy would also come between RoPE and attention."""
+    return interval_BW[0].contiguous(), interval_BW[1].contiguous()
 
 
 @dataclass(frozen=True, slots=True)

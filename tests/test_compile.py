@@ -5,8 +5,11 @@ Here the traced graphs run as they are; tests/gpu has them compiled, which takes
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from support.families import random_model
 from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 from support.scripted import Scripted
@@ -14,6 +17,8 @@ from support.scripted import Scripted
 from dinfer.cli.recipe import _runtime as runtime_of
 from dinfer.compose import Recipe, compose
 from dinfer.engine.engine import Runtime
+from dinfer.kernels import moe
+from dinfer.kernels.sums import Mixture
 
 compiles = torch._dynamo.utils.counters["stats"]
 
@@ -41,6 +46,34 @@ def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, mo
     assert set(modes) == {{"max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)}
     assert engine.recipe.model.embedding.weight is recipe.model.embedding.weight
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want  # the recipe's own is as it was
+
+
+def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it comes on a GPU. Dynamo would else trace what precedes attention for each kind of sum, till its limit."""
+    torch._dynamo.reset()
+    real, mixture = torch.compile, moe.expert_mixture
+
+    def left(*given: Any, **options: Any) -> Mixture:
+        out_ND = mixture(*given, **options)
+        return Mixture(torch.stack((out_ND, out_ND), 1).flatten(0, 1), torch.full((len(out_ND), 2), 0.5))
+
+    monkeypatch.setattr("dinfer.layers.mlp.expert_mixture", left)
+    monkeypatch.setattr(torch, "compile", lambda work, mode: real(work, backend="eager"))
+    iteration = {"name": "block_diffusion", "block": 4}
+    recipe = compose(random_model("llada2"), iteration=iteration, decoder="threshold", cache="block")
+    requests, outcomes, kinds = requests_for(recipe), [], []
+    for engine in (engine_for(recipe), engine_for(recipe, compile="default")):
+        before, after = engine.recipe.model.pieces
+        kinds.append(set())
+
+        def spied(block: Any, x: Any, delta: Any, before: Any = before) -> Any:
+            kinds[-1].add(type(delta))
+            return before(block, x, delta)
+
+        monkeypatch.setattr(engine.recipe.model, "pieces", (spied, after))
+        outcomes.append([outcome(c) for c in completions(engine, requests)])
+    assert outcomes[0] == outcomes[1]
+    assert Mixture in kinds[0] and Mixture not in kinds[1]
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

@@ -185,3 +185,11 @@ def test_runtime_refuses_nonsense(wrong: dict[str, int]) -> None:
 def test_graphs_need_a_cuda_device() -> None:
     with pytest.raises(ValueError, match="needs a CUDA device"):
         engine_for(poisoned_recipe(), graphs=True)
+
+
+@pytest.mark.parametrize("token", [-1, 40])
+def test_a_prompt_with_a_token_that_is_none_is_refused(token: int) -> None:
+    engine = engine_for(poisoned_recipe())
+    with pytest.raises(ValueError, match=f"holds token {token}, which is not in the vocabulary of 40"):
+        engine.add(Request([1, token], 4, [0.6, 1]))
+    engine.add(Request([1, token], 4, [0.6, 1], gaps=[False, True]))  # what is in a gap is replaced

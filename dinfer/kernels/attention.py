@@ -71,7 +71,8 @@ def paged_attention(
     """Interval attention over keys in pages of T positions: key s of a row is in page `pages_BP[row, s // T]`.
 
     [B, W, H, E]. Pools in float8 are widened as they are read. Keys outside a query's interval must be finite, or the
-    page one that no row shares.
+    page one that no row shares. On CUDA it must come right behind `rotate_and_store`, or a kernel that is not ours:
+    intervals that a kernel just before has written may be read too early.
     """
     if use_triton(q_BWHE, q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel

@@ -17,7 +17,7 @@ from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, unrounded, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
-from dinfer.kernels.sums import Mixture, Sum, addends, summed
+from dinfer.kernels.sums import Mixture, Sum, held, summed
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -46,7 +46,7 @@ def route(
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
-    if allowed_NX is None and use_triton(addends(logits_NX)[0]):
+    if allowed_NX is None and use_triton(held(logits_NX)):
         from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
@@ -163,7 +163,7 @@ def expert_mixture(
 
 
 def _mixture(out_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None) -> Tensor | Mixture:
-    if plus_ND is None:
+    if plus_ND is None and len(weights_NC) <= TOGETHER:  # of more, the rows would take up memory until they are read
         return Mixture(out_PD, weights_NC.float().contiguous())
     from dinfer.kernels.triton.moe import combine
 

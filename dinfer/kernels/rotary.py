@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, LARGEST
 from dinfer.kernels.norm import rms_norm
-from dinfer.kernels.sums import Sum, addends, summed
+from dinfer.kernels.sums import Sum, held, summed
 
 Table = tuple[Tensor, Tensor]
 
@@ -84,7 +84,7 @@ def rotate_and_store(
     flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8; of several rows
     that go to one place any may win.
     """
-    if use_triton(addends(qkv_BWXE)[0], qkv_BWXE.shape[-1]):
+    if use_triton(held(qkv_BWXE), qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
         return kernel(qkv_BWXE, table, norm, heads, k_YGE, v_YGE, write_X)

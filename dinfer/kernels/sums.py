@@ -1,6 +1,6 @@
 """Sums that are left to whoever reads them, so that no kernel runs only to add up.
 
-Shape suffixes: N tokens, C chosen experts of a token, P pairs of token and expert, D hidden size.
+Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token and expert, D hidden size.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class Mixture(NamedTuple):
 
 
 Sum = Tensor | Parts
+
+
+def held(x: Sum) -> Tensor:
+    """What holds it, added up or not."""
+    return x if isinstance(x, Tensor) else x.values
 
 
 def addends(x: Sum) -> tuple[Tensor, int]:

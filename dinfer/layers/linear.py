@@ -36,13 +36,7 @@ class Linear(nn.Linear):
 
     def in_parts(self, x: Rows) -> Sum:
         """As called, for a reader that adds up; see `dinfer.kernels.linear.linear_in_parts`."""
-        if self.weight_scale is None:
-            return linear_in_parts(x, self.weight, self.bias)
-        return self._narrow_in_parts(x)
-
-    @torch.compiler.disable
-    def _narrow_in_parts(self, x: Rows) -> Sum:
-        return linear_in_parts(x, self.weight, self.bias, self.weight_scale)
+        return linear_in_parts(x, self.weight, self.bias) if self.weight_scale is None else self._narrow(x)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:

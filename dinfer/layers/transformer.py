@@ -92,7 +92,14 @@ class Transformer(nn.Module):
         """
         twin = copy.copy(self)
         mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
-        twin.pieces = (torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode))
+        before, after = torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode)
+
+        def added_up(block: Block, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+            # Of sums that come in other types `before` would be traced for each, more often than dynamo allows.
+            x_BWD, delta_BWD = after(block, x_BWD, *others)
+            return x_BWD, summed(delta_BWD).view_as(x_BWD)
+
+        twin.pieces = (before, added_up)
         return twin
 
     @property

@@ -21,8 +21,10 @@ from triton.language.extra import cuda
 def follow(EARLY: tl.constexpr):
     """Lets the next kernel start, and waits until all that the kernels before have written is there.
 
-    Comes before the first read of anything a kernel has written, and before the first write. Weights, which no kernel
-    writes, may be on their way before: see `let_next` and `wait`, which it is made of.
+    Comes before the first read of anything a kernel has written, and before the first write. Weights, scales and
+    biases of a network are there long before: kernels may read them first, by `let_next` and `wait`, which this is made
+    of. So a kernel that makes weights and lets others start early must not come right before one that multiplies with
+    them.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -42,6 +44,7 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next(EARLY: tl.constexpr):
+    """The first half of `follow`: lets the next kernel start, once all programs have come here or ended."""
     if EARLY:
         cuda.gdc_launch_dependents()
 
