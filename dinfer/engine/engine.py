@@ -154,6 +154,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         """Raises ValueError for a request that no empty engine has room for, or with tokens that are none."""
+        request.check(self.recipe.model.spec.vocab)
         need, most = self._need(request), self.runtime.pages
         if self.runtime.max_length is not None and request.length > self.runtime.max_length:
             raise ValueError(
@@ -165,10 +166,6 @@ class Engine:
                 f"a request of {request.length} positions needs {need} pages of keys and values, and runtime.pages="
                 f"{most}: raise it, or leave it out"
             )
-        given, vocab = zip(request.prompt, request.masked, strict=False), self.recipe.model.spec.vocab
-        outside = next((token for token, open_ in given if not open_ and not 0 <= token < vocab), None)
-        if outside is not None:  # kernels would read whatever is there
-            raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
 
     def _need(self, request: Request) -> int:
         """Pages that a request takes up."""

@@ -40,6 +40,12 @@ class Request:
         """Which positions are to be decoded."""
         return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
+    def check(self, vocab: int) -> None:
+        """Raises ValueError for a token outside the vocabulary: kernels would read whatever is there."""
+        given = (token for token, masked in zip(self.prompt, self.masked, strict=False) if not masked)
+        if (outside := next((token for token in given if not 0 <= token < vocab), None)) is not None:
+            raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
+
     @property
     def start(self) -> int:
         """The first position that is to be decoded."""
