@@ -116,10 +116,10 @@ def _cards(report: dict[str, Any]) -> str:
     rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in (report, *others)]
     experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in (report, *others)]
     return (
-        f"LLaDA2-mini's step, of which its experts take {experts[0]:.2f} ms here: {rates[0]:.1f} a second with the "
+        f"LLaDA2-mini's step, of which its experts take {experts[0]:.2f} ms here: {rates[0]:.2f} a second with the "
         f"host. On the {len(others)} cards of another machine (commit {others[0]['commit']}) experts took "
         f"{min(experts[1:]):.2f} to {max(experts[1:]):.2f} ms, and it was "
-        f"{', '.join(f'{rate:.1f}' for rate in sorted(rates[1:]))} a second."
+        f"{', '.join(f'{rate:.2f}' for rate in sorted(rates[1:]))} a second."
     )
 
 
