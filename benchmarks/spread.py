@@ -31,10 +31,8 @@ def spread(
 ) -> Tensor:  # fmt: skip
     """See `benchmarks.feeds.Spread`."""
     lanes, width = tokens_BW.shape
-    out_BW, block = (
-        torch.empty_like(tokens_BW, memory_format=torch.contiguous_format),
-        min(triton.next_power_of_2(width), 128),
-    )
+    out_BW = torch.empty_like(tokens_BW, memory_format=torch.contiguous_format)
+    block = min(triton.next_power_of_2(width), 128)
     _spread[(lanes, triton.cdiv(width, block))](
         tokens_BW.contiguous(), pos_BW.contiguous(), slot_B.contiguous(), forwards_B.contiguous(), out_BW, width,
         mask_id, plain.start, len(plain), stride, ROUNDS=rounds, BLOCK=block, num_warps=1, **early(tokens_BW),

@@ -70,8 +70,7 @@ def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Te
 def linear_in_parts(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Sum:
     """As `linear`, for a reader that can add up: of a small weight each program then takes a part of the inputs.
 
-    A multiprocessor reads no more than some 100 bytes in a nanosecond, so a map of few outputs is soon done only if
-    all of them have a share in it.
+    One multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
     """
     return _linear(x, weight_OK, bias_O, scale_O, split=True)
 

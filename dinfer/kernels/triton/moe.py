@@ -19,6 +19,7 @@ from torch import Tensor
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import round_rows, scaled
+from dinfer.kernels.triton.sums import added
 
 
 class Plan(NamedTuple):
@@ -291,12 +292,7 @@ def _combine(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     x_ptr += token * (C + SHARED) * width + column
-    sum = tl.zeros((BLOCK,), tl.float32)
-    for c in tl.static_range(C):
-        x = tl.load(x_ptr + c * width, mask=inside, other=0.0)
-        sum += x.to(tl.float32) * tl.load(weights_ptr + token * C + c)
-    if SHARED:
-        sum += tl.load(x_ptr + C * width, mask=inside, other=0.0).to(tl.float32)
+    sum = added(x_ptr, weights_ptr + token * C, inside, width, 0.0, C + SHARED, C)
     if PLUS:
         sum += tl.load(plus_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, sum.to(out_ptr.dtype.element_ty), mask=inside)

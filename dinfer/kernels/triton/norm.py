@@ -13,18 +13,15 @@ from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
 from dinfer.kernels.sums import Mixture, Sum, addends
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
+from dinfer.kernels.triton.sums import added
 
 
 @triton.jit
 def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
     """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
-    delta = tl.zeros(column.shape, tl.float32)
-    delta_ptr += tl.program_id(0).to(tl.int64) * stride + column
-    for part in tl.static_range(PARTS):
-        addend = tl.load(delta_ptr + part * apart, mask=inside, other=0.0).to(tl.float32)
-        if part < MIXED:
-            addend *= tl.load(mix_ptr + tl.program_id(0) * MIXED + part)
-        delta += addend
+    row = tl.program_id(0)
+    delta_ptr += row.to(tl.int64) * stride + column
+    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
     return (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
 
 

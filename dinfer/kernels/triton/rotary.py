@@ -9,6 +9,7 @@ from torch import Tensor
 from dinfer.kernels.rotary import HeadNorm
 from dinfer.kernels.sums import Sum, addends
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
+from dinfer.kernels.triton.sums import added
 
 
 @triton.jit
@@ -45,15 +46,6 @@ def rotary_table(pos_BW: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _added(ptr, mask, stride, PARTS: tl.constexpr):
-    """The sum of parts that are so far from one another, in float32."""
-    sum = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        sum += tl.load(ptr + part * stride, mask=mask, other=0.0)
-    return sum
-
-
-@triton.jit
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride, eps,
     PARTS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
@@ -66,10 +58,8 @@ def _rotate_and_store(
     partner = tl.where(turned, (entry + TURNED // 2) % TURNED, entry)
     if NORM:
         weight_ptrs = norm_ptr + tl.where(head < H, 0, E)
-        weight, weight_swapped = (
-            tl.load(weight_ptrs + entry).to(tl.float32),
-            tl.load(weight_ptrs + partner).to(tl.float32),
-        )
+        weight = tl.load(weight_ptrs + entry).to(tl.float32)
+        weight_swapped = tl.load(weight_ptrs + partner).to(tl.float32)
     wait(EARLY)
     # Not before: attention reads what is older, and its programs would crowd where those of the map leave room.
     let_next(EARLY)
@@ -78,8 +68,8 @@ def _rotate_and_store(
     place = tl.load(write_ptr + row)
     source = qkv_ptr + row * qkv_stride + head * E
     apart = tl.num_programs(0).to(tl.int64) * qkv_stride
-    x = _added(source + entry, inside, apart, PARTS).to(q_ptr.dtype.element_ty)
-    swapped = _added(source + partner, inside, apart, PARTS).to(x.dtype)
+    x = added(source + entry, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(q_ptr.dtype.element_ty)
+    swapped = added(source + partner, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(x.dtype)
     wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
     if NORM:  # of queries and keys; each rounding is one of the reference's
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]

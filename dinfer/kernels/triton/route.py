@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dinfer.kernels.sums import Sum, addends
 from dinfer.kernels.triton.launch import early, let_next, wait
+from dinfer.kernels.triton.sums import added
 
 LOWEST = tl.constexpr(-(2**31))
 
@@ -42,10 +43,9 @@ def _route(
     if BIAS:
         bias = tl.load(bias_ptr + lane, mask=inside, other=0.0)
     wait(EARLY)
-    logits = tl.load(logits_ptr + token * experts + lane, mask=inside, other=float("-inf"))
+    logits_ptr += token * experts
     apart = tl.num_programs(0) * experts
-    for p in tl.static_range(1, PARTS):
-        logits += tl.load(logits_ptr + p * apart + token * experts + lane, mask=inside, other=0.0)
+    logits = added(logits_ptr + lane, logits_ptr, inside, apart, float("-inf"), PARTS, 0)
     if SIGMOID:
         score = tl.sigmoid(logits)
     else:
@@ -76,9 +76,7 @@ def _route(
         at = _first(rank, cell, GROUPS * SIZE)
         chosen = tl.where(place == c, at // SIZE * size + at % SIZE, chosen)
         rank = tl.where(cell == at, LOWEST, rank)
-    weight = tl.load(logits_ptr + token * experts + chosen, mask=place < C, other=float("-inf"))
-    for p in tl.static_range(1, PARTS):
-        weight += tl.load(logits_ptr + p * apart + token * experts + chosen, mask=place < C, other=0.0)
+    weight = added(logits_ptr + chosen, logits_ptr, place < C, apart, float("-inf"), PARTS, 0)
     weight = tl.sigmoid(weight) if SIGMOID else tl.exp(weight - top) / sum
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
