@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kernels import CLOSE, CUDA, DEVICE, draw
 
-CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
@@ -20,13 +20,6 @@ from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 
-DEVICE = "cuda" if CUDA else "cpu"
-# The interpreter computes in numpy, which has no bfloat16.
-CLOSE = {
-    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
-    torch.bfloat16 if CUDA else torch.float16: {"atol": 2e-2, "rtol": 2e-2},
-}
-
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -37,10 +30,6 @@ def seeded() -> None:
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of dinfer.kernels run torch, so that the kernels have something to be compared with."""
     monkeypatch.setenv("DINFER_KERNELS", "torch")
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

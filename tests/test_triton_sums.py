@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw
 
-CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
@@ -19,20 +19,12 @@ from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 
-DEVICE = "cuda" if CUDA else "cpu"
-SHORT = torch.bfloat16 if CUDA else torch.float16  # the interpreter computes in numpy, which has no bfloat16
-CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, SHORT: {"atol": 2e-2, "rtol": 2e-2}}
-
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared with the kernels runs in torch."""
     torch.manual_seed(0)
     monkeypatch.setenv("DINFER_KERNELS", "torch")
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
