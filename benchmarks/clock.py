@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dinfer.core.protocols import StepShape
 from dinfer.engine.engine import Engine
-from dinfer.protocols import StepShape
 
 
 class Clock:

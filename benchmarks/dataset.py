@@ -3,9 +3,9 @@
     python -m benchmarks.dataset DATA.jsonl OUT --batch 8 --limit 100 model=llada_8b_instruct decoder.threshold=0.9
 
 Writes OUT.jsonl, a prediction a line in the order of the data set, after each batch, and OUT.json: statistics
-(`dinfer.metrics`), settings, commit, hardware. All else on the command line are overrides as of `dinfer generate`. A
-run that was stopped goes on where it was when the same command is given again, or one with a higher limit; other
-settings are refused. What the predictions are worth is not judged here: that is `dinfer eval`.
+(`dinfer.analysis.metrics`), settings, commit, hardware. All else on the command line are overrides as of
+`dinfer generate`. A run that was stopped goes on where it was when the same command is given again, or one with a
+higher limit; other settings are refused. What the predictions are worth is not judged here: that is `dinfer eval`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.configured import configured
 from benchmarks.prompts import Prompt, read_prompts
-from benchmarks.surroundings import surroundings
+from benchmarks.provenance import provenance
+from dinfer.analysis.metrics import Sample, measure
 from dinfer.cli.recipe import pipeline
-from dinfer.metrics import Sample, measure
 from dinfer.pipeline import Pipeline
 
 
@@ -105,7 +105,7 @@ def run(given: argparse.Namespace) -> None:
     about = json.loads(report.read_text()) if report.is_file() else {}
     if todo:
         pipe, new_tokens = pipeline(config), config["max_new_tokens"]
-        about = {**surroundings(pipe.recipe.model.device), "settings": settings}
+        about = {**provenance(pipe.recipe.model.device), "settings": settings}
         report.write_text(json.dumps(about | {"prompts": len(prompts), "answered": len(lines)}, indent=1) + "\n")
         for _ in range(given.warmup):
             answer(pipe, todo[: given.batch], new_tokens)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.compose import Recipe
+from dinfer.core.protocols import Attend, Iteration, Model, ModelSpec, RowCursors, State
+from dinfer.core.recipe import Recipe
 from dinfer.kernels.dispatch import use_triton
 from dinfer.layers.mlp import Experts
-from dinfer.protocols import Attend, Iteration, Lanes, Model, ModelSpec, State
 
 STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
 ROWS = 64  # whose forwards are fed other tokens
@@ -32,12 +32,12 @@ def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
 class Spread(Iteration):
     """Feeds every masked position a token of its own, another one at every forward of every row."""
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
             return "--spread is for models with a mask token; open positions of this one hold noise. Leave it out."
-        return super().unfit(spec)
+        return super().incompatibility(spec)
 
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
         plain, mask_id = plain_tokens(model.spec), model.spec.mask
         if use_triton(tokens_BW):
             from benchmarks.spread import spread

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
+from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
-from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
-from dinfer.checkpoint import random_network
+from dinfer.loading.checkpoint import random_network
 
 RECIPES = {  # by whether the model is block-causal
     False: {"iteration": {"name": "blockwise", "block": 32, "stop": "off"}, "cache": "dual"},
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device), "models": {}}
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "models": {}}
     for name in given.shapes:
         report["models"][name] = measured(name, device, given.prompt, given.new)
         print(name, json.dumps(report["models"][name], indent=1), flush=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dinfer.core.kv import KVPool
 from dinfer.kernels.linear import FLOAT8
-from dinfer.kv import KVPool
 from dinfer.layers.mlp import Experts
 
 SIDE = 8192  # of the matrices

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dinfer.fronts import front
+from dinfer.analysis.pareto import front
 
 SHAPES = {"blockwise": "o", "smooth": "s", "full": "^"}
 GOOD = 20  # points of accuracy below the best that the right panel shows

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.surroundings import surroundings
-from dinfer.metrics import Metrics, Sample
-from dinfer.metrics import measure as metrics_of
-from dinfer.problems import Problem, generate, is_correct
-from dinfer.spec import ModelSpec
+from benchmarks.provenance import provenance
+from dinfer.analysis.metrics import Metrics, Sample
+from dinfer.analysis.metrics import measure as metrics_of
+from dinfer.core.spec import ModelSpec
+from dinfer.demo.problems import Problem, generate, is_correct
 
 BLOCK = 32
 FOUNDATION = [
@@ -164,7 +164,7 @@ def main() -> None:
         )
         if given.out:
             setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
-            write(given.out, [row.to_dict() for row in rows], setting | surroundings(device))
+            write(given.out, [row.to_dict() for row in rows], setting | provenance(device))
 
 
 def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import dinfer
+from benchmarks.provenance import provenance
 from benchmarks.quality import samples_of, with_problems, write
-from benchmarks.surroundings import surroundings
-from dinfer.metrics import measure
-from dinfer.problems import Problem, generate
+from dinfer.analysis.metrics import measure
+from dinfer.demo.problems import Problem, generate
 
 RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {  # the iteration of each model, and the caches
     "tiny": ("blockwise", ("none", "dual")),
@@ -64,7 +64,7 @@ def main() -> None:
                 rows.append({"model": model, "cache": cache, "quantize": quantize, "kv": kv} | figures)
                 print({name: value for name, value in rows[-1].items() if value is not None}, flush=True)
                 if given.out:
-                    write(given.out, rows, {"setting": setting} | surroundings(torch.device(given.device)))
+                    write(given.out, rows, {"setting": setting} | provenance(torch.device(given.device)))
 
 
 if __name__ == "__main__":

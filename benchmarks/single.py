@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.configured import configured
-from benchmarks.surroundings import surroundings
+from benchmarks.provenance import provenance
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
 
@@ -75,7 +75,7 @@ def run(given: argparse.Namespace) -> None:
     middle = sorted(runs, key=lambda run: run["tps"])[(len(runs) - 1) // 2]
     print(f"median: {told(middle)}")
     if given.out is not None:
-        about = surroundings(pipe.recipe.model.device)
+        about = provenance(pipe.recipe.model.device)
         spread = statistics.pstdev([run["tps"] for run in runs])
         found = {"settings": config, "warmup": given.warmup, "median": middle, "tps_deviation": spread, "runs": runs}
         given.out.write_text(json.dumps(about | found, indent=1) + "\n")

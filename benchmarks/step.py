@@ -28,15 +28,15 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import Hollow, apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled, told
+from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
-from benchmarks.surroundings import surroundings
 from dinfer import Pipeline, Runtime, compose
-from dinfer.checkpoint import random_network
-from dinfer.compose import Recipe
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
 from dinfer.layers.mlp import Experts
-from dinfer.protocols import StepShape
+from dinfer.loading.checkpoint import random_network
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
@@ -107,7 +107,7 @@ def main(args: list[str] | None = None) -> None:
     given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device)}
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device)}
     family, spec = shape(given.shape)
     card = rates(device, given.quantize) if cuda else None
     torch.manual_seed(0)

@@ -30,15 +30,15 @@ import torch
 import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
+from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
-from benchmarks.surroundings import surroundings
-from dinfer.checkpoint import random_network
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import check_range, option
+from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
-from dinfer.problems import generate
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import check_range, option
+from dinfer.loading.checkpoint import random_network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ def main(args: list[str] | None = None) -> None:
     cuda = device.type == "cuda"
     if cuda:  # of an earlier program's kernels the first block would take none
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **surroundings(device), "runs": []}
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
     pipe = pipeline(given, device)
     if cuda:
         torch.cuda.synchronize()

@@ -6,13 +6,13 @@ import os
 # anything else wants the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from dinfer.compose import IncompatibleRecipe, Recipe, compose
+from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Counts, NonFiniteLogits
-from dinfer.engine.serving import AsyncEngine
-from dinfer.infilling import Infilled
 from dinfer.pipeline import Pipeline, Result, load
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+from dinfer.pipeline.infilling import Infilled
 
 __version__ = "0.1.0"
 __all__ = [

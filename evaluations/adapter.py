@@ -19,14 +19,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
+from dinfer.analysis.metrics import Sample
+from dinfer.core.registry import REGISTRIES, unknown
 from dinfer.engine.engine import Runtime
-from dinfer.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
-from dinfer.metrics import Sample
 from dinfer.pipeline import Pipeline, load
-from dinfer.registry import REGISTRIES, unknown
+from evaluations.gen_kwargs import Wish, cut, wish
 from evaluations.ledger import Ledger, key_of
 from evaluations.ranks import Ranks, ranks
-from evaluations.wishes import Wish, cut, wish
 
 CHUNK = 4  # batches of a likelihood between two entries in the ledger
 

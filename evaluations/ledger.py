@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dinfer.metrics import Sample
+from dinfer.analysis.metrics import Sample
 
 
 @dataclass(frozen=True, slots=True)

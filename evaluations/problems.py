@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from dinfer.problems import Problem, generate, is_correct
+from dinfer.demo.problems import Problem, generate, is_correct
 
 COUNT = 500
 CHOICES = 4

@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dinfer.metrics import Sample, measure
+from dinfer.analysis.metrics import Sample, measure
 from evaluations.ledger import Answer, seconds
 
 KINDS = ("model", "iteration", "decoder", "cache", "sampling")

@@ -18,8 +18,8 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from dinfer.analysis.provenance import provenance
 from dinfer.pipeline import Pipeline
-from dinfer.surroundings import surroundings
 from evaluations.adapter import DinferLM, Likelihood
 from evaluations.ledger import Answer, Ledger, files
 from evaluations.ranks import Ranks
@@ -102,7 +102,7 @@ def evaluate(
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     versions = {name.replace("-", "_"): version(name) for name in ("lm-eval", "transformers")}
-    found = surroundings(among.device) | versions | {"ranks": among.size}
+    found = provenance(among.device) | versions | {"ranks": among.size}
     stem = None if out is None else out / name_of(recipe, settings, runtime)
     setup = {name: value for name, value in found.items() if name != "date"}
     chat = settings.chat

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import dinfer
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import option
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import option
 
 
 @dataclass(frozen=True, kw_only=True)

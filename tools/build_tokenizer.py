@@ -1,4 +1,4 @@
-"""Makes the tokenizer of the model in the box: `python tools/build_tokenizer.py dinfer/checkpoints/tiny`.
+"""Makes the tokenizer of the model in the box: `python tools/build_tokenizer.py dinfer/demo/checkpoints/tiny`.
 
 Byte-level BPE, so that any text comes back exactly; trained on the generator's own text, so that its words are
 one token each; every digit a token of its own, so that numbers are computed digit by digit.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dinfer.problems import stream
+from dinfer.demo.problems import stream
 
 EOS, MASK, USER, ASSISTANT = "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>"
 

@@ -11,7 +11,7 @@ import importlib
 import inspect
 from pathlib import Path
 
-from dinfer.registry import REGISTRIES, Registry, options_of
+from dinfer.core.registry import REGISTRIES, Registry, options_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "components"
 WHAT = {

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dinfer.checkpoint import check, family_of, layout, locate, read_config, read_spec
+from dinfer.core.registry import MODELS
+from dinfer.core.spec import Placement
 from dinfer.kernels.linear import round_rows
 from dinfer.layers.linear import QUANTIZED, roundable
-from dinfer.quantized import FIELD
-from dinfer.registry import MODELS
-from dinfer.shards import CheckpointError, Stored, read, read_object, stored
-from dinfer.spec import Placement
+from dinfer.loading.checkpoint import check, family_of, layout, locate, read_config, read_spec
+from dinfer.loading.quantized import FIELD
+from dinfer.loading.safetensors_io import CheckpointError, Stored, read, read_object, stored
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")

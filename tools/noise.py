@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.spec import ModelSpec
+from dinfer.core.spec import ModelSpec
 
 # t from here to 1; LLaDA's, and for blocks the least that masks a token of a block on average
 SMALLEST_RATIO = 1e-3

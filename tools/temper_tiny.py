@@ -1,6 +1,6 @@
 """Divides the logits of a trained model in the box by a temperature, by scaling its final norm.
 
-    python -m tools.temper_tiny TRAINED dinfer/checkpoints/tiny --temperature 1.25
+    python -m tools.temper_tiny TRAINED dinfer/demo/checkpoints/tiny --temperature 1.25
 
 Published models lose little at threshold 0.9, the usual setting; the first one, as trained, lost 6 points of held-out
 accuracy there, which called for a remedy. Its size was chosen without the held-out problems: the smallest of 1, 1.25,
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import dinfer  # registers the families
-from dinfer.checkpoint import family_of, load_network, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
 from tools.train_tiny import save
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dinfer.problems import stream
+from dinfer.demo.problems import stream
 
 SHORTEST_RESPONSE = 48
 # The families that take longest to learn come round twice as often.

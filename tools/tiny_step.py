@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.attention import interval_attention
+from dinfer.kernels.deferred import Sum, summed
 from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys
-from dinfer.kernels.sums import Sum, summed
 from dinfer.layers.transformer import Transformer
 from tools.muon import Muon
 from tools.noise import Noise

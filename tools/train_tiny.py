@@ -2,8 +2,9 @@
 
 FOLDER has the architecture (config.json) and the tokenizer; `tools/noise.py` says what is trained.
 
-    python -m tools.train_tiny dinfer/checkpoints/tiny --steps 40000
-    python -m tools.train_tiny dinfer/checkpoints/tiny-llada2 --row-lengths 96:8,128:6,160:1 --wrong 0.15 --drafts 8
+    python -m tools.train_tiny dinfer/demo/checkpoints/tiny --steps 40000
+    python -m tools.train_tiny dinfer/demo/checkpoints/tiny-llada2 --wrong 0.15 --drafts 8 \
+        --row-lengths 96:8,128:6,160:1
 
 `benchmarks/results/tiny-training.json` and `tiny-llada2-training.json` have the commands that were run.
 
@@ -33,9 +34,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import dinfer  # registers the families
-from dinfer.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.core.protocols import ModelFamily
 from dinfer.layers.transformer import Transformer
-from dinfer.protocols import ModelFamily
+from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step

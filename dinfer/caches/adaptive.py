@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.canvas import Canvas
+from dinfer.caches._window import scattered
+from dinfer.core.canvas import Canvas
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, StepShape, Window
+from dinfer.core.registry import CACHES, check_range, option
 from dinfer.kernels.canvas import padded
-from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES, check_range, option
-from dinfer.windows import scattered
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this
@@ -71,7 +71,7 @@ class AdaptiveCache(CachePolicy):
             return length - min(prompt, first)
         return min(end - first + int((length - prompt) * self.ratio), length - min(prompt, first))
 
-    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         tokens_BS = canvas.tokens_NS.index_select(0, lanes.slot_B)
         pos_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         prompt_B1, length_B1, forwards_B1 = (t[:, None] for t in (lanes.prompt_B, lanes.length_B, lanes.forwards_B))
@@ -91,7 +91,7 @@ class AdaptiveCache(CachePolicy):
         state["seen"].copy_(torch.where(flags_BS, tokens_BS, state["seen"]))
         return scattered(lanes, spec, shape, flags_BS)
 
-    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: Lanes, state: State) -> None:
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         index_BW = padded(pos_BW, state["when"].shape[1] - 1)
         steps_BW = (lanes.forwards_B[:, None] - state["when"].gather(1, index_BW)).clamp_min(1)
         distance_BW = 1 - F.cosine_similarity(old_BWX, new_BWX, dim=-1).clamp_max(1)
@@ -100,5 +100,5 @@ class AdaptiveCache(CachePolicy):
         state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
         state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
         return (lanes.forwards_B + 1) % self.prompt_interval == 0 if self.prompt_interval else False

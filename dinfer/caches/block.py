@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dinfer.canvas import Canvas
-from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES
-from dinfer.windows import contiguous, horizon
+from dinfer.caches._window import contiguous, horizon
+from dinfer.core.canvas import Canvas
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, StepShape, Window
+from dinfer.core.registry import CACHES
 
 
 @CACHES.register("block")
@@ -26,7 +26,7 @@ class BlockCache(CachePolicy):
 
     paper = "Block Diffusion, arXiv:2503.09573"
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.causal_block is not None or spec.encoder:
             return None
         return (
@@ -49,13 +49,13 @@ class BlockCache(CachePolicy):
     def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
         return max(horizon(spec, end, length) - self._settled(spec, start), spec.causal_block or 1)
 
-    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         return contiguous(lanes, spec, shape, None, None, keeps=True)
 
     def exact(self, causal_block: int | None) -> bool:
         return causal_block is not None
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> bool:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False
 
     def _settled(self, spec: ModelSpec, start: int) -> int:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.canvas import Canvas, Status
-from dinfer.protocols import CachePolicy, Lanes, ModelSpec, Moved, Phase, State, StepShape, Window
-from dinfer.registry import CACHES, check_range, option
-from dinfer.windows import scattered
+from dinfer.caches._window import scattered
+from dinfer.core.canvas import Canvas, Status
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, StepShape, Window
+from dinfer.core.registry import CACHES, check_range, option
 
 
 @CACHES.register("delayed")
@@ -56,7 +56,7 @@ class DelayedCache(CachePolicy):
             return min(length - start + spec.shift, length)
         return min(end + self.around, length) - max(start - max(self.around, spec.shift), 0)
 
-    def window(self, lanes: Lanes, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
         pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
         inside_BS = pos_S < lanes.length_B[:, None]
@@ -74,7 +74,7 @@ class DelayedCache(CachePolicy):
         flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
         return scattered(lanes, spec, shape, flags_BS)
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         if not self.interval:
             return moved.entered_B
         return moved.entered_B | ((lanes.step_BK.amax(-1) + 1) % self.interval == 0)

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.protocols import Lanes, ModelSpec, Moved, Phase, State
-from dinfer.registry import CACHES, check_range, option
-from dinfer.windows import WindowCache
+from dinfer.caches._window import WindowCache
+from dinfer.core.protocols import ModelSpec, Moved, Phase, RowCursors, State
+from dinfer.core.registry import CACHES, check_range, option
 
 
 @CACHES.register("vicinity")
@@ -42,10 +42,10 @@ class VicinityCache(WindowCache):
         zero = torch.zeros((), dtype=torch.int64)
         return {"passes": zero, "kept": zero.bool(), "again": zero.bool()}
 
-    def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
+    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
         return state["passes"] >= self.warmup if self.compat and phase == Phase.FULL else None
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         passes_B, kept_B, again_B = state["passes"], state["kept"], state["again"]
         later_B = lanes.block_B - moved.entered_B.long() > 0  # the pass was in the second block or behind it
         if phase == Phase.FULL:

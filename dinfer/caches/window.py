@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.protocols import Lanes, ModelSpec, Moved, Phase, State
-from dinfer.registry import CACHES, option
-from dinfer.windows import WindowCache
+from dinfer.caches._window import WindowCache
+from dinfer.core.protocols import ModelSpec, Moved, Phase, RowCursors, State
+from dinfer.core.registry import CACHES, option
 
 
 @CACHES.register("none")
@@ -30,7 +30,7 @@ class NoCache(WindowCache):
     paper = "LLaDA, arXiv:2502.09992"
     reuses = False
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> bool:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return True
 
 
@@ -48,13 +48,13 @@ class RefreshedCache(WindowCache):
         if self.interval < 0:
             raise ValueError(f"cache.interval={self.interval} must be 0 (never) or more")
 
-    def lingers(self, lanes: Lanes, phase: Phase, state: State) -> Tensor | None:
+    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
         return torch.ones_like(lanes.live_B) if self.compat and phase == Phase.FULL else None
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}
 
-    def stale(self, lanes: Lanes, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         if not self.interval:
             return moved.entered_B
         # A refresh and the window pass that follows it count as one sweep, as in dInfer.

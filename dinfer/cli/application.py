@@ -19,8 +19,8 @@ from dinfer.cli import conf
 from dinfer.cli.arguments import flags_of, split
 from dinfer.cli.errors import FAILURES, INPUT_ERRORS, debugging, reported
 from dinfer.cli.names import check, spread
-from dinfer.cli.points import Missed
-from dinfer.compose import IncompatibleRecipe
+from dinfer.cli.sweep_points import Missed
+from dinfer.core.recipe import IncompatibleRecipe
 
 Task = Callable[[dict[str, Any], str | None], None]
 

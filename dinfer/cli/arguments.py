@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dinfer.registry import unknown
+from dinfer.core.registry import unknown
 
 _OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
 _SWITCHES = ("--multirun", "-m", "--resolve")

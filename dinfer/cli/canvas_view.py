@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from dinfer.analysis.trace.pieces import Pieces
+from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
-from dinfer.protocols import Phase
-from dinfer.trace.pieces import Pieces
 
 
 class Origin(Enum):

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dinfer.compose import Recipe
-from dinfer.metrics import Metrics, Sample, measure
+from dinfer.analysis.metrics import Metrics, Sample, measure
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import DECODERS, options_of
+from dinfer.demo.problems import Problem, is_correct
 from dinfer.pipeline import Pipeline
-from dinfer.problems import Problem, is_correct
-from dinfer.registry import DECODERS, options_of
 
 
 @dataclass(frozen=True, slots=True)

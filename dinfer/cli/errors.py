@@ -12,8 +12,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
+from dinfer.analysis.tuning import NothingFound
 from dinfer.engine.request import NonFiniteLogits, StalledRow
-from dinfer.tuning import NothingFound
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError)

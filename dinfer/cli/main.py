@@ -12,7 +12,7 @@ from types import ModuleType
 import dinfer
 from dinfer.cli import commands
 from dinfer.cli.errors import debugging, reported
-from dinfer.registry import unknown
+from dinfer.core.registry import unknown
 
 HELP = """\
 dinfer {version}: modular inference for diffusion language models

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from dinfer.cli.conf import GROUPS, RECIPE, Schema
-from dinfer.registry import unknown
+from dinfer.core.registry import unknown
 
 
 def check(overrides: list[str], schema: Schema, *, multirun: bool) -> None:
@@ -79,7 +79,7 @@ def check_key(key: str, chosen: dict[str, list[str]], schema: Schema) -> None:
     if root == "hydra" or (not rest and root in schema.roots):
         return
     if root in GROUPS:
-        # In a sweep over components, an option goes to those that have it (`dinfer.cli.points`).
+        # In a sweep over components, an option goes to those that have it (`dinfer.cli.sweep_points`).
         options = sorted({name for choice in chosen[root] for name in schema.options(root, choice)})
         if rest.split(".")[0] not in ("name", *options):
             raise unknown(f"option of {root} {' or '.join(map(repr, chosen[root]))}:", rest, options)

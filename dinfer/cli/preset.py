@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dinfer.cli import conf
-from dinfer.registry import options_of
+from dinfer.core.registry import options_of
 
 
 def target(folder: Path, name: str) -> Path:

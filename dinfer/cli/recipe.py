@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 import torch
 
 from dinfer.cli.conf import GROUPS
+from dinfer.core.registry import typed, unknown
 from dinfer.engine.engine import Runtime
 from dinfer.pipeline import Pipeline, load
-from dinfer.registry import typed, unknown
 
 
 def pipeline(config: dict[str, Any]) -> Pipeline:

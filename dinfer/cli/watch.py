@@ -15,9 +15,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from dinfer.cli.canvas_view import Frame, Origin, frames
+from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
-from dinfer.protocols import Phase
 
 STYLES = {
     Origin.PROMPT: "blue",

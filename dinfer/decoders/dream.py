@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.timesteps import linear_timesteps
-from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
 
 NEAR = 2  # steps by which rounding may move the first step that commits a token
 

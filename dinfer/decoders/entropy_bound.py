@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("entropy_bound")

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.rank import descending_rank
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("factor")

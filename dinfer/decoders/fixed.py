@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_probability, check_range, option
 
 
 @DECODERS.register("fixed")

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.kernels.rules import confident
-from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_probability, check_range, option
+from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_probability, check_range, option
+from dinfer.kernels.thresholding import confident
 
 
 @DECODERS.register("joint_threshold")

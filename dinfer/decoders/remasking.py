@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_probability, option
+from dinfer.kernels.mask_runs import run_leaders
 from dinfer.kernels.rank import descending_rank
-from dinfer.kernels.runs import run_leaders
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_probability, option
 
 
 @DECODERS.register("remasking")

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
+from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("renoise")
@@ -43,7 +43,7 @@ class Renoise(Decoder):
         check_range("decoder", self, "bound", "confidence", "stability", least=0)
         check_range("decoder", self, "t_min", "t_max", least=1e-3, most=1e3)  # logits divided by it stay finite
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
             return None
         return (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dinfer.kernels.rules import confident
-from dinfer.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_probability, check_range, option
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_probability, check_range, option
+from dinfer.kernels.thresholding import confident
 
 
 @DECODERS.register("threshold")

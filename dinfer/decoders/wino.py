@@ -20,9 +20,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.rank import descending_rank
-from dinfer.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.registry import DECODERS, check_range, option
 
 
 @DECODERS.register("wino")

@@ -3,7 +3,7 @@
 Requests enter and leave between steps. In each round the loop launches one step or few for each phase that some row
 is in, and reads one small tensor of cursors; all else stays on the device. With CUDA graphs the next round is
 launched as soon as the cursors are there, and whatever the host does with the last one overlaps it; where all rows most
-likely stay in their blocks, before that (`dinfer.engine.guess`).
+likely stay in their blocks, before that (`dinfer.engine.scheduler.lookahead`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from itertools import accumulate
 
 import torch
 
-from dinfer.canvas import ACTIVE, Cursors, Phase, Status
-from dinfer.compose import Recipe
-from dinfer.engine.gathering import Gathering
-from dinfer.engine.grouping import Need, Step, free_positions, plan
-from dinfer.engine.guess import Luck, stays
-from dinfer.engine.launcher import Launcher
+from dinfer.core.canvas import ACTIVE, Cursors, Phase, Status
+from dinfer.core.kv import kv_dtype
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.engine.row import Row
+from dinfer.engine.runner import Launcher
 from dinfer.engine.runtime import Runtime, compiled
-from dinfer.kv import kv_dtype
-from dinfer.protocols import StepShape
-from dinfer.state import BatchState
+from dinfer.engine.scheduler.grouping import Need, Step, free_positions, plan
+from dinfer.engine.scheduler.lookahead import Luck, stays
+from dinfer.engine.scheduler.prefill_batching import Gathering
 
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 PLACE = Cursors._fields.index("forwards")  # so many cursors, from the first on, say where a row is

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from dinfer.kv import RESERVED
+from dinfer.core.kv import RESERVED
 
 Key = bytes
 

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Cursors
+from dinfer.core.canvas import Cursors
 
 
 class CursorReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from dinfer.canvas import Phase
+from dinfer.core.canvas import Phase
 
 
 class NonFiniteLogits(RuntimeError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dinfer.canvas import Cursors
-from dinfer.engine.grouping import Need
+from dinfer.core.canvas import Cursors
 from dinfer.engine.pages import Key
 from dinfer.engine.request import Request
+from dinfer.engine.scheduler.grouping import Need
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dinfer.kernels.sweep import Grid
-from dinfer.protocols import ModelSpec
-from dinfer.registry import ITERATIONS, option
-from dinfer.sweeps import AlignedSweep
+from dinfer.core.protocols import ModelSpec
+from dinfer.core.registry import ITERATIONS, option
+from dinfer.iterations._sweep import AlignedSweep
+from dinfer.kernels.advance import Grid
 
 
 @ITERATIONS.register("block_diffusion")
@@ -34,7 +34,7 @@ class BlockDiffusion(AlignedSweep):
         if self.lead < 0 or self.lead % self.block:
             raise ValueError(f"iteration.lead={self.lead} must be 0 or a multiple of iteration.block={self.block}")
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.encoder:
             return (
                 "iteration=block_diffusion lets its first block overlap the prompt, which this model's encoder must "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dinfer.registry import ITERATIONS
-from dinfer.sweeps import BlockSweep
+from dinfer.core.registry import ITERATIONS
+from dinfer.iterations._sweep import BlockSweep
 
 
 @ITERATIONS.register("blockwise")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dinfer.kernels.sweep import Grid
-from dinfer.protocols import BlockAfter, Iteration, Lanes, Moved
-from dinfer.registry import ITERATIONS
-from dinfer.sweeps import sweep_on
+from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors
+from dinfer.core.registry import ITERATIONS
+from dinfer.iterations._sweep import sweep_on
+from dinfer.kernels.advance import Grid
 
 
 @ITERATIONS.register("full")
@@ -26,5 +26,5 @@ class Full(Iteration):
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return prompt, length
 
-    def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
+    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
         return sweep_on(lanes, after, Grid(1))  # behind its block, nothing is to be decoded

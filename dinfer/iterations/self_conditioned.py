@@ -11,10 +11,10 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from dinfer.kernels.sweep import Grid
-from dinfer.protocols import Lanes, Model, ModelSpec, SelfConditioned, State
-from dinfer.registry import ITERATIONS, option
-from dinfer.sweeps import AlignedSweep
+from dinfer.core.protocols import Model, ModelSpec, RowCursors, SelfConditioned, State
+from dinfer.core.registry import ITERATIONS, option
+from dinfer.iterations._sweep import AlignedSweep
+from dinfer.kernels.advance import Grid
 
 
 @ITERATIONS.register("self_conditioned")
@@ -33,7 +33,7 @@ class SelfConditionedSweep(AlignedSweep):
 
     block: int = option(256, "length of a canvas, in tokens")
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.self_conditioning:
             return None
         return (
@@ -51,21 +51,21 @@ class SelfConditionedSweep(AlignedSweep):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(min(self.block, length) + 1, spec.hidden)}  # the last row is scratch
 
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
         x_BWD = model.embed(tokens_BW)
         expected_BWD = state["expected"].gather(1, self._rows(pos_BW, lanes, state)).to(x_BWD.dtype)
         told_BW1 = (self._inside(pos_BW, lanes) & (lanes.step_BK[:, :1] > 0))[..., None]
         soft_BWD = torch.where(told_BW1, expected_BWD, torch.zeros_like(x_BWD))
         return cast(SelfConditioned, model).condition(x_BWD, soft_BWD)
 
-    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
         expected_BWD = model.mix(logits_BWV).to(state["expected"].dtype)
         state["expected"].scatter_(1, self._rows(pos_BW, lanes, state), expected_BWD)
 
-    def _inside(self, pos_BW: Tensor, lanes: Lanes) -> Tensor:
+    def _inside(self, pos_BW: Tensor, lanes: RowCursors) -> Tensor:
         return (pos_BW >= lanes.start_B[:, None]) & (pos_BW < lanes.end_B[:, None])
 
-    def _rows(self, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+    def _rows(self, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
         """Where in the state each position of the active canvas is kept. [B, W, D]"""
         _, rows, hidden = state["expected"].shape
         row_BW = torch.where(self._inside(pos_BW, lanes), pos_BW - lanes.start_B[:, None], rows - 1)

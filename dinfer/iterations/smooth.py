@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
+from dinfer.core.registry import ITERATIONS, check_range, option
+from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.canvas import padded
-from dinfer.protocols import BlockAfter, Lanes, Model, ModelSpec, Moved, State
-from dinfer.registry import ITERATIONS, check_range, option
-from dinfer.sweeps import BlockSweep
 
 
 @ITERATIONS.register("smooth")
@@ -40,7 +40,7 @@ class Smooth(BlockSweep):
         super().__post_init__()
         check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0)
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:
             return None
         return (
@@ -51,12 +51,12 @@ class Smooth(BlockSweep):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(length + 1, spec.hidden)}  # the last row is scratch
 
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> Tensor:
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
         x_BWD = model.embed(tokens_BW)
         soft_BWD = state["expected"].gather(1, self._rows(pos_BW, state)).to(x_BWD.dtype)
         return x_BWD + soft_BWD * (tokens_BW == model.spec.mask)[..., None]
 
-    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: Lanes, state: State) -> None:
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
         weight_B = (self.weight_init + self.weight_growth * lanes.steps_B).clamp_max(self.weight)
         expected_BWD = model.mix(logits_BWV) * weight_B.to(logits_BWV.dtype)[:, None, None]
         told_BW, length = pos_BW, state["expected"].shape[1] - 1
@@ -64,10 +64,10 @@ class Smooth(BlockSweep):
             told_BW = torch.where(pos_BW >= 0, pos_BW + model.spec.shift, -1).clamp_max(length)
         state["expected"].scatter_(1, self._rows(told_BW, state), expected_BWD.to(state["expected"].dtype))
 
-    def floor(self, lanes: Lanes) -> Tensor:
+    def floor(self, lanes: RowCursors) -> Tensor:
         return 1 - self.threshold_decay * lanes.steps_B.to(torch.float64)
 
-    def advance(self, lanes: Lanes, after: BlockAfter) -> Moved:
+    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
         if self.lockstep:
             unfinished_B = ~after.finished_BK.all(-1) & lanes.live_B
             after = replace(after, finished_BK=after.finished_BK & ~unfinished_B.any())

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.deferred import Sum, summed
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.packed import PACKED, packed_linear
-from dinfer.kernels.sums import Sum, summed
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}

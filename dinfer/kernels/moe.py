@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.deferred import Mixture, Sum, held, summed
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, unrounded, widened
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
-from dinfer.kernels.sums import Mixture, Sum, held, summed
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -42,7 +42,7 @@ def route(
     logits_NX: Sum, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The experts of each token and their mixing weights, as `dinfer.spec.ExpertSpec` says. integers, floats [N, C]
+    """The experts of each token and their mixing weights, as `ExpertSpec` says. integers, floats [N, C]
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.deferred import Mixture, Sum, summed
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import Rows, round_rows
-from dinfer.kernels.sums import Mixture, Sum, summed
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

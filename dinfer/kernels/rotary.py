@@ -11,10 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dinfer.kernels.deferred import Sum, held, summed
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import FLOAT8, LARGEST
 from dinfer.kernels.norm import rms_norm
-from dinfer.kernels.sums import Sum, held, summed
 
 Table = tuple[Tensor, Tensor]
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dinfer.core.protocols import Attend, ModelSpec
+from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
@@ -20,8 +22,6 @@ from dinfer.kernels.rotary import Table, rotary_table
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
-from dinfer.protocols import Attend, ModelSpec
-from dinfer.spec import LocalAttention
 
 
 class Norm(nn.RMSNorm):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dinfer.kernels.deferred import Sum
 from dinfer.kernels.linear import FLOAT8, Rows, check_float8, linear, linear_in_parts, round_rows
 from dinfer.kernels.packed import PACKED, pack
-from dinfer.kernels.sums import Sum
 
 QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
 """Names of what weights may be rounded to, and what they are then stored in."""

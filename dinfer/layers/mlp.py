@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dinfer.core.spec import ModelSpec
+from dinfer.kernels.deferred import Mixture, Sum, summed
 from dinfer.kernels.linear import FLOAT8, Rows, merged, unrounded
 from dinfer.kernels.moe import Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.sums import Mixture, Sum, summed
 from dinfer.layers.linear import Linear
-from dinfer.spec import ModelSpec
 
 
 class GatedMLP(nn.Module):

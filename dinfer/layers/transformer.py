@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
+from dinfer.kernels.deferred import Mixture, Sum, summed
 from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
 from dinfer.kernels.rows import looked_up
-from dinfer.kernels.sums import Mixture, Sum, summed
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
-from dinfer.protocols import Attend, ModelSpec
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
 

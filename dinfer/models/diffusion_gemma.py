@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.families import HubCheckpoint, expect
+from dinfer.core.registry import MODELS, option
+from dinfer.core.spec import ExpertSpec, LocalAttention, ModelSpec, Placement
 from dinfer.layers.gemma import Gemma
-from dinfer.registry import MODELS, option
-from dinfer.spec import ExpertSpec, LocalAttention, ModelSpec, Placement
+from dinfer.models._family import HubCheckpoint, expect
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),

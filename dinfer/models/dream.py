@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.families import PLAIN, HubFamily, body, expect
-from dinfer.registry import MODELS, option
-from dinfer.spec import ModelSpec
+from dinfer.core.registry import MODELS, option
+from dinfer.core.spec import ModelSpec
+from dinfer.models._family import PLAIN, HubFamily, body, expect
 
 
 @MODELS.register("dream")

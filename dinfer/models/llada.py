@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.families import HubFamily, Names, expect
-from dinfer.registry import MODELS, option
-from dinfer.spec import ModelSpec
+from dinfer.core.registry import MODELS, option
+from dinfer.core.spec import ModelSpec
+from dinfer.models._family import HubFamily, Names, expect
 
 # Fields that would change the network if they differed. None: absent or null.
 EXPECTED: dict[str, tuple[Any, ...]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.families import PLAIN, BlockFamily, Names, body, expect
-from dinfer.registry import MODELS, option
-from dinfer.spec import ExpertSpec, ModelSpec
+from dinfer.core.registry import MODELS, option
+from dinfer.core.spec import ExpertSpec, ModelSpec
+from dinfer.models._family import PLAIN, BlockFamily, Names, body, expect
 
 EXPECTED = PLAIN | {
     "use_bias": (False, None),

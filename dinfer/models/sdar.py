@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.families import PLAIN, BlockFamily, body, expect
-from dinfer.registry import MODELS, option
-from dinfer.spec import ExpertSpec, ModelSpec
+from dinfer.core.registry import MODELS, option
+from dinfer.core.spec import ExpertSpec, ModelSpec
+from dinfer.models._family import PLAIN, BlockFamily, body, expect
 
 EXPECTED = PLAIN | {"attention_bias": (False, None)}
 

@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Phase, Status
-from dinfer.compose import Recipe
+from dinfer.core.canvas import Phase, Status
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS
+from dinfer.core.state import BatchState
+from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
 from dinfer.parity.scripted import ScriptedModel, ScriptedSweep
-from dinfer.protocols import StepShape
-from dinfer.registry import CACHES, DECODERS
-from dinfer.state import BatchState
-from dinfer.step import denoise_step
 
 PAGE = 16
 

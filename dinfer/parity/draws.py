@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockView
+from dinfer.core.registry import DECODERS
 from dinfer.decoders.dream import Dream
 from dinfer.parity.golden import GoldenError
-from dinfer.protocols import BlockView
-from dinfer.registry import DECODERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from dinfer.compose import compose
+from dinfer.core.recipe import compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request
 from dinfer.parity import likelihood, uniform
@@ -17,7 +18,6 @@ from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
-from dinfer.registry import CACHES, DECODERS, ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dinfer.checkpoint import load_network, read_config
-from dinfer.registry import MODELS, Registry, options_of
+from dinfer.core.registry import MODELS, Registry, options_of
+from dinfer.loading.checkpoint import load_network, read_config
 
 REQUIRED: Any = object()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dinfer.likelihood import layout, nll
+from dinfer.analysis.likelihood import layout, nll
 from dinfer.parity.compare import close, same
 from dinfer.parity.golden import Fields
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Lanes
+from dinfer.core.canvas import RowCursors
+from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.iterations.blockwise import Blockwise
-from dinfer.protocols import Attend, ModelSpec
 
 
 class ScriptedModel:
@@ -45,10 +45,10 @@ class ScriptedSweep(Blockwise):
 
     decay: float | None = None  # the least confidence is 1 - step * decay; None: there is none
 
-    def floor(self, lanes: Lanes) -> Tensor | None:
+    def floor(self, lanes: RowCursors) -> Tensor | None:
         if self.decay is None:
             return super().floor(lanes)
         return (1.0 - lanes.forwards_B.double() * self.decay).float()
 
-    def must_progress(self, lanes: Lanes) -> Tensor:
+    def must_progress(self, lanes: RowCursors) -> Tensor:
         return torch.zeros_like(lanes.step_BK, dtype=torch.bool)

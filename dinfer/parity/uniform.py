@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.canvas import Phase
-from dinfer.compose import compose
+from dinfer.core.canvas import Phase
+from dinfer.core.recipe import compose
 from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request
 from dinfer.parity.compare import close, same

@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dinfer.core.protocols import BlockView, Draw, ModelSpec, Options, Sampling
+from dinfer.core.registry import SAMPLINGS, option
 from dinfer.kernels.nucleus import nucleus
-from dinfer.protocols import BlockView, Draw, ModelSpec, Options, Sampling
-from dinfer.registry import SAMPLINGS, option
 
 COLDEST = 1e-3  # of temperatures above 0: logits divided by it stay finite
 
@@ -66,7 +66,7 @@ class GumbelSampling(Sampling):
         if not all(type(token) is int and token >= 0 for token in self.suppress):
             raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
 
-    def unfit(self, spec: ModelSpec) -> str | None:
+    def incompatibility(self, spec: ModelSpec) -> str | None:
         wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)
         if wrong is None:
             return None

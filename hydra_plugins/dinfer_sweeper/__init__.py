@@ -1,4 +1,4 @@
-"""Hydra's own product of values, where an option goes only to the components that have it: see `dinfer.cli.points`.
+"""Hydra's own product of values, where an option goes only to the components that have it: `cli.sweep_points`.
 
 Hydra finds plugins in this namespace package only, and imports all of them at every start, so nothing heavy is imported
 before a sweep begins.
@@ -21,7 +21,7 @@ class PointsSweeper(BasicSweeper):
     ) -> list[list[list[str]]]:
         """The points, in batches of which each is launched as one."""
         from dinfer.cli.conf import Schema
-        from dinfer.cli.points import points
+        from dinfer.cli.sweep_points import points
 
         batches = super().split_arguments(overrides, None)
         found = points([point for batch in batches for point in batch], Schema.of(self.config))
@@ -29,7 +29,7 @@ class PointsSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Launches all points, then says which were left out and which failed."""
-        from dinfer.cli.points import report
+        from dinfer.cli.sweep_points import report
 
         results = super().sweep(arguments)
         report([job for batch in results for job in batch])

@@ -7,10 +7,10 @@ import torch
 from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.compose import compose
+from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
+from dinfer.core.recipe import compose
 from dinfer.decoders.threshold import Threshold
 from dinfer.kernels.dispatch import VARIABLE
-from dinfer.protocols import BlockView, Proposal, State, TokenStats
 
 compiles = torch._dynamo.utils.counters["stats"]
 
@@ -106,7 +106,7 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
     recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
     requests = requests_for(recipe) * 3
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    monkeypatch.setattr("dinfer.engine.grouping._settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
     for settle in (False, True):
         engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, settle=settle)
         names, done, cancelled = {}, {}, set()

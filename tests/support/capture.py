@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.canvas import ACTIVE
-from dinfer.compose import Recipe
-from dinfer.protocols import StepShape
-from dinfer.state import BatchState
-from dinfer.step import denoise_step
+from dinfer.core.canvas import ACTIVE
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.core.step import denoise_step
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dinfer.checkpoint import random_network, save_network
+from dinfer.loading.checkpoint import random_network, save_network
 from dinfer.models.llada import Llada
 
 ROOT = Path(__file__).parents[2]

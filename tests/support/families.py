@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from dinfer.checkpoint import family_of, random_network
+from dinfer.core.protocols import ModelFamily
+from dinfer.core.registry import MODELS
 from dinfer.layers.transformer import Transformer
-from dinfer.protocols import ModelFamily
-from dinfer.registry import MODELS
+from dinfer.loading.checkpoint import family_of, random_network
 from support.models import CONFIG
 
 BODY: dict[str, Any] = {

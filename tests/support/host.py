@@ -6,13 +6,13 @@ from random import Random
 
 import torch
 
-from dinfer.canvas import ACTIVE, CURSORS, Phase, Status
-from dinfer.compose import Recipe
+from dinfer.core.canvas import ACTIVE, CURSORS, Phase, Status
+from dinfer.core.kv import RESERVED
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.core.step import denoise_step
 from dinfer.engine.request import Request
-from dinfer.kv import RESERVED
-from dinfer.protocols import StepShape
-from dinfer.state import BatchState
-from dinfer.step import denoise_step
 
 PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
 LIMIT = 2000  # launches; far more than any of the tests needs

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from dinfer.compose import IncompatibleRecipe, Recipe, compose
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine, Runtime
-from dinfer.engine.launcher import Launcher
 from dinfer.engine.request import Completion, Request
-from dinfer.protocols import StepShape
-from dinfer.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
-from dinfer.step import denoise_step
+from dinfer.engine.runner import Launcher
 from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8

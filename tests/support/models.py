@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dinfer.checkpoint import random_network
+from dinfer.core.protocols import ModelSpec
 from dinfer.layers.gemma import Gemma
+from dinfer.loading.checkpoint import random_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.models.llada import Llada
-from dinfer.protocols import ModelSpec
 
 VOCAB, EOS, MASK = 40, 38, 39
 

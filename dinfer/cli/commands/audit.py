@@ -25,10 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dinfer.audit import Audit, audit, plot
+from dinfer.analysis.audit import Audit, audit, plot
 from dinfer.cli.application import launch
 from dinfer.cli.recipe import pipeline, setting, text_of
-from dinfer.problems import generate
+from dinfer.demo.problems import generate
 
 
 def run(args: list[str]) -> None:

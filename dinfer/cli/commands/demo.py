@@ -29,9 +29,9 @@ from dinfer.cli.comparison import compare, table
 from dinfer.cli.recipe import pipeline, setting
 from dinfer.cli.stream import summary, write_answer
 from dinfer.cli.watch import in_colour, watch
+from dinfer.core.registry import DECODERS
+from dinfer.demo.problems import Problem, generate, is_correct
 from dinfer.pipeline import Pipeline
-from dinfer.problems import Problem, generate, is_correct
-from dinfer.registry import DECODERS
 
 
 def run(args: list[str]) -> None:

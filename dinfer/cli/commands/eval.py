@@ -44,7 +44,7 @@ from rich.table import Table
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.recipe import pipeline, setting
-from dinfer.registry import typed, unknown
+from dinfer.core.registry import typed, unknown
 
 
 def run(args: list[str]) -> None:

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dinfer.cli.conf import GROUPS, Schema
-from dinfer.protocols import CachePolicy
-from dinfer.registry import CACHES, Registry, options_of, unknown
+from dinfer.core.protocols import CachePolicy
+from dinfer.core.registry import CACHES, Registry, options_of, unknown
 
 ROLES = {
     "model": "the network, loaded from a Hugging Face folder or hub name",

@@ -19,9 +19,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.catalog import CATALOG, Published
 from dinfer.cli.conf import GROUPS, Schema, folder, read
-from dinfer.registry import MODELS, unknown
+from dinfer.core.registry import MODELS, unknown
+from dinfer.loading.catalog import CATALOG, Published
 
 
 def run(args: list[str]) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dinfer.fronts import front
-from dinfer.metrics import wilson
-from dinfer.plots import AXES, areas, draw
-from dinfer.registry import unknown
+from dinfer.analysis.metrics import wilson
+from dinfer.analysis.pareto import front
+from dinfer.analysis.plots import AXES, areas, draw
+from dinfer.core.registry import unknown
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}
 FORMATS = (".png", ".svg", ".pdf")

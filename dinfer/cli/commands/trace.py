@@ -25,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dinfer.analysis.trace.page import page
+from dinfer.analysis.trace.record import Trace, document, record
 from dinfer.cli.application import launch, numbered, schema_of
+from dinfer.cli.compare_overrides import changed, taken_out
 from dinfer.cli.conf import GROUPS, Schema
 from dinfer.cli.recipe import pipeline, setting, text_of
-from dinfer.cli.variant import changed, taken_out
-from dinfer.compose import compose
+from dinfer.core.recipe import compose
 from dinfer.pipeline import Pipeline
-from dinfer.trace.page import page
-from dinfer.trace.record import Trace, document, record
 
 
 def run(args: list[str]) -> None:

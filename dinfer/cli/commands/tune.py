@@ -34,12 +34,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dinfer.analysis.tuning import Found, NothingFound, Parts, Tried, tune
 from dinfer.cli import preset
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.judges import judge_of
 from dinfer.cli.recipe import setting
-from dinfer.tuning import Found, NothingFound, Parts, Tried, tune
+from dinfer.cli.tuning_objectives import judge_of
 
 GOALS = ("tps", "tpf")
 

@@ -50,7 +50,7 @@ def confident(
     confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None, masked_RL: Tensor, bar_R1: Tensor,
     least: Tensor | int, above: bool,
 ) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.rules.confident`; `above`: strictly."""
+    """See `dinfer.kernels.thresholding.confident`; `above`: strictly."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
     least_R1, least = (least.contiguous(), 0) if isinstance(least, Tensor) else (None, least)
@@ -158,7 +158,7 @@ def commit(
     blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
     open_status: int, done_status: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `dinfer.commits.commit`; returns the fields of `dinfer.commits.Commits`."""
+    """See `dinfer.core.commits.commit`; returns the fields of `dinfer.core.commits.Commits`."""
     (rows, length), lanes = pos_RL.shape, slot_B.shape[0]
     blocks = rows // lanes
     after_RL = tokens_NS.new_empty(rows, length)

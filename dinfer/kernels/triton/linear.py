@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.deferred import Parts, Sum
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
-from dinfer.kernels.sums import Parts, Sum
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 

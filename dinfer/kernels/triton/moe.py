@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
+from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import round_rows, scaled
-from dinfer.kernels.triton.sums import added
 
 
 class Plan(NamedTuple):

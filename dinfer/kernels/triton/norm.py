@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.deferred import Mixture, Sum, addends
 from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
-from dinfer.kernels.sums import Mixture, Sum, addends
+from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
-from dinfer.kernels.triton.sums import added
 
 
 @triton.jit

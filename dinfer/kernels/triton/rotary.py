@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.deferred import Sum, addends
 from dinfer.kernels.rotary import HeadNorm
-from dinfer.kernels.sums import Sum, addends
+from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
-from dinfer.kernels.triton.sums import added
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.sums import Sum, addends
+from dinfer.kernels.deferred import Sum, addends
+from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, let_next, wait
-from dinfer.kernels.triton.sums import added
 
 LOWEST = tl.constexpr(-(2**31))
 

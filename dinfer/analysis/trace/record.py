@@ -1,0 +1,250 @@
+"""Records a request: for each forward what was computed, what the model proposed and how surely, what was committed.
+
+The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
+outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dinfer import __version__
+from dinfer.analysis.trace.pieces import Pieces
+from dinfer.core.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Request, Update, whole
+from dinfer.pipeline import Pipeline
+
+SCHEMA = "dinfer.analysis.trace/1"
+Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0
+
+
+class Offer(NamedTuple):
+    """What the decoder was shown at a position that was still masked, before it chose."""
+
+    position: int
+    token: int
+    confidence: float  # the token's probability, as the decoder saw it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward of the request."""
+
+    forward: int  # from 1
+    phase: str  # "prefill", "full" or "window", see `Phase`
+    refresh: bool  # a pass over the whole canvas whose keys and values were kept
+    block: int  # from 0: which active region
+    region: Span  # the active blocks
+    computed: list[Span]  # positions that went through the network
+    offers: list[Offer]
+    commits: list[tuple[int, int]]  # position and token; edits of decoded positions are among them
+    remasked: list[int]  # decoded positions that were masked again
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one active region cost and yielded."""
+
+    index: int
+    region: Span
+    forwards: int  # NFE; those of a prefill are the first block's
+    refreshes: int
+    commits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded request. Positions count from the first token of the prompt."""
+
+    name: str
+    recipe: dict[str, Any]
+    prompt_ids: list[int]
+    length: int  # of the canvas
+    masked: list[int]  # positions that were to be decoded
+    stop_ids: list[int]
+    steps: list[Step]
+    blocks: list[Block]
+    canvas: list[int]  # after the last step
+    text: str  # the answer
+    counts: dict[str, float]
+    pieces: dict[int, str]  # the text of every token that occurs
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def document(prompt: str, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The JSON document of one prompt under one or more recipes."""
+    return {
+        "schema": SCHEMA,
+        "dinfer": __version__,
+        "prompt": prompt,
+        "runs": [trace.to_json() for trace in traces],
+    }
+
+
+def record(
+    pipe: Pipeline,
+    prompt: Any,
+    *,
+    max_new_tokens: int = 128,
+    options: Any = None,
+    chat: bool | None = None,
+    model: str | None = None,
+) -> Trace:
+    """Answers a prompt (a text, or a conversation) with the pipeline's recipe and records every forward.
+
+    `model`: a name for the checkpoint, which the pipeline does not know. Raises as `Pipeline.generate` does.
+    """
+    requests = pipe.requests([pipe.encode(prompt, chat=chat)], max_new_tokens, options)
+    return record_request(pipe, requests[0], model=model)
+
+
+def record_request(pipe: Pipeline, request: Request, *, model: str | None = None) -> Trace:
+    """Like `record`, for a request as the engine takes it: token ids, with or without gaps."""
+    recipe, request = pipe.recipe, whole(request)
+    offers: list[Offer] = []  # of the step under way
+    fed = _Fed(recipe.model)
+    watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
+    runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv)
+    engine = Engine(watched, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
+    steps: list[Step] = []
+    tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
+    completion = None
+    for update in engine.run([request], snapshots=True):
+        steps.append(_step(update, tokens, masked, fed.computed(), list(offers), recipe, steps))
+        offers.clear()
+        tokens, masked = update.tokens or tokens, update.masked or masked
+        completion = update.completion
+    if completion is None:
+        raise RuntimeError("the engine ended without a completion")
+    counts = completion.counts
+    described = describe(recipe)
+    offered = {offer.token for step in steps for offer in step.offers}
+    committed = {token for step in steps for _, token in step.commits}
+    return Trace(
+        name=f"{_short(described['decoder'])}, {_short(described['cache'])}",
+        recipe={"model": model or recipe.model.spec.family, **described},
+        prompt_ids=request.prompt,
+        length=request.length,
+        masked=[position for position, is_masked in enumerate(request.masked) if is_masked],
+        stop_ids=list(recipe.model.spec.stop_ids),
+        steps=steps,
+        blocks=_blocks(steps),
+        canvas=completion.canvas,
+        text="" if pipe.tokenizer is None else pipe.decode(completion.output),
+        counts={
+            "tokens": counts.tokens, "forwards": counts.forwards, "tpf": counts.tpf, "refreshes": counts.refreshes,
+        },
+        pieces=_pieces(pipe, {*request.prompt, *completion.canvas, *offered, *committed}),
+    )  # fmt: skip
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """The components of a recipe, each a mapping of `name` and options, as `dinfer.load` takes them."""
+    parts: dict[str, tuple[Registry, Any]] = {
+        "iteration": (ITERATIONS, recipe.iteration),
+        "decoder": (DECODERS, recipe.decoder),
+        "cache": (CACHES, recipe.cache),
+        "sampling": (SAMPLINGS, recipe.sampling),
+    }
+    return {kind: _described(registry, part) for kind, (registry, part) in parts.items()}
+
+
+def _described(registry: Registry, part: Any) -> dict[str, Any]:
+    names = [name for name in registry.names() if registry.get(name) is type(part)]
+    values = {info.name: getattr(part, info.name) for info in options_of(part)}
+    return {"name": names[0] if names else type(part).__name__, **values}
+
+
+def _short(part: dict[str, Any]) -> str:
+    """A component in few words: its name, and its first option if that is a number."""
+    first = next(iter(list(part.values())[1:]), None)
+    return f"{part['name']} {first}" if isinstance(first, (int, float)) and first else str(part["name"])
+
+
+class _Fed:
+    """A model that remembers which positions its last forward computed."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.spec = model, model.spec
+        self._pos: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        self._pos = attend.pos_BW[0].tolist()
+        return self._model.forward(x_BWD, attend)
+
+    def computed(self) -> list[Span]:
+        return spans(position for position in self._pos if position >= 0)
+
+
+def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:
+    """The same decoder, which puts what it is shown into `offers`."""
+
+    class Shown(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            columns = (view.pos_RL, stats.token_RL, stats.confidence_RL)
+            wanted_RL = view.masked_RL & stats.finite_RL
+            rows = zip(*(column[wanted_RL].tolist() for column in columns), strict=True)
+            offers[:] = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
+            return super().select(stats, view, state)
+
+    return Shown(**{info.name: getattr(decoder, info.name) for info in options_of(decoder)})
+
+
+def spans(positions: Iterable[int]) -> list[Span]:
+    """Positions as the fewest spans `[start, end)`, in order."""
+    found: list[Span] = []
+    for position in sorted(set(positions)):
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found
+
+
+def _step(
+    update: Update, tokens: list[int], masked: list[bool], computed: list[Span], offers: list[Offer], recipe: Recipe,
+    before: list[Step],
+) -> Step:  # fmt: skip
+    now, left = update.tokens or [], update.masked or []
+    places = range(len(now))
+    last = before[-1] if before else None
+    entered = last is not None and update.region != last.region
+    return Step(
+        forward=update.forwards,
+        phase=update.phase.name.lower(),
+        refresh=recipe.cache.reuses and update.phase == Phase.FULL,
+        block=(last.block + entered) if last else 0,
+        region=update.region,
+        computed=computed,
+        offers=offers,
+        commits=[(p, now[p]) for p in places if not left[p] and (masked[p] or now[p] != tokens[p])],
+        remasked=[p for p in places if left[p] and not masked[p]],
+    )
+
+
+def _blocks(steps: Sequence[Step]) -> list[Block]:
+    found = []
+    for index in dict.fromkeys(step.block for step in steps):
+        own = [step for step in steps if step.block == index]
+        refreshes, commits = sum(step.refresh for step in own), sum(len(step.commits) for step in own)
+        found.append(Block(index, own[0].region, len(own), refreshes, commits))
+    return found
+
+
+def _pieces(pipe: Pipeline, tokens: set[int]) -> dict[int, str]:
+    if pipe.tokenizer is None:
+        return {token: str(token) for token in sorted(tokens)}
+    pieces = Pieces(pipe)
+    return {token: pieces.of(token) for token in sorted(tokens)}

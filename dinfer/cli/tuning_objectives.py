@@ -1,0 +1,109 @@
+"""What `dinfer tune` measures recipes on: generated word problems, or a task of `dinfer eval`."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dinfer.analysis.metrics import Metrics, Sample, measure
+from dinfer.analysis.tuning import Judge, Measured, Parts, Split
+from dinfer.cli import conf
+from dinfer.cli.conf import GROUPS
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.core.recipe import compose
+from dinfer.demo.problems import Problem, generate, is_correct
+from dinfer.pipeline import Pipeline
+
+
+def judge_of(config: dict[str, Any]) -> Judge:
+    """The judge that the configuration asks for. Raises ValueError, OSError."""
+    counts = {name: setting(config, name, int) for name in ("count", "heldout")}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count} must be at least 1")
+    return Problems(config) if config["tasks"] is None else Task(config)
+
+
+class Problems:
+    """Measures recipes on generated problems; the network is loaded once."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        count, heldout = config["count"], config["heldout"]
+        families = setting(config, "families", tuple[str, ...] | None)
+        every = generate("heldout", count + heldout, setting(config, "seed", int), families)
+        self.problems: dict[Split, list[Problem]] = {"calibration": every[:count], "heldout": every[count:]}
+        self.new_tokens = setting(config, "max_new_tokens", int | None) or 128
+        self.timed = config["goal"] == "tps"
+        self.base = pipeline(config)
+
+    def __call__(self, parts: Parts, split: Split) -> Measured:
+        problems = self.problems[split]
+        pipe = beside(self.base, parts)
+        questions = [problem.question for problem in problems]
+        if self.timed:  # memory, kernels and graphs are nobody's speed
+            pipe.generate(questions[: pipe.engine.runtime.rows], max_new_tokens=self.new_tokens)
+        began = time.perf_counter()
+        results = pipe.generate(questions, max_new_tokens=self.new_tokens)
+        seconds = time.perf_counter() - began
+        samples = [
+            Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
+            for problem, result in zip(problems, results, strict=True)
+        ]
+        return Measured(measure(samples, seconds), [sample.score or 0.0 for sample in samples])
+
+
+class Task:
+    """Measures recipes on documents of one task: the first `count` for the search, as many as `heldout` behind them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        if find_spec("lm_eval") is None:
+            raise ValueError("tasks= needs lm-eval: pip install 'dinfer[eval]'")
+        from dinfer.cli.commands.eval import settings_of
+        from evaluations.ranks import ranks
+
+        count, heldout = config["count"], config["heldout"]
+        self.config = config
+        asked = {name: value for name, value in conf.read(conf.folder() / "eval.yaml").items() if name != "defaults"}
+        asked |= {name: config[name] for name in asked.keys() & config.keys()}
+        self.settings = {
+            "calibration": settings_of(asked, documents=(0, count)),
+            "heldout": settings_of(asked, documents=(count, count + heldout)),
+        }
+        if len(self.settings["calibration"].tasks) != 1:
+            raise ValueError(f"tasks={config['tasks']}: tune on one task at a time")
+        self.among = ranks(setting(config, "device", str | None))
+        if self.among.size > 1:
+            raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
+        self.base = pipeline(config | {"device": str(self.among.device)})
+
+    def __call__(self, parts: Parts, split: Split) -> Measured:
+        from evaluations import run as runs
+
+        pipe, settings = beside(self.base, parts), self.settings[split]
+        recipe = {"model": self.config["model"], **parts}
+        with TemporaryDirectory(prefix="dinfer-tune-") as folder:
+            found = runs.evaluate(
+                pipe, settings, among=self.among, recipe=recipe, runtime={}, out=Path(folder), command="dinfer tune"
+            )
+            lines = [json.loads(line) for path in Path(folder).glob("*.samples.jsonl") for line in path.open()]
+        if found is None or len(found["tasks"]) != 1:
+            raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")
+        (task,) = found["tasks"].values()
+        if task["metrics"] is None or task["score"] is None:
+            raise ValueError(
+                f"tasks={self.config['tasks']}: {task['metric']} is no share of right answers of a generation. Choose "
+                "another with metric=, or another task"
+            )
+        name, kind = task["metric"].rsplit(",", 1)
+        scores = {line["doc_id"]: float(line[name]) for line in lines if line["filter"] == kind}
+        return Measured(Metrics(**task["metrics"]), [scores[document] for document in sorted(scores)])
+
+
+def beside(base: Pipeline, parts: Parts) -> Pipeline:
+    """Another recipe around the same network."""
+    names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
+    return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)

@@ -1,0 +1,1 @@
+"""The contracts, the canvas and the denoise step: everything a component may rely on."""

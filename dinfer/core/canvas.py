@@ -1,0 +1,274 @@
+"""The device-side state of a running batch: the tokens, and where each row is in its denoising.
+
+A request lives in a *slot*; a step works on *lanes*, each of which names a slot, so that rows enter and leave
+between steps and rows in another phase cost nothing. Every tensor here is allocated once and written in place, so
+its address is good for CUDA-graph replay. One slot more than asked for is scratch: lanes that only fill up a bucket
+point at it, and it is never in any phase that a step acts on.
+
+Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows of blocks, L block length,
+S canvas length, W query positions of one forward.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.canvas import canvas_values, lane_columns, padded, window_values
+from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.rows import store_rows
+from dinfer.kernels.upload import upload
+
+
+class Phase(IntEnum):
+    """What a row needs next. A step acts on the rows of one phase and leaves all others as they are."""
+
+    IDLE = 0  # empty slot, or finished
+    FULL = 1  # a pass over the whole canvas, as far as anyone sees it yet, which rewrites every key and value
+    WINDOW = 2  # a pass over the cache policy's window alone
+    FAULT = 3  # stopped: the model's logits were not finite
+    PREFILL = 4  # a pass over the prompt that leaves its keys and decodes nothing; a WINDOW pass follows
+
+
+ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW)  # the phases there are steps of
+
+
+class Status(IntEnum):
+    """What a position of the canvas holds."""
+
+    OPEN = 0  # still to be decoded ("masked"): holds the mask token, or noise or a draft where there is none
+    DONE = 1  # decoded
+    GIVEN = 2  # came with the request; never written
+
+
+class Cursors(NamedTuple):
+    """The cursors of one row, as the host reads them: columns of `Canvas.cursors_NC`. `RowCursors` explains them."""
+
+    phase: int = Phase.IDLE
+    prompt: int = 0
+    length: int = 0
+    start: int = 0
+    end: int = 0
+    block: int = 0
+    kept: int = 0
+    forwards: int = 0
+    steps: int = 0
+    refreshes: int = 0
+    committed: int = 0
+    seed: int = 0
+    stops: int = 0
+
+
+CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
+
+
+@dataclass(slots=True)
+class RowCursors:
+    """The cursors of the rows of one step: copies, as they were when it began.
+
+    All but the last two are int64 [B]; the last two int64 [B, K]. While the step runs, the iteration moves the active
+    region on; what is counted, the step counts in the end, as it writes the cursors back where `live_B`.
+    """
+
+    slot_B: Tensor
+    live_B: Tensor  # bool: the row is in the phase of this step
+    phase_B: Tensor
+    prompt_B: Tensor  # prompt length
+    length_B: Tensor  # prompt + generation
+    start_B: Tensor  # active region [start, end)
+    end_B: Tensor
+    block_B: Tensor  # blocks finished
+    kept_B: Tensor  # keys and values before this position are those of final tokens, as far as the cache minds
+    forwards_B: Tensor  # NFE since admission
+    steps_B: Tensor  # of these, those that decoded: what schedules and random streams count, so no cache shifts them
+    refreshes_B: Tensor  # full passes whose keys and values were kept
+    committed_B: Tensor  # masked positions decoded, less those masked again
+    seed_B: Tensor  # of the request's random stream
+    stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
+    step_BK: Tensor  # steps taken in each active block
+    quota_BK: Tensor  # masks each active block began with
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """All that a decoder may see: rows of blocks. Tensors of shape [R, L], or [R] / [R, 1] where named so."""
+
+    pos_RL: Tensor  # absolute positions, -1 past the end of a short last block
+    tokens_RL: Tensor
+    masked_RL: Tensor  # bool, still to be decoded
+    given_RL: Tensor  # bool, part of the request or padding: never to be written
+    step_R: Tensor  # steps already taken in this block
+    quota_R: Tensor  # masks the block began with
+    floor_R: Tensor | None  # least confidence the iteration asks for; None: it asks for none
+    must_progress_R: Tensor | None  # bool, the row must commit at least one token; None: every row must
+    forward_R: Tensor  # steps the request has taken before this one
+    seed_R: Tensor  # of the request, for `dinfer.kernels.random`
+    options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
+
+    def bar(self, threshold_R1: Tensor) -> Tensor:
+        """The threshold, raised to what the iteration asks for. [R, 1]"""
+        return threshold_R1 if self.floor_R is None else torch.maximum(threshold_R1, self.floor_R[:, None])
+
+
+@dataclass(slots=True)
+class Canvas:
+    """Tokens, statuses and cursors of every slot."""
+
+    tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
+    status_NS: Tensor  # uint8, of Status
+    next_NS: Tensor  # int64, the first position from each on that the request leaves open; its length if none
+    cursors_NC: Tensor  # int64, columns CURSORS; behind them the steps, then the quotas of the K active blocks
+    stop_X: Tensor  # int64, ids that end a generation
+
+    @classmethod
+    def alloc(cls, slots: int, length: int, blocks: int, stop_ids: tuple[int, ...], device) -> Canvas:
+        """A canvas for `slots` requests of at most `length` positions, `blocks` active blocks each."""
+        n, s = slots + 1, length + 1
+        return cls(
+            tokens_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
+            status_NS=torch.full((n, s), int(Status.DONE), dtype=torch.uint8, device=device),
+            next_NS=torch.zeros(n, s, dtype=torch.int64, device=device),
+            cursors_NC=torch.zeros(n, len(CURSORS) + 2 * blocks, dtype=torch.int64, device=device),
+            stop_X=torch.tensor(stop_ids, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def scratch(self) -> int:
+        return self.tokens_NS.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens_NS.shape[1] - 1
+
+    def admit(
+        self,
+        slot: int,
+        tokens: list[int],
+        masked: list[bool],
+        *,
+        prompt: int,
+        region: tuple[int, int],
+        blank_S: Tensor | int,
+        phase: Phase = Phase.FULL,
+        kept: int = 0,
+        seed: int = 0,
+        stops: bool = True,
+    ) -> Cursors:
+        """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
+
+        `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
+        `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
+        `phase` what the row needs first; `kept` up to where its pages hold the keys
+        already; `stops` whether a stop token ends it. Returns the row's cursors.
+        """
+        length = len(tokens)
+        masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
+        tokens_S = torch.frombuffer(array("q", tokens), dtype=torch.int64)
+        row_S = torch.zeros(self.capacity + 1, dtype=torch.int64)
+        row_S[:length] = torch.where(masked_S, blank_S, tokens_S)
+        status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
+        status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
+        cursors = Cursors(
+            phase=int(phase), prompt=prompt, length=length, start=region[0], end=region[1], kept=kept, seed=seed,
+            stops=int(stops),
+        )  # fmt: skip
+        place_S = torch.arange(length)
+        next_S = torch.full((self.capacity + 1,), length)
+        next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
+        upload(self.next_NS[slot], next_S)
+        upload(self.tokens_NS[slot], row_S)
+        upload(self.status_NS[slot], status_S)
+        upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
+        return cursors
+
+    def release(self, slot: int) -> None:
+        """Frees a slot. Host side."""
+        self.cursors_NC[slot] = 0
+
+    def lanes(self, slot_B: Tensor, phase: Phase) -> RowCursors:
+        columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))
+        blocks = (columns_CB.shape[0] - len(CURSORS)) // 2
+        cursors_CB, step_KB, quota_KB = columns_CB.split((len(CURSORS), blocks, blocks))
+        cursors = dict(zip(CURSORS, cursors_CB.unbind(0), strict=True))
+        return RowCursors(slot_B=slot_B, live_B=live_B, step_BK=step_KB.T, quota_BK=quota_KB.T, **cursors)
+
+    def store(self, lanes: RowCursors) -> None:
+        """Writes the cursors of live lanes back to their slots. The slot of a live lane is named once."""
+        blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
+        columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
+        store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
+
+    def finish(
+        self, lanes: RowCursors, *, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor,
+        stale_B: Tensor | bool, refreshed: bool,
+    ) -> None:  # fmt: skip
+        """Counts the step in live lanes, says what they need next, and writes their cursors back.
+
+        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
+        `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
+        """
+        if use_triton(self.cursors_NC):
+            from dinfer.kernels.triton.advance import finish as kernel
+
+            columns = {name: column for column, name in enumerate(Cursors._fields)}
+            moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
+            phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
+            return kernel(
+                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_B, done_B,
+                broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
+            )  # fmt: skip
+        stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
+        phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
+        self.store(
+            replace(
+                lanes,
+                phase_B=phase_B.masked_fill(broken_B, int(Phase.FAULT)),
+                forwards_B=lanes.forwards_B + 1,
+                steps_B=lanes.steps_B + 1,
+                refreshes_B=lanes.refreshes_B + refreshed,
+                committed_B=lanes.committed_B + gained_B,
+                step_BK=(lanes.step_BK + 1).masked_fill(entered_B[:, None], 0),
+            )
+        )
+
+    def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
+        return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
+
+    def enter(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves rows that do not fit their window out of the step: they are not live any more.
+
+        Returns the positions of the rows that are, -1 in others, and the tokens and statuses there.
+        """
+        lanes.live_B, pos_BW, tokens_BW, status_BW = window_values(
+            self.tokens_NS, self.status_NS, lanes.slot_B, lanes.live_B, fits_B, pos_BW
+        )
+        return pos_BW, tokens_BW, status_BW
+
+    def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:
+        """Writes the tokens where `commit_BW`, and marks them decoded, or `open_BW`, and marks them open."""
+        index = slot_B[:, None], padded(torch.where(commit_BW | open_BW, pos_BW, -1), self.capacity)
+        self.tokens_NS.index_put_(index, tokens_BW)
+        status_BW = torch.where(open_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
+        self.status_NS.index_put_(index, status_BW)
+
+    def seen(self, slot_B: Tensor, vocab: int, mask_id: int | None) -> Tensor:
+        """Which tokens each lane's canvas holds, given or decoded; never the mask token. bool [B, vocab]"""
+        column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
+        length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
+        known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
+        known_BS = known_BS & (column_S < length_B[:, None])
+        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), vocab)
+        seen_BX = torch.zeros(slot_B.shape[0], vocab + 1, dtype=torch.bool, device=slot_B.device)
+        seen_BX.scatter_(1, token_BS, True)
+        if mask_id is not None:
+            seen_BX[:, mask_id].fill_(False)
+        return seen_BX[:, :vocab]
+
+    def is_stop(self, tokens: Tensor) -> Tensor:
+        return (tokens[..., None] == self.stop_X).any(-1)

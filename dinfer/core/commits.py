@@ -1,0 +1,121 @@
+"""What a step writes: the decoder's proposal, less what may not be written, and whatever keeps the loop from hanging.
+
+Every decoder may rely on these promises, so they are kept here and not in the decoders. `dinfer.core.step` says when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
+from dinfer.core.protocols import ModelSpec, Proposal
+from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.token_stats import TokenStats
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """The active blocks after the commits of a step, and what became of their lanes."""
+
+    tokens_RL: Tensor
+    open_RL: Tensor  # bool: still to be decoded
+    stop_RL: Tensor  # bool: the token is one that ends an answer, and the request minds
+    finished_R: Tensor  # bool: nothing is left to decode
+    gained_B: Tensor  # int64, masked positions decoded, less those masked again
+    broken_B: Tensor  # bool: logits that were to be decoded are not finite, so nothing was written
+    next_B: Tensor  # int64, the first position behind the blocks that is to be decoded; the row's length if none is
+
+
+def commit(
+    canvas: Canvas, lanes: RowCursors, view: BlockView, stats: TokenStats, proposal: Proposal, spec: ModelSpec,
+    blank_RL: Tensor | int, edits: bool,
+) -> Commits:  # fmt: skip
+    """Writes what may be written of a proposal to the canvas, in live lanes whose logits are finite.
+
+    `blank_RL`: what open positions hold from now on. `edits`: the decoder may rewrite what is decoded.
+    """
+    if use_triton(canvas.tokens_NS):
+        from dinfer.kernels.triton.commit import commit as kernel
+
+        return Commits(
+            *kernel(
+                canvas.tokens_NS, canvas.status_NS, canvas.next_NS, canvas.stop_X,
+                lanes.slot_B, lanes.live_B, lanes.stops_B, lanes.end_B,
+                view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
+                stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
+                proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
+                blank_RL, vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
+                open_status=int(Status.OPEN), done_status=int(Status.DONE),
+            )
+        )  # fmt: skip
+    lane_count = lanes.slot_B.shape[0]
+    blocks = view.pos_RL.shape[0] // lane_count
+    written_RL = ~view.given_RL if edits else view.masked_RL
+    broken_B = (written_RL & ~stats.finite_RL).view(lane_count, -1).any(-1) & lanes.live_B
+    able_R1 = (lanes.live_B & ~broken_B).repeat_interleave(blocks)[:, None]
+    commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, edits)
+    commit_RL = commit_RL & able_R1
+    remask_RL = allowed_remasks(proposal, commit_RL, view, edits) & able_R1
+    left_RL = (view.masked_RL & ~commit_RL) | remask_RL
+    token_RL = torch.where(left_RL, blank_RL, token_RL)
+    open_RL = remask_RL if spec.mask_id is not None else left_RL & able_R1  # other masks are there already
+    by_lane = (lane_count, -1)
+    canvas.write(lanes.slot_B, *(t.view(by_lane) for t in (view.pos_RL, token_RL, commit_RL, open_RL)))
+    after_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
+    stops_RL = (lanes.stops_B > 0).repeat_interleave(blocks)[:, None] & (view.pos_RL >= 0)
+    gained_RL = (commit_RL & view.masked_RL).to(torch.int64) - remask_RL.to(torch.int64)
+    return Commits(
+        tokens_RL=after_RL,
+        open_RL=left_RL,
+        stop_RL=canvas.is_stop(after_RL) & stops_RL,
+        finished_R=~left_RL.any(-1),
+        gained_B=gained_RL.view(by_lane).sum(-1),
+        broken_B=broken_B,
+        next_B=canvas.next_NS[lanes.slot_B, lanes.end_B],
+    )
+
+
+def allowed_commits(
+    proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
+) -> tuple[Tensor, Tensor]:
+    """Which positions to write and what: the proposal without what may not be written, and with one commit where a
+    row must progress but chose none. A decoder that drafts may choose none.
+
+    That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
+    no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
+    """
+    commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
+    token_RL = stats.token_RL
+    if proposal.token_RL is not None:
+        wanted_RL = proposal.token_RL
+        valid_RL = (wanted_RL >= 0) & (wanted_RL < spec.vocab)
+        if spec.mask_id is not None:
+            valid_RL = valid_RL & (wanted_RL != spec.mask_id)
+        commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
+    if proposal.draft_RL is not None:
+        return commit_RL, token_RL
+    score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
+    best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
+    stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
+    if view.must_progress_R is not None:
+        stuck_R = stuck_R & view.must_progress_R
+    return commit_RL | (best_RL & stuck_R[:, None]), token_RL
+
+
+def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
+    """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
+
+    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`).
+    """
+    if proposal.remask_RL is None or not edits:
+        return torch.zeros_like(commit_RL)
+    remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
+    free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
+    if proposal.retry_R is not None:
+        free_R = free_R | proposal.retry_R
+    if view.must_progress_R is not None:
+        free_R = free_R | ~view.must_progress_R
+    return remask_RL & free_R[:, None]

@@ -1,0 +1,141 @@
+"""Keys and values: one pool of pages for every request and layer, written in place.
+
+A page holds a fixed number of positions. A page table says which pages a slot's positions live in, so memory is
+bounded by tokens, requests may share pages, and nothing moves when rows come and go. Keys are stored after RoPE.
+
+Two pages are never handed out: NULL, which is all zeros and which unused entries of the table name, so that keys
+outside a row's interval are finite; and SCRATCH, where padding is written and which nobody reads.
+
+Pools in float8 hold what the model computes rounded to the nearest number of e4m3, without scales; what exceeds its
+largest, 448, becomes 448.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dinfer.core.spec import ModelSpec
+from dinfer.kernels.attention import paged_attention, taken
+from dinfer.kernels.canvas import key_places
+from dinfer.kernels.deferred import Sum
+from dinfer.kernels.linear import FLOAT8, check_float8
+from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
+from dinfer.kernels.upload import upload
+
+NULL, SCRATCH, RESERVED = 0, 1, 2
+Slot = TypeVar("Slot", int, Tensor)
+
+
+def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
+    """What `runtime.kv` keeps keys and values in. ValueError for float8 on a GPU that does not know it."""
+    if kv == "model":
+        return model
+    check_float8(device, "runtime.kv=fp8", "runtime.kv=model")
+    return FLOAT8
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Shape suffixes: J layers, P pages, T positions a page, G key/value heads, E head size."""
+
+    k_JPTGE: Tensor
+    v_JPTGE: Tensor
+    table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
+    local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
+    layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
+
+    @classmethod
+    def alloc(
+        cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
+    ) -> KVPool:
+        table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
+
+        def pool(layers: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+            k = torch.zeros(layers, pages + RESERVED, page, heads, size, dtype=dtype, device=device)
+            return k, torch.zeros_like(k), table_NP
+
+        near = () if spec.local is None else spec.local.layers
+        far = [layer for layer in range(spec.layers) if layer not in near]
+        places = tuple((i in near, (near if i in near else far).index(i)) for i in range(spec.layers))
+        local = None
+        if spec.local is not None:
+            local = cls(*pool(len(near), spec.local.kv_heads, spec.local.head_dim), None, ())
+        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places)
+
+    @property
+    def page(self) -> int:
+        return self.k_JPTGE.shape[2]
+
+    def assign(self, slot: int, pages: list[int], twin: list[int] | None = None) -> None:
+        """Gives a slot its pages, and its twin, the branch without the prompt, its own. Host side, between steps."""
+        for index, owned in ((slot, pages), (self.twin(slot), twin or [])):
+            row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
+            row[: len(owned)] = torch.tensor(owned, dtype=torch.int64)
+            upload(self.table_NP[index], row)
+
+    def twin(self, slot: Slot) -> Slot:
+        """The slot of the second branch of a guided request, which has pages and nothing else."""
+        return slot + self.table_NP.shape[0] // 2
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor, bool]:
+        """Keys and values of a layer, [P, T, G, E] each, and whether its attention is local."""
+        near, index = self.layers[layer]
+        pool = self.local if near and self.local is not None else self
+        return pool.k_JPTGE[index], pool.v_JPTGE[index], near
+
+    def wipe(self, pages: list[int]) -> None:
+        """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
+        wiped = torch.tensor([*pages, SCRATCH])
+        index = upload(torch.empty_like(wiped, device=self.k_JPTGE.device), wiped)
+        for pool in (self.k_JPTGE, self.v_JPTGE):
+            pool.view(torch.uint8 if pool.dtype == FLOAT8 else pool.dtype).index_fill_(1, index, 0)
+        if self.local is not None:
+            self.local.wipe(pages)
+
+    def attend(
+        self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
+        *, local_BW: tuple[Tensor, Tensor] | None = None, context_BW: Tensor | None = None,
+    ) -> PagedAttend:  # fmt: skip
+        """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
+
+        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.core.protocols.Attend`.
+        """
+        pages_BP, write_X = key_places(
+            self.table_NP, slot_B, pos_BW, page=self.page, pages=pages, null=NULL, scratch=SCRATCH
+        )
+        near_BW = None if local_BW is None else _contiguous(local_BW)
+        return PagedAttend(self, pos_BW, write_X, pages_BP, _contiguous(interval_BW), near_BW, context_BW)
+
+
+def _contiguous(interval_BW: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Once, not in every layer, where a copy would also come between RoPE and attention."""
+    return interval_BW[0].contiguous(), interval_BW[1].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """Writes the keys and values of its queries to the pool, and attends over the pool's."""
+
+    pool: KVPool
+    pos_BW: Tensor
+    write_X: Tensor  # int64 [B * W], where in the pool each query's key goes
+    pages_BP: Tensor  # the pages that are read
+    interval_BW: tuple[Tensor, Tensor]
+    local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
+    context_BW: Tensor | None = None
+
+    def values(self, layer: int = -1) -> Tensor:
+        """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
+        v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
+        return v_XGE.view(*self.pos_BW.shape, -1)
+
+    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        k_PTGE, v_PTGE, near = self.pool.of(layer)
+        interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
+        pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
+        q_BWHE = rotate_and_store(qkv_BWXE, table, norm, heads, *pools, self.write_X)
+        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW)

@@ -1,0 +1,394 @@
+"""The contracts of the five swappable components and the data that passes between them.
+
+Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
+data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
+
+Shape suffixes (one letter a dimension, in order):
+    N  slots                                  B  lanes: the rows of one step
+    K  active blocks of a row                 R  B * K, rows of blocks
+    L  block length                           S  canvas length
+    W  query positions of one forward         D  hidden size
+    V  vocabulary size
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.core.spec import ModelSpec, Placement
+from dinfer.kernels.deferred import Sum
+from dinfer.kernels.random import noise
+from dinfer.kernels.rotary import HeadNorm, Table
+from dinfer.kernels.token_stats import Draw, TokenStats
+
+__all__ = [
+    "Attend",
+    "BlockAfter",
+    "BlockView",
+    "CachePolicy",
+    "Component",
+    "Decoder",
+    "Draw",
+    "Iteration",
+    "Model",
+    "ModelFamily",
+    "ModelSpec",
+    "Moved",
+    "Options",
+    "Phase",
+    "Placement",
+    "Proposal",
+    "RowCursors",
+    "Sampling",
+    "SelfConditioned",
+    "State",
+    "StepShape",
+    "TokenStats",
+    "Window",
+]  # fmt: skip
+
+State = dict[str, Tensor]
+"""Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
+
+A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
+over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
+"""
+
+
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Everything about a step that is not device data: hashable, known to the host, the CUDA-graph key."""
+
+    phase: Phase
+    lanes: int  # B
+    width: int  # W
+    blocks: int  # K
+    block: int  # L
+    pages: int  # pages of keys that each row may see
+    sampled: bool = False  # some row does not simply take the most likely token
+    guided: bool = False  # some row has a second branch, without the prompt
+    most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
+    settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
+    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The positions one step computes, -1 where a row has fewer than W."""
+
+    pos_BW: Tensor  # int64, absolute positions
+    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
+    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
+    kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
+    settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
+
+
+class Attend(Protocol):
+    """What a model needs beyond its inputs: positions, and attention over keys it does not have to know of."""
+
+    @property
+    def pos_BW(self) -> Tensor: ...
+    @property
+    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
+
+    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+        """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
+
+        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads, and is maybe a sum that
+        is yet to be added up (`dinfer.kernels.deferred`).
+        """
+        ...
+
+
+class Model(Protocol):
+    """A network. It keeps no state between calls; keys and values go through `attend`."""
+
+    spec: ModelSpec
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
+    def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
+    def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
+
+
+class SelfConditioned(Protocol):
+    """What a `Model` with `spec.self_conditioning` can do beside."""
+
+    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
+        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a decoder asks for. The step, not the decoder, writes it."""
+
+    commit_RL: Tensor  # bool; positions that may not be written are masked out by the step
+    token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
+    busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
+    remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
+    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
+    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
+    # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
+    draft_RL: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAfter:
+    """The active blocks after this step's commits, as an iteration sees them."""
+
+    tokens_BKL: Tensor
+    given_BKL: Tensor  # part of the request, or padding
+    stop_BKL: Tensor  # bool: the token is one that ends an answer
+    open_BKL: Tensor  # bool: still to be decoded
+    finished_BK: Tensor  # bool: nothing is left to decode
+    next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How an iteration moved its rows on. bool [B] each."""
+
+    entered_B: Tensor  # began a new block
+    done_B: Tensor  # has nothing more to decode
+
+
+class Component(ABC):
+    """What all components but models share."""
+
+    paper: ClassVar[str] = ""  # where the algorithm was published
+
+    def incompatibility(self, spec: ModelSpec) -> str | None:
+        """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
+        return None
+
+
+class ModelFamily(Component):
+    """What the checkpoints of one family mean. Options say which one; `dinfer.loading.checkpoint` loads it."""
+
+    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
+    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = (
+        None  # class of transformers for checkpoints whose own is code that comes with them
+    )
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        """Whether a checkpoint's config.json belongs to this family."""
+
+    @abstractmethod
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        """Reads config.json; raises ValueError for what is missing or not supported."""
+
+    @abstractmethod
+    def network(self, spec: ModelSpec) -> Any:
+        """The network, a `Model`; on whatever device is torch's default."""
+
+    @abstractmethod
+    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes; `fused`: one tensor for all experts of a layer."""
+
+
+class Decoder(Component):
+    """Decides which positions of the active blocks to commit, and to what."""
+
+    edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
+    precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
+        return ()
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        """State of a row that enters a block; tensors without the leading R."""
+        return {}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        """Logits to take the statistics of; changes `state` in place, never the logits."""
+        return logits_RLV
+
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
+
+        A decoder that edits compares decoded tokens with proposed ones: drawn anew at every step, they never settle.
+        """
+        return ("temperature", "repetition_penalty", "eos_last") if self.edits else ()
+
+    @abstractmethod
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        """The positions to commit at this step; changes `state` in place.
+
+        Statistics are 0 where the decoder may not write: where nothing is masked, or, if it `edits`, at given tokens.
+        """
+
+
+class Sampling(Component):
+    """Decides which token each position is offered. Only asked in steps where some row wants more than the best.
+
+    And, for models without a mask token, what open positions hold.
+    """
+
+    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    suppress: tuple[int, ...] = ()
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
+
+    def most(self, options: Mapping[str, float], vocab: int) -> int:
+        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all. Host side.
+
+        So the step need not sort the vocabulary.
+        """
+        return 0
+
+    @abstractmethod
+    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+        """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
+
+    @abstractmethod
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
+
+        `most`: the largest of `Sampling.most` of the rows, or more.
+        """
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
+        return noise(seed, pos, step, vocab)
+
+
+class CachePolicy(Component):
+    """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
+
+    reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
+    scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
+    watches: ClassVar[bool] = False  # wants to `observe` how values change
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
+        return {}
+
+    def exact(self, causal_block: int | None) -> bool:
+        """Whether every step sees the keys and values that a pass without a cache would compute.
+
+        `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
+        must begin and end where they do (`iteration.align`, and an `iteration.block` of whole ones).
+        """
+        return not self.reuses
+
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
+
+        They must be functions of the tokens before them alone: requests whose prompts begin alike may share them.
+        """
+        return 0
+
+    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
+        """What a request needs first whose active region begins at `start`. Host side."""
+        return Phase.FULL
+
+    @abstractmethod
+    def width(
+        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
+    ) -> int:
+        """Positions a step of `phase` computes for a row with these cursors (see `RowCursors`). Host side.
+
+        A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
+        """
+
+    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+        """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
+
+        A row that has more to compute than what it decodes computes that first, in a pass of its own.
+        """
+        return None
+
+    @abstractmethod
+    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
+
+    def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
+        """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
+        return None, lanes.length_B
+
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
+
+    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
+        """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""
+        return None
+
+    @abstractmethod
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+        """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
+
+        bool [B], or one for all. `lanes` counts this step not yet.
+        """
+
+
+class Iteration(Component):
+    """Decides how the canvas is swept and what the model is fed at positions that are still masked."""
+
+    blocks: int = 1  # K
+    block: int = 0  # L; 0: as long as the generation
+    stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
+    scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
+        return {}
+
+    def block_length(self, new_tokens: int) -> int:
+        """L for a request of `new_tokens`. Host side."""
+        return self.block
+
+    def spare(self, new_tokens: int) -> int:
+        """Positions decoded behind the last of `new_tokens`, so that all blocks are whole. Host side."""
+        return 0
+
+    @abstractmethod
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        """The active region `[start, end)` a new request begins with. Host side."""
+
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
+        """What the model is fed. [B, W, D]"""
+        return model.embed(tokens_BW)
+
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees logits, after the commits; not if `scores == "block"`.
+
+        If it is "window", those of the whole window; if "adjusted", those of the active blocks as the decoder has
+        adjusted them, before any draw.
+        """
+
+    def floor(self, lanes: RowCursors) -> Tensor | None:
+        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
+        return None
+
+    def must_progress(self, lanes: RowCursors) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all"""
+        return None
+
+    @abstractmethod
+    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
+        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors."""

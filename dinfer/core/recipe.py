@@ -1,0 +1,178 @@
+"""Puts four components together and refuses, before any work, those that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
+
+EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
+
+
+class IncompatibleRecipe(ValueError):
+    """The components cannot work together; the message says which, why, and what to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """An option that every request may set for itself."""
+
+    kind: str  # of the component: decoder or sampling
+    name: str
+    default: int | float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how it is decoded: one point of the product of the four registries."""
+
+    model: Model
+    iteration: Iteration
+    decoder: Decoder
+    cache: CachePolicy
+    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build("standard"))
+
+    def __post_init__(self) -> None:
+        spec = self.model.spec
+        silent_parts = {"iteration": self.iteration, "cache": self.cache}
+        for kind, part in {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}.items():
+            check_types(kind, part)
+        for kind, silent in silent_parts.items():
+            for info in options_of(silent):
+                if info.per_request:
+                    raise TypeError(
+                        f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
+                        "decoders and samplings are given a request's own options. Leave per_request out."
+                    )
+        for part in (self.iteration, self.decoder, self.cache, self.sampling):
+            if (reason := part.incompatibility(spec)) is not None:
+                raise IncompatibleRecipe(reason)
+        if self.decoder.edits and not self.cache.scores_decoded:
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} judges decoded tokens by their logits, which "
+                f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
+                "does not edit."
+            )
+        block, attention = self.iteration.block, spec.causal_block
+        if attention and block and block % attention and attention % block:
+            below = block // attention * attention
+            fitting = " or ".join(str(fit) for fit in (below, below + attention) if fit)
+            raise IncompatibleRecipe(
+                f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
+                f"it. Use iteration.block={fitting}."
+            )
+        if self.iteration.stop == "cut" and self.decoder.edits:
+            raise IncompatibleRecipe(
+                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
+                "Use iteration.stop=block."
+            )
+        self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
+
+    def _check(self, values: Mapping[str, float]) -> None:
+        """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > EXACT:
+                raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
+        if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
+            )
+        if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
+                "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
+            )
+        for name in self.decoder.refuses:
+            neutral = self.sampling.neutral.get(name)
+            if values.get(f"sampling.{name}", neutral) != neutral:
+                raise IncompatibleRecipe(
+                    f"the decoder {type(self.decoder).__name__} cannot honour sampling.{name}="
+                    f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
+                )
+
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
+        values = [*options, *(o.default for o in self.request_options[len(options) :])]
+        pairs = zip(self.request_options, values, strict=True)
+        return {o.name: value for o, value in pairs if o.kind == "sampling"}
+
+    def sampled(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options needs steps that sample."""
+        return self.sampling.asks(self.sampling_of(options))
+
+    def most(self, options: Sequence[float]) -> int:
+        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all."""
+        return self.sampling.most(self.sampling_of(options), self.model.spec.vocab)
+
+    def guided(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options has a second branch, without the prompt."""
+        return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def scores_open(self) -> bool:
+        """Whether the logits of open positions are all that a step without a draw or guidance needs."""
+        unadjusted = type(self.decoder).adjust is Decoder.adjust
+        return unadjusted and not self.decoder.edits and self.iteration.scores == "block"
+
+    @cached_property
+    def request_options(self) -> tuple[RequestOption, ...]:
+        parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))
+        return tuple(
+            RequestOption(kind, info.name, getattr(part, info.name))
+            for kind, part in parts
+            for info in options_of(part)
+            if info.per_request
+        )
+
+    def resolve(self, given: Mapping[str, Any]) -> list[float]:
+        """The value of every per-request option for one request, in the order of `request_options`.
+
+        `given` names options as "threshold", or as "decoder.threshold" where two components have one of that name.
+        Each value is validated by the component itself.
+        """
+        known = [f"{o.kind}.{o.name}" for o in self.request_options]
+        values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
+        chosen: set[str] = set()
+        for key, value in given.items():
+            names = [name for name in known if key in (name, name.split(".")[1])]
+            if not names:
+                raise unknown("per-request option", key, known)
+            if len(names) > 1:
+                raise ValueError(f"per-request option {key!r} is ambiguous: write one of {', '.join(names)}")
+            if names[0] in chosen:
+                raise ValueError(f"per-request option {names[0]} is given twice")
+            chosen.add(names[0])
+            kind, name = names[0].split(".")
+            if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
+                raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
+            replace(getattr(self, kind), **{name: value})  # raises what the component raises
+            values[names[0]] = value
+        self._check(values)
+        return [float(v) for v in values.values()]
+
+
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = "standard") -> Recipe:
+    """A recipe from components, registered or not, names, or mappings `{"name": ..., option: ...}`."""
+    return Recipe(
+        model,
+        _part(ITERATIONS, Iteration, iteration),
+        _part(DECODERS, Decoder, decoder),
+        _part(CACHES, CachePolicy, cache),
+        _part(SAMPLINGS, Sampling, sampling),
+    )
+
+
+def _part(registry: Registry, base: type, given: Any) -> Any:
+    """A component as it is, if it is one of this kind, else what the registry makes of it."""
+    if not isinstance(given, base):
+        return registry.build(given)
+    if not is_dataclass(given):
+        raise TypeError(
+            f"the {registry.kind} {type(given).__name__} must be a dataclass, whose fields are its options: put "
+            "@dataclass(frozen=True, kw_only=True) above it."
+        )
+    return given

@@ -1,0 +1,124 @@
+"""All the mutable state of a running batch. Components are frozen and own none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import Canvas, Cursors, Phase
+from dinfer.core.kv import KVPool
+from dinfer.core.protocols import State
+from dinfer.core.recipe import Recipe
+from dinfer.kernels.canvas import option_columns
+from dinfer.kernels.rows import store_rows
+from dinfer.kernels.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """The state of one component, for every slot; `fresh` is what a row starts from."""
+
+    fresh: State
+    rows: State  # [N, ...], or [N, K, ...] for a decoder
+
+    @classmethod
+    def alloc(cls, fresh: State, lead: tuple[int, ...], device) -> StatePool:
+        fresh = {name: tensor.to(device) for name, tensor in fresh.items()}
+        return cls(fresh, {name: t.expand(*lead, *t.shape).clone() for name, t in fresh.items()})
+
+    def reset(self, slot: int) -> None:
+        """Host side, when a request is admitted."""
+        for name, rows in self.rows.items():
+            rows[slot] = self.fresh[name]
+
+    def lanes(self, slot_B: Tensor) -> State:
+        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
+
+    def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
+        for name, rows in self.rows.items():
+            store_rows(rows, slot_B, live_B, state[name].view(-1, *rows.shape[1:]))
+
+    def refresh(self, state: State, rows: Tensor) -> None:
+        """Makes the rows of `state` (lanes) that `rows` selects fresh, in place."""
+        for name, tensor in state.items():
+            chosen = rows.view(-1, *(1,) * (tensor.dim() - 1))
+            torch.where(chosen, self.fresh[name], tensor, out=tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """Canvas, keys and values, per-request options and the state of each component, allocated once."""
+
+    block: int  # L
+    canvas: Canvas
+    kv: KVPool
+    options_NO: Tensor  # float64, columns as `Recipe.request_options`
+    iteration: StatePool
+    decoder: StatePool
+    cache: StatePool
+
+    @classmethod
+    def alloc(
+        cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
+        block: int | None = None,
+    ) -> BatchState:  # fmt: skip
+        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
+
+        `block` is L; None: what the iteration says for a generation of `length`.
+        """
+        spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
+        # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
+        defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
+        block = block or iteration.block_length(length)
+        block_state = recipe.decoder.fresh_state(spec, block)
+        return cls(
+            block=block,
+            canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
+            kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
+            options_NO=defaults_O.to(device).repeat(n, 1),
+            iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
+            decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
+            cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), (n,), device),
+        )
+
+    def admit(
+        self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
+        options: Sequence[float] = (), stops: bool = True, kept: int = 0,
+    ) -> Cursors:  # fmt: skip
+        """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
+
+        `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
+        returns them, those left out at the end have their defaults; `kept`: up to where its pages hold the keys of a
+        prompt already. Returns the row's cursors.
+        """
+        given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
+        upload(self.options_NO[slot], torch.tensor(given, dtype=torch.float64))
+        spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
+        phase = recipe.cache.first_phase(spec, region[0])
+        prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])
+        seed = int(recipe.sampling_of(given).get("seed", 0))
+        blank_S: Tensor | int
+        if spec.mask_id is None:
+            no_steps = torch.tensor(0)
+            blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
+        else:
+            blank_S = spec.mask_id
+        cursors = self.canvas.admit(
+            slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
+            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
+        )  # fmt: skip
+        for pool in (self.iteration, self.decoder, self.cache):
+            pool.reset(slot)
+        return cursors
+
+    def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
+        """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
+        exact_OR, whole_OR = option_columns(self.options_NO, slot_B, repeat)
+        return {
+            o.name: (whole_OR if isinstance(o.default, int) else exact_OR)[i, :, None]
+            for i, o in enumerate(recipe.request_options)
+            if o.kind == kind
+        }

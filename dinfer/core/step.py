@@ -1,0 +1,217 @@
+"""One denoising step. The only place where model, cache, iteration and decoder meet.
+
+Every combination of components is this one function. It is pure device work on tensors whose addresses never
+change: no host synchronisation, no data-dependent shape, nothing allocated that outlives it. So it can be captured
+whole, LM head and commits included, once per `StepShape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
+from dinfer.core.commits import commit
+from dinfer.core.guidance import guided
+from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
+from dinfer.kernels.canvas import active_rows
+from dinfer.kernels.compact import compact
+from dinfer.kernels.rows import take
+from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
+
+Interval = tuple[Tensor, Tensor]
+
+
+def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
+    """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
+
+    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
+    may be named once.
+    """
+    model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
+    canvas, spec = state.canvas, model.spec
+    lanes = canvas.lanes(slot_B, shape.phase)
+    iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+    decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
+
+    # The forward: the cache says which positions and which keys, the iteration what is fed there.
+    window = cache.window(lanes, canvas, spec, shape, cache_state)
+    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, window.pos_BW, window.fits_B)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
+    x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
+    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
+    old_BWX, fed = attend.values() if cache.watches else None, attend
+    if shape.guided:
+        model, fed = guided(recipe, state, slot_B, pos_BW, tokens_BW, status_BW, interval_BW, shape.pages)
+    h_BWD = model.forward(x_BWD, fed)
+    if old_BWX is not None:
+        cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
+    kept_B = lanes.kept_B if window.kept_B is None else window.kept_B
+    if window.settled_B is not None:
+        settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
+        if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
+            return
+        lanes.live_B = lanes.live_B & (window.settled_B < 0)
+    lanes.kept_B = kept_B
+
+    # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
+    view, logits_BWV = block_view(recipe, state, shape, lanes), None
+    if shape.scored:
+        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, window.logits_RL)
+    else:
+        if iteration.scores == "window":
+            logits_BWV = model.logits(h_BWD)
+            logits_RLV = take(logits_BWV, window.logits_RL)
+        else:
+            logits_RLV = model.logits(take(h_BWD, window.logits_RL))
+        stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
+    proposal = decoder.select(stats, view, decoder_state)
+    blank_RL = what_is_left(recipe, view, proposal)
+    commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
+    if logits_BWV is not None:
+        iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
+    elif iteration.scores == "adjusted":
+        by_lane = (slot_B.shape[0], -1)
+        pos_BX, adjusted_BXV = view.pos_RL.view(by_lane), adjusted_RLV.reshape(*by_lane, spec.vocab)
+        iteration.observe(model, adjusted_BXV, pos_BX, lanes, iteration_state)
+
+    # The cursors: the iteration moves its rows on, and the cache says what they need next.
+    finished_R = commits.finished_R if proposal.busy_R is None else commits.finished_R & ~proposal.busy_R
+    if (lingers_B := cache.extra_pass(lanes, shape.phase, cache_state)) is not None:
+        finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
+    by_block = (slot_B.shape[0], shape.blocks)
+    after = BlockAfter(
+        tokens_BKL=commits.tokens_RL.view(*by_block, -1),
+        given_BKL=view.given_RL.view(*by_block, -1),
+        stop_BKL=commits.stop_RL.view(*by_block, -1),
+        open_BKL=commits.open_RL.view(*by_block, -1),
+        finished_BK=finished_R.view(by_block),
+        next_B=commits.next_B,
+    )
+    lanes.quota_BK = view.quota_R.view(by_block)
+    moved = iteration.advance(lanes, after)
+    state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
+    canvas.finish(
+        lanes, gained_B=commits.gained_B, entered_B=moved.entered_B, done_B=moved.done_B, broken_B=commits.broken_B,
+        stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
+        refreshed=cache.reuses and shape.phase == Phase.FULL,
+    )  # fmt: skip
+
+    state.iteration.store(slot_B, iteration_state, lanes.live_B)
+    state.decoder.store(slot_B, decoder_state, lanes.live_B)
+    state.cache.store(slot_B, cache_state, lanes.live_B)
+
+
+def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, Interval | None, Tensor | None]:
+    """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
+    spec = recipe.model.spec
+    if not spec.encoder:
+        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block), None, None
+    context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
+    if spec.local is None:
+        return interval_BW, None, context_BW
+    return interval_BW, local_interval(interval_BW, pos_BW, lanes.start_B, spec.local.window), context_BW
+
+
+def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> None:
+    """Stores the cursors of rows that had keys computed and decode nothing; a prefill goes on where keys are left."""
+    rest_B = (settled_B < kept_B) & (phase == Phase.PREFILL)
+    passed = replace(
+        lanes,
+        live_B=lanes.live_B & (settled_B >= 0),
+        kept_B=settled_B,
+        forwards_B=lanes.forwards_B + 1,
+        phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
+    )
+    canvas.store(passed)
+
+
+def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
+    """The active blocks of the lanes, as rows of blocks."""
+    canvas, floor_B, must_BK = state.canvas, recipe.iteration.floor(lanes), recipe.iteration.must_progress(lanes)
+    pos_RL, tokens_RL, masked_RL, given_RL, quota_R = active_rows(
+        canvas.tokens_NS, canvas.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
+        block=shape.block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+    )  # fmt: skip
+    return BlockView(
+        pos_RL=pos_RL,
+        tokens_RL=tokens_RL,
+        masked_RL=masked_RL,
+        given_RL=given_RL,
+        step_R=lanes.step_BK.flatten(),
+        quota_R=quota_R,
+        floor_R=None if floor_B is None else rows_of(floor_B, shape.blocks),
+        must_progress_R=None if must_BK is None else must_BK.flatten(),
+        forward_R=rows_of(lanes.steps_B, shape.blocks),
+        seed_R=rows_of(lanes.seed_B, shape.blocks),
+        options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
+    )
+
+
+def proposed_tokens(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors, view: BlockView, logits_RLV: Tensor,
+    decoder_state: State,
+) -> tuple[TokenStats, Tensor]:  # fmt: skip
+    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is.
+
+    And the logits, as they were adjusted.
+    """
+    decoder, sampling, spec, draw = recipe.decoder, recipe.sampling, recipe.model.spec, None
+    if shape.sampled:
+        options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
+        seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
+        logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
+    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    if shape.sampled:
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
+    wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
+    return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
+
+
+def open_stats(
+    recipe: Recipe, shape: StepShape, lanes: RowCursors, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
+) -> tuple[TokenStats, Tensor]:
+    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
+    flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
+    index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)
+    fits_B = (place_1X < shape.scored).view(lanes.live_B.shape[0], -1).all(-1)
+    lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
+    where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
+    h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
+    stats = statistics(recipe, recipe.model.logits(h_1MD), index_1M >= 0, None)
+    back_X = place_1X[0].clamp(0, shape.scored - 1)
+
+    def placed(stat_1M: Tensor) -> Tensor:
+        return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+
+    return stats.each(placed), lanes.live_B & fits_B
+
+
+def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:
+    """What the decoder needs to know of the logits."""
+    decoder = recipe.decoder
+    return token_stats(
+        logits_RLV, recipe.model.spec.mask_id, getattr(torch, decoder.precision),
+        **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
+    )  # fmt: skip
+
+
+def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor | int:
+    """What open positions hold after this step: the mask token, or, where models have none, drafts and noise."""
+    spec = recipe.model.spec
+    if spec.mask_id is not None:
+        return spec.mask_id
+    noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
+    draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
+    return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
+    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
+    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)

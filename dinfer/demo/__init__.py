@@ -1,0 +1,1 @@
+"""The models in the box (`checkpoints`) and the word problems they were trained on (`problems`)."""

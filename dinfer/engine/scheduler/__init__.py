@@ -1,0 +1,1 @@
+"""Which steps a round of the engine takes. Host side."""

@@ -1,0 +1,79 @@
+"""What iterations that go through the canvas from left to right have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors
+from dinfer.core.registry import option
+from dinfer.kernels.advance import Grid, leave_blocks
+
+STOPS = ("block", "cut", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedSweep(Iteration):
+    """One block after the other, each from a multiple of the block length on; blocks without masks are skipped.
+
+    What a generated stop token does is said by `stop`. "block" finishes the block it stands in. "cut" ends the row as
+    soon as all before the first one is decoded: the answer is the same, in fewer forwards, since decoded tokens do not
+    change; so it is refused with decoders that edit. What is left undecoded then holds EOS.
+    """
+
+    block: int = option(32, "block length, in tokens")
+    stop: Literal["block", "cut", "off"] = option(
+        "block", "at a stop token: finish its 'block'; 'cut' once all before it is decoded; 'off': decode all the same"
+    )
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"iteration.block={self.block} must be at least 1")
+        if self.stop not in STOPS:
+            raise ValueError(f"iteration.stop={self.stop!r} must be one of {', '.join(STOPS)}")
+
+    @property
+    def grid(self) -> Grid:
+        """Where blocks begin and end."""
+        return Grid(self.block)
+
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        start, end = self.grid.block_at(prompt)
+        return start, min(end, length)
+
+    @property
+    def stop_rule(self) -> tuple[str, bool]:
+        """What a stop token does, and whether those of the prompt count too."""
+        return self.stop, False
+
+    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
+        return sweep_on(lanes, after, self.grid, *self.stop_rule)
+
+
+def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off", prompt: bool = False) -> Moved:
+    """Moves rows whose blocks are finished to the next block; see `dinfer.kernels.advance.leave_blocks`."""
+    entered_B, done_B, lanes.start_B, lanes.end_B, lanes.block_B = leave_blocks(
+        after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
+        after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop, prompt=prompt,
+    )  # fmt: skip
+    return Moved(entered_B, done_B)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSweep(AlignedSweep):
+    """The same from the end of the prompt on, or, where gaps are filled in, from the beginning of each."""
+
+    align: bool = option(
+        False, "begin blocks at multiples of the block length, so that the first one may overlap the prompt"
+    )
+    compat: Literal["dinfer"] | None = option(
+        None, "'dinfer': stop tokens of the prompt count too, and end the sweep even with stop=off (its defects)"
+    )
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block, align=self.align)
+
+    @property
+    def stop_rule(self) -> tuple[str, bool]:
+        return super().stop_rule if self.compat is None else ("block", True)

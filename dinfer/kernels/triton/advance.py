@@ -1,0 +1,126 @@
+"""How rows leave their active blocks, and the cursors that a step leaves behind."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dinfer.kernels.advance import Grid
+from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
+
+
+@triton.jit
+def _leave_blocks(
+    finished_ptr, ends_ptr, given_ptr, open_ptr, next_ptr, length_ptr, start_ptr, end_ptr, block_ptr,
+    enters_ptr, done_ptr, out_start_ptr, out_end_ptr, out_block_ptr, blocks, active,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, LEAD: tl.constexpr, STOP: tl.constexpr, CUT: tl.constexpr,
+    PROMPT: tl.constexpr, K: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, block, at = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, X)
+    finished = tl.load(finished_ptr + lane * blocks + block, mask=block < blocks, other=1)
+    leaves = tl.min((finished != 0).to(tl.int32), 0)
+    length, pos = tl.load(length_ptr + lane), tl.load(next_ptr + lane)
+    done = leaves * (pos >= length).to(tl.int32)
+    if STOP:
+        inside = at < active
+        ends = tl.load(ends_ptr + lane * active + at, mask=inside, other=0) != 0
+        if not PROMPT:
+            ends = ends & (tl.load(given_ptr + lane * active + at, mask=inside, other=1) == 0)
+        if CUT:
+            gaps = tl.load(open_ptr + lane * active + at, mask=inside, other=0) != 0
+            stopped = tl.max((ends & (tl.cumsum(gaps.to(tl.int32), 0) == 0)).to(tl.int32), 0)
+        else:
+            stopped = tl.max(ends.to(tl.int32), 0) * leaves
+        done = tl.maximum(done, stopped)
+    enters = leaves * (1 - done)
+    start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
+    first = pos // BLOCK * BLOCK
+    new_start = first if ALIGN and LEAD == 0 else pos
+    new_end = new_start + BLOCK
+    if LEAD > 0:
+        new_end = tl.where(pos % LEAD == 0, pos + 1, first + BLOCK)
+    new_end = tl.minimum(new_end, length)
+    tl.store(out_block_ptr + lane, tl.load(block_ptr + lane) + leaves)
+    tl.store(enters_ptr + lane, enters != 0)
+    tl.store(done_ptr + lane, done != 0)
+    tl.store(out_start_ptr + lane, tl.where(enters != 0, new_start, start))
+    tl.store(out_end_ptr + lane, tl.where(enters != 0, new_end, end))
+
+
+def leave_blocks(
+    finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
+    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, grid: Grid, stop: str, prompt: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `dinfer.kernels.advance.leave_blocks`."""
+    (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
+    read = finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B
+    enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(2))
+    out_start_B, out_end_B, out_block_B = (torch.empty_like(next_B) for _ in range(3))
+    padded = triton.next_power_of_2(active)
+    _leave_blocks[(lanes,)](
+        *(t.contiguous() for t in read), enters_B, done_B, out_start_B, out_end_B, out_block_B, blocks, active,
+        BLOCK=grid.block, ALIGN=grid.align, LEAD=grid.lead, STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt,
+        K=triton.next_power_of_2(blocks), X=padded,
+        num_warps=min(max(padded // 256, 1), 8), **early(next_B),
+    )  # fmt: skip
+    return enters_B, done_B, out_start_B, out_end_B, out_block_B
+
+
+@triton.jit
+def _finish(
+    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, done_ptr,
+    broken_ptr, stale_ptr, lanes, columns, refreshed, BEHIND: tl.constexpr, K: tl.constexpr,
+    PHASE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    FORWARDS: tl.constexpr, STEPS: tl.constexpr, REFRESHES: tl.constexpr, COMMITTED: tl.constexpr,
+    IDLE: tl.constexpr, FULL: tl.constexpr, WINDOW: tl.constexpr, FAULT: tl.constexpr,
+    PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    inside = lane < lanes
+    live = inside & (tl.load(live_ptr + lane, mask=inside, other=0) != 0)
+    row = rows_ptr + tl.load(slot_ptr + lane, mask=inside, other=0) * columns
+    entered = tl.load(entered_ptr + lane, mask=inside, other=0) != 0
+    phase = tl.where(tl.load(stale_ptr + lane, mask=inside, other=0) != 0, FULL, WINDOW)
+    phase = tl.where(tl.load(done_ptr + lane, mask=inside, other=0) != 0, IDLE, phase)
+    phase = tl.where(tl.load(broken_ptr + lane, mask=inside, other=0) != 0, FAULT, phase)
+    tl.store(row + PHASE, phase, mask=live)
+    tl.store(row + START, tl.load(start_ptr + lane, mask=inside), mask=live)
+    tl.store(row + END, tl.load(end_ptr + lane, mask=inside), mask=live)
+    tl.store(row + BLOCK, tl.load(block_ptr + lane, mask=inside), mask=live)
+    tl.store(row + KEPT, tl.load(kept_ptr + lane, mask=inside), mask=live)
+    tl.store(row + FORWARDS, tl.load(row + FORWARDS, mask=live) + 1, mask=live)
+    tl.store(row + STEPS, tl.load(row + STEPS, mask=live) + 1, mask=live)
+    tl.store(row + REFRESHES, tl.load(row + REFRESHES, mask=live) + refreshed, mask=live)
+    gained = tl.load(gained_ptr + lane, mask=inside)
+    tl.store(row + COMMITTED, tl.load(row + COMMITTED, mask=live) + gained, mask=live)
+    for k in tl.static_range(K):
+        step = row + BEHIND + k
+        tl.store(step, tl.where(entered, 0, tl.load(step, mask=live) + 1), mask=live)
+        tl.store(step + K, tl.load(quota_ptr + lane * K + k, mask=inside), mask=live)
+
+
+WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed")
+
+
+def finish(
+    rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
+    quota_BK: Tensor, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor, stale_B: Tensor | bool,
+    *, refreshed: bool, columns: dict[str, int], phases: dict[str, int],
+) -> None:  # fmt: skip
+    """See `dinfer.core.canvas.Canvas.finish`. `columns`: of the cursors by name; `phases`: their numbers."""
+    lanes, blocks = quota_BK.shape
+    if isinstance(stale_B, bool):
+        always = phases["FULL" if stale_B else "WINDOW"]
+        stale_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
+    read = (
+        slot_B, live_B, start_B, end_B, block_B, kept_B, quota_BK, gained_B, entered_B, done_B, broken_B, stale_B
+    )  # fmt: skip
+    _finish[(triton.cdiv(lanes, PIECE),)](
+        rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), BEHIND=len(columns),
+        K=blocks, **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE, num_warps=WARPS,
+        **early(rows_NC),
+    )  # fmt: skip

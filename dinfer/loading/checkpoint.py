@@ -1,0 +1,229 @@
+"""Hugging Face checkpoints: finding them, loading them strictly, and writing them.
+
+Only safetensors are read, and no code that comes with a checkpoint is ever run. A tensor that is missing, unknown,
+of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dinfer.core.protocols import ModelFamily
+from dinfer.core.registry import MODELS, unknown
+from dinfer.core.spec import ModelSpec, Placement
+from dinfer.kernels.linear import FLOAT8, check_float8
+from dinfer.loading.lora import CONFIG as ADAPTER
+from dinfer.loading.lora import read_adapter
+from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, widened
+from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
+
+
+def boxed() -> list[str]:
+    """Names of the models that come inside the package."""
+    folder = resources.files("dinfer") / "demo" / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
+
+
+def locate(name: str, revision: str | None = None, needed: str = "config.json") -> Path:
+    """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
+
+    `needed`: the file that makes a folder what is looked for.
+    """
+    path = Path(name).expanduser()
+    if revision is not None and (name in boxed() or path.is_dir()):
+        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
+    if name in boxed():
+        path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
+    elif not path.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            known = unknown("checkpoint", name, boxed())
+            raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
+        from huggingface_hub import snapshot_download  # only here: loading a folder needs no network code
+
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+    if not (path / needed).is_file():
+        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
+    return path
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, and the tokenizer's mask token as `mask_token_id` where config.json is silent about it."""
+    config = read_object(folder / "config.json")
+    if config.get("mask_token_id") is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = read_object(folder / "tokenizer_config.json")
+        mask, added = tokenizer.get("mask_token"), tokenizer.get("added_tokens_decoder") or {}
+        mask = mask.get("content") if isinstance(mask, dict) else mask
+        ids = [int(token) for token, entry in added.items() if mask is not None and entry.get("content") == mask]
+        config |= {"mask_token_id": ids[0]} if ids else {}
+    return config
+
+
+def family_of(config: dict[str, Any]) -> str:
+    """The registered family that a config.json belongs to."""
+    for name in MODELS.names():
+        if MODELS.get(name).matches(config):
+            return name
+    raise CheckpointError(
+        f"config.json: model_type={config.get('model_type')!r}, architectures={config.get('architectures')!r} belong "
+        f"to no family that dinfer knows. Known: {', '.join(MODELS.names())}."
+    )
+
+
+def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
+    if not family.matches(config):
+        raise CheckpointError(
+            f"config.json: model_type={config.get('model_type')!r} is not of the family {type(family).__name__}; "
+            f"it is {family_of(config)!r}"
+        )
+    try:
+        return family.spec(config)
+    except KeyError as error:
+        raise CheckpointError(f"config.json lacks the field {error}") from error
+
+
+def load_network(
+    folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device,
+    narrow: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
+
+    Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor. Experts may
+    be stored each for itself or all of a layer together. An adapter of the family is merged in. Weights that the
+    checkpoint holds in 8 bits (`loading.quantized`) stay so where the network has a place for their scales; of others,
+    a warning says so. `narrow`: those in another dtype are widened too, as they are to be rounded to this one.
+    """
+    config = read_config(folder)
+    block = scale_block(config)
+    spec = read_spec(family, config | {FIELD: None})
+    tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
+    tensors, scales = scales_of(tensors, block)
+    placements = layout(family, spec, tensors)
+    check(folder, tensors, placements, scales)
+    adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
+    if dtype is None:
+        dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
+    kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
+    if FLOAT8 in kept.values():
+        check_float8(device, f"{folder}: what it holds in float8", "quantize=int8, which rounds anew")
+    network = _empty(family, spec, dtype, device, kept)
+    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    scale_of = scales.read()
+    wide = 0
+    with torch.no_grad():
+        for name, tensor in read(tensors):
+            place = placements[name]
+            if name in scale_of:
+                scale = scale_of[name].to(device)
+                if parameters[place.parameter].dtype == tensor.dtype:
+                    rows_of(buffers[f"{place.parameter}_scale"], place).copy_(scale.flatten())
+                else:
+                    tensor, wide = widened(tensor.to(device), scale, block), wide + 1
+            merged = tensor if adapter is None else adapter.merged(name, tensor, device)
+            place_of(parameters, place).copy_(merged)
+    if wide and narrow is None:
+        logging.getLogger(__name__).warning(
+            "%s: %d of %d rounded weights are widened to %s: their scales are of blocks, an adapter changes them, or "
+            "they share a matrix with others. quantize=fp8, int8 or int4 rounds them again.",
+            folder, wide, len(scale_of), dtype,
+        )  # fmt: skip
+    return network
+
+
+def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
+    """The names and shapes that a checkpoint must have, as its experts are stored."""
+    separate, fused = family.weights(spec), family.weights(spec, fused=True)
+    return fused if len(tensors.keys() & fused.keys()) > len(tensors.keys() & separate.keys()) else separate
+
+
+def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
+    """The part of a parameter that a checkpoint's tensor fills, in the tensor's shape."""
+    parameter = parameters[place.parameter]
+    rows = math.prod(place.shape) // math.prod(parameter.shape[1:])
+    return parameter.detach().narrow(0, place.row, rows).view(place.shape)
+
+
+def rows_of(scale: Tensor, place: Placement) -> Tensor:
+    """The scales of the outputs that a checkpoint's tensor fills, one behind the other."""
+    outputs = math.prod(scale.shape[1:])  # of each row of the parameter
+    return scale.flatten().narrow(0, place.row * outputs, math.prod(place.shape[:-1]))
+
+
+def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
+    network = _empty(family, spec, dtype, device)
+    for name, parameter in network.named_parameters():
+        if name.endswith(("norm.weight", "scale")):
+            parameter.fill_(1.0)
+        elif parameter.dim() == 1:  # a bias
+            parameter.normal_(0.0, 0.1)
+        else:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return network
+
+
+def _empty(
+    family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
+    narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
+
+    `narrow`: parameters in 8 bits, if the network has a place for their scales.
+    """
+    from dinfer.layers.linear import roundable  # only here: networks are heavy to import
+
+    with torch.device("meta"):
+        network = family.network(spec).to(dtype)
+        for name, parameter in network.named_parameters():
+            if name.endswith("choice_bias"):
+                parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+        for name, (module, own) in roundable(network).items():
+            if name in narrow:
+                shape = getattr(module, own).shape
+                setattr(module, own, nn.Parameter(torch.empty(shape, dtype=narrow[name]), requires_grad=False))
+                setattr(module, f"{own}_scale", torch.empty(shape[:-1]))
+    return network.to_empty(device=device).requires_grad_(False).eval()
+
+
+def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both."""
+    parameters = dict(network.named_parameters())
+    tensors = {
+        name: place_of(parameters, place).cpu().contiguous()
+        for name, place in family.weights(family.spec(config)).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def check(
+    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> None:
+    """CheckpointError that lists every tensor which is missing, not known, of another shape, or no float though it has
+    no scale."""
+    problems = [f"missing: {name}" for name in placements if name not in tensors]
+    problems += [f"unexpected: {name}" for name in tensors if name not in placements]
+    for name in placements.keys() & tensors.keys():
+        found = tensors[name]
+        if found.shape != placements[name].shape:
+            problems.append(f"shape of {name}: {found.shape}, must be {placements[name].shape}")
+        if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
+            problems.append(f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}")
+    if scales is not None:
+        problems += scales.problems(tensors)
+    refuse(problems, f"the tensors in {folder} do not fit its config.json")

@@ -1,0 +1,151 @@
+"""Checkpoints whose weights are rounded: which tensors are scales, and what of it the network can hold as it is.
+
+Read are weights in 8 bits with a scale for each tensor, each output, or each block of a matrix: `quant_method` "fp8"
+(transformers' FineGrainedFP8Config, vLLM) and "compressed-tensors" (llm-compressor). A weight is its values times its
+scales. The scale stands beside the weight, as NAME_scale_inv or NAME_scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.core.spec import Placement
+from dinfer.loading.safetensors_io import FLOATS, NARROW, CheckpointError, Stored, read
+
+FIELD = "quantization_config"
+SCALES = ("_scale_inv", "_scale")
+INPUT_SCALES = (".input_scale", ".activation_scale")  # not used: rows are rounded at scales of their own
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+Block = tuple[int, int]
+
+
+def scale_block(config: Mapping[str, Any]) -> Block | None:
+    """Outputs and inputs of the blocks that share a scale; None: there are no blocks.
+
+    Raises CheckpointError for a `quantization_config` whose weights would not be read as they are meant.
+    """
+    if (found := config.get(FIELD)) is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: {FIELD}={found!r:.80} must be an object")
+    method = found.get("quant_method")
+    if method == "fp8":
+        _expect(found, "", {"fmt": (None, "e4m3", "float8_e4m3fn")})
+        return _block(found.get("weight_block_size"), "weight_block_size")
+    if method != "compressed-tensors":
+        raise CheckpointError(
+            f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8' is, and 'compressed-tensors' "
+            "with 8 bits. Load the checkpoint that this one was made from, with quantize=fp8, int8 or int4."
+        )
+    _expect(found, "", {"format": FORMATS, "kv_cache_scheme": (None,)})
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"config.json: {FIELD}.config_groups={groups!r:.80} must be an object that is not empty")
+    blocks = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"config.json: {FIELD}.config_groups.{name} has no weights")
+        where = f"config_groups.{name}.weights."
+        strategies = {"num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor", "block")}
+        _expect(weights, where, strategies)
+        structure = weights.get("block_structure")
+        if isinstance(structure, str):
+            structure = [int(part) if part.isdecimal() else part for part in structure.split("x")]
+        blocks.add(_block(structure, f"{where}block_structure"))
+    sizes = sorted(block for block in blocks if block is not None)
+    if len(sizes) > 1:
+        raise CheckpointError(f"config.json: {FIELD} has blocks of several sizes, {sizes}; one is supported")
+    return sizes[0] if sizes else None
+
+
+def _expect(found: Mapping[str, Any], where: str, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    for field, allowed in fields.items():
+        if (value := found.get(field)) not in allowed:
+            known = ", ".join(repr(one) for one in allowed)
+            raise CheckpointError(f"config.json: {FIELD}.{where}{field}={value!r} is not supported; use {known}")
+
+
+def _block(value: Any, field: str) -> Block | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+        raise CheckpointError(f"config.json: {FIELD}.{field}={value!r} must be two sizes, such as [128, 128]")
+    return value[0], value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a checkpoint's rounded weights, by the name of the weight, and the blocks that share one."""
+
+    stored: Mapping[str, tuple[str, Stored]]  # their own names and where they are
+    block: Block | None
+
+    def problems(self, weights: Mapping[str, Stored]) -> Iterator[str]:
+        """What is wrong with their shapes and dtypes."""
+        blocks = "" if self.block is None else f", or one a block of {self.block[0]} x {self.block[1]}"
+        for name, (own, scale) in self.stored.items():
+            if scale.dtype not in FLOATS or not (self.per_output(name, weights) or self._per_block(name, weights)):
+                shape = weights[name].shape
+                yield f"{own}: {scale.dtype} {scale.shape}, must be floats: one for {shape}, one an output{blocks}"
+
+    def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
+        """Whether all inputs of an output have the same scale."""
+        shape, outputs = self.stored[name][1].shape, weights[name].shape[:-1]
+        return math.prod(shape) == 1 or shape in (outputs, (*outputs, 1))
+
+    def _per_block(self, name: str, weights: Mapping[str, Stored]) -> bool:
+        *lead, rows, width = weights[name].shape
+        blocks = None if self.block is None else (*lead, -(-rows // self.block[0]), -(-width // self.block[1]))
+        return self.stored[name][1].shape == blocks
+
+    def read(self) -> dict[str, Tensor]:
+        """The scales, in float32."""
+        owner = {own: name for name, (own, _) in self.stored.items()}
+        return {owner[own]: scale.float().clone() for own, scale in read(dict(self.stored.values()))}
+
+    def kept(
+        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: torch.dtype | None,
+        changed: Collection[str],
+    ) -> dict[str, torch.dtype]:  # fmt: skip
+        """The parameters that may hold what the checkpoint does bit for bit: all that goes there is in the same 8 bits.
+
+        `only`: and in these. `changed`: weights that an adapter changes.
+        """
+        found: dict[str, set[torch.dtype | None]] = {}
+        for name, place in placements.items():
+            fits = name in self.stored and name not in changed and self.per_output(name, weights)
+            found.setdefault(place.parameter, set()).add(NARROW[weights[name].dtype] if fits else None)
+        dtypes = {parameter: next(iter(kinds)) for parameter, kinds in found.items() if len(kinds) == 1}
+        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None and only in (None, dtype)}
+
+
+def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
+    """The tensors that are weights or the like, and the scales of those that are rounded."""
+    stored: dict[str, tuple[str, Stored]] = {}
+    unused: set[str] = set()
+    for name in (name for name, tensor in tensors.items() if tensor.dtype in NARROW and len(tensor.shape) > 1):
+        unused.update(name.removesuffix(".weight") + end for end in INPUT_SCALES)
+        own = next((name + end for end in SCALES if name + end in tensors), None)
+        if own is not None:
+            stored[name] = own, tensors[own]
+            unused.add(own)
+    return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
+
+
+def widened(weight: Tensor, scale: Tensor, block: Block | None) -> Tensor:
+    """The weight that was rounded, in float32. [..., O, K]; `scale` as `Scales` takes it, on the weight's device."""
+    *lead, rows, width = weight.shape
+    if scale.numel() == 1:
+        return weight.float() * scale.view(())
+    if scale.shape in ((*lead, rows), (*lead, rows, 1)):
+        return weight.float() * scale.view(*lead, rows, 1)
+    high, wide = block or (1, 1)
+    by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)
+    return weight.float() * by_row.repeat_interleave(wide, -1).narrow(-1, 0, width)

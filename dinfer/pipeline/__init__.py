@@ -1,0 +1,5 @@
+"""Text, messages or token ids in, results out: what most users of the library call."""
+
+from dinfer.pipeline.pipeline import Pipeline, Result, load
+
+__all__ = ["Pipeline", "Result", "load"]

@@ -1,0 +1,375 @@
+"""The facade: load a model with a recipe, give it text, messages or token ids, get results with their counts."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dinfer.core.recipe import Recipe, compose
+from dinfer.core.registry import MODELS
+from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.loading.checkpoint import boxed, family_of, load_network, locate, read_config
+from dinfer.pipeline.infilling import Infilled, gaps_of, parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One answer.
+
+    `ids` are the generated tokens before the first stop token; `canvas` is prompt and generation as a whole;
+    `trace`, if asked for, is the canvas after every step, the mask id (or a draft, or noise) where it was still masked.
+    """
+
+    text: str
+    ids: list[int]
+    prompt_ids: list[int]
+    canvas: list[int]
+    stopped: bool  # at a stop token; else max_new_tokens ran out
+    counts: Counts
+    trace: list[list[int]] | None = None
+
+
+class Pipeline:
+    """A model, a recipe and a tokenizer, ready to generate."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self.engine = Engine(recipe, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
+
+    @property
+    def model(self) -> Any:
+        return self.recipe.model
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        chat: bool | None = None,
+        trace: bool = False,
+    ) -> Any:
+        """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
+
+        A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
+        tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
+        for each prompt, such as {"threshold": 0.8}. Raises ValueError for bad input, NonFiniteLogits.
+        """
+        single = isinstance(prompts, str) or _is_conversation(prompts)
+        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else _listed(prompts, "prompts"))]
+        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
+        return results[0] if single else results
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        trace: bool = False,
+    ) -> list[Result]:
+        """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
+        requests = self.requests(prompts, max_new_tokens, options)
+        done = self._run(requests, trace)
+        return [self.result(request, *finished) for request, finished in zip(requests, done, strict=True)]
+
+    def infill(
+        self,
+        texts: str | Sequence[str],
+        *,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        stop: bool = False,
+        trace: bool = False,
+    ) -> Any:
+        """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
+
+        `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
+        for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
+        what is left is EOS; else stop tokens are tokens like others. Raises ValueError for bad input.
+        """
+        single = isinstance(texts, str)
+        canvases = [self._template(text) for text in ([texts] if single else _listed(texts, "texts"))]
+        results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
+        return results[0] if single else results
+
+    def infill_ids(
+        self,
+        canvases: Sequence[Sequence[int]],
+        *,
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        stop: bool = False,
+        trace: bool = False,
+    ) -> list[Infilled]:
+        """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
+        mask_id, canvases = self.recipe.model.spec.mask, _listed(canvases, "canvases")
+        values = _each({} if options is None else options, len(canvases), "options")
+        requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
+        found = []
+        for request, (completion, history) in zip(requests, self._run(requests, trace), strict=True):
+            runs = gaps_of(request.prompt, mask_id)
+            gaps = [[completion.canvas[position] for position in run] for run in runs]
+            text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
+            found.append(Infilled(text, completion.canvas, gaps, texts, completion.counts, history))
+        return found
+
+    def _run(self, requests: list[Request], trace: bool) -> list[tuple[Completion, list[list[int]] | None]]:
+        """The completions in order, with the canvas after every step if it is asked for."""
+        done: dict[int, Completion] = {}
+        traces: list[list[list[int]]] = [[] for _ in requests]
+        for update in self.engine.run(requests, snapshots=trace):
+            if update.tokens is not None:
+                traces[update.index].append(update.tokens)
+            if update.completion is not None:
+                done[update.index] = update.completion
+        return [(done[i], traces[i] if trace else None) for i in range(len(requests))]
+
+    def updates(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        options: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> Iterator[Update]:
+        """The canvas of one prompt after every step, for those who want to watch or to stream."""
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
+        return self.engine.run(requests, snapshots=True)
+
+    def encode(self, prompt: Any, *, chat: bool | None = None) -> list[int]:
+        """Token ids of a text or of a conversation."""
+        tokenizer = self._need_tokenizer()
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ValueError("the prompt is empty")
+            if chat is False or (chat is None and tokenizer.chat_template is None):
+                return list(tokenizer(prompt)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        elif not _is_conversation(prompt):
+            raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
+        if tokenizer.chat_template is None:
+            raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
+        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(ids)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    ) -> list[Request]:
+        """Validated requests; every error names the prompt and the field."""
+        prompts = _listed(prompts, "prompts")
+        lengths = _each(max_new_tokens, len(prompts), "max_new_tokens")
+        values = _each({} if options is None else options, len(prompts), "options")
+        return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
+
+    def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
+        spec, ids = self.recipe.model.spec, self._ids(prompt, f"prompt {index}")
+        new_tokens = _as_int(new_tokens, f"prompt {index}: max_new_tokens")
+        if not ids:
+            raise ValueError(f"prompt {index} is empty: give at least one token")
+        if new_tokens < 1:
+            raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
+        if spec.mask_id in ids:
+            raise ValueError(
+                f"prompt {index}: the mask token {spec.mask_id} stands at position {ids.index(spec.mask_id)}; a prompt "
+                "is given text, and masks are put behind it"
+            )
+        if len(ids) + new_tokens > spec.max_length:
+            raise ValueError(
+                f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
+                f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
+            )
+        room = spec.max_length - len(ids) - new_tokens
+        spare = min(self.recipe.iteration.spare(new_tokens), room)
+        return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"), spare=spare)
+
+    def _ids(self, value: Any, what: str) -> list[int]:
+        """Tokens of the vocabulary."""
+        ids, vocab = [_as_int(token, f"{what}: token") for token in _listed(value, what)], self.recipe.model.spec.vocab
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise ValueError(f"{what}: token {outside} is outside the vocabulary of {vocab}")
+        return ids
+
+    def _resolved(self, options: Any, what: str) -> list[float]:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
+        return self.recipe.resolve(options)
+
+    def _template(self, text: Any) -> list[int]:
+        """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
+        if not isinstance(text, str):
+            raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
+        tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
+        ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        for piece in parse(text):
+            if isinstance(piece, str):
+                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+            elif piece > spec.max_length:
+                raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
+            else:
+                ids += [spec.mask] * piece
+        return ids
+
+    def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
+        what, spec, mask_id = f"canvas {index}", self.recipe.model.spec, self.recipe.model.spec.mask
+        ids = self._ids(canvas, what)
+        if mask_id not in ids:
+            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
+        if len(ids) > spec.max_length:
+            raise ValueError(f"{what}: {len(ids)} tokens exceed the model's {spec.max_length} positions")
+        gaps = [token == mask_id for token in ids]
+        if spec.causal_block is not None and not all(gaps[gaps.index(True) :]):
+            raise ValueError(
+                f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "
+                "having seen that text. Only gaps at the end can be filled; use a bidirectional model."
+            )
+        return Request(ids, 0, self._resolved(options, what), gaps, stop)
+
+    def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
+        text = "" if self.tokenizer is None else self.decode(completion.output)
+        return Result(
+            text, completion.output, request.prompt, completion.canvas, completion.stopped, completion.counts, trace
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
+        return self.tokenizer
+
+
+def load(
+    model: Any = "tiny",
+    *,
+    iteration: Any = "blockwise",
+    decoder: Any = "threshold",
+    cache: Any = "dual",
+    sampling: Any = "standard",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+    runtime: Runtime | None = None,
+) -> Pipeline:
+    """A pipeline. Components are names, or mappings with a `name` and options.
+
+    `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
+    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8",
+    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None
+    runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
+    """
+    where = _device(device)
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
+    if dtype is None and where.type == "cpu":
+        dtype = torch.float32
+    if isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
+        folder = locate(name)
+        family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
+    else:
+        family = MODELS.build(model)
+        folder = locate(family.checkpoint, family.revision)
+    from dinfer.layers import linear  # only here: networks are heavy to import
+
+    narrow = None if quantize is None else linear.quantized_dtype(quantize)
+    network = load_network(folder, family, dtype=dtype, device=where, narrow=narrow)
+    if narrow is not None:
+        linear.quantize(network, narrow)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
+    return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not known; use cpu, cuda or cuda:0") from error
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
+        )
+    return where
+
+
+def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
+    if (folder / "tokenizer.json").is_file():
+        # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
+        from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    import transformers
+
+    if name is not None and (folder / "vocab.json").is_file():
+        return getattr(transformers, name).from_pretrained(folder)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
+            "its tokenizer is such code, put a tokenizer.json into the folder."
+        ) from error
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """A list of messages, each with a role and a text."""
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in prompt
+    )
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """The items of a list, tuple, array or tensor."""
+    lists = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
+    if not lists or getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
+        raise ValueError(f"{name} must be a list, not {value!r:.80}")
+    return list(value)
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt: a list of them, or the same for all."""
+    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", None) == 0:
+        return [value] * count
+    if isinstance(value, Sequence) or hasattr(value, "ndim"):
+        if len(value) != count:
+            raise ValueError(f"{name} has {len(value)} values for {count} prompts: give one, or one for each")
+        return list(value)
+    return [value] * count
+
+
+def _as_int(value: Any, what: str) -> int:
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}={value!r} must be an integer") from None
+
+
+__all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

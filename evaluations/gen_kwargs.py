@@ -1,0 +1,85 @@
+"""What a task asks of a generation, from lm-eval's `generation_kwargs` to per-request options of the recipe."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import unknown
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One generation. All requests of a task have the same."""
+
+    until: list[str]
+    new_tokens: int
+    infill: bool = False  # fill a gap of `new_tokens` in front of the document's `suffix`, or of its own `gap`
+    sampled: bool = False  # so that repeats of a request differ
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def wish(kwargs: Mapping[str, Any], recipe: Recipe, *, new_tokens: int | None, default: int) -> Wish:
+    """Reads `generation_kwargs`. Every name that is neither lm-eval's nor a per-request option is refused.
+
+    `new_tokens`: the length whatever the task says; None: the task's, else `default`. Raises ValueError.
+    """
+    known = [name for option in recipe.request_options for name in (option.name, f"{option.kind}.{option.name}")]
+    for name in kwargs:
+        if name not in (*OURS, *known):
+            raise unknown("name in gen_kwargs:", name, sorted({*OURS, *known}))
+    for name in LENGTHS:
+        if name in kwargs and (type(kwargs[name]) is not int or kwargs[name] < 1):
+            raise ValueError(f"gen_kwargs: {name}={kwargs[name]!r} must be an integer, at least 1")
+    until = kwargs.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    if not isinstance(until, list) or not all(isinstance(text, str) for text in until):
+        raise ValueError(f"gen_kwargs: until={until!r} must be a text or a list of texts")
+    for name in ("do_sample", "infill"):
+        if type(kwargs.get(name, False)) is not bool:
+            raise ValueError(f"gen_kwargs: {name}={kwargs[name]!r} must be true or false")
+    if type(kwargs.get("temperature", 0.0)) not in (int, float):
+        raise ValueError(f"gen_kwargs: temperature={kwargs['temperature']!r} must be a number")
+    asked = normalize_gen_kwargs(dict(kwargs), default)
+    options = {name: value for name, value in kwargs.items() if name not in OURS}
+    temperature = recipe.sampling_of([]).get("temperature", 0.0)
+    if asked["do_sample"] and "temperature" in kwargs:
+        options["sampling.temperature"] = temperature = float(kwargs["temperature"])
+    elif not asked["do_sample"] and temperature > 0 and ("do_sample" in kwargs or "temperature" in kwargs):
+        raise ValueError(
+            f"the task asks for greedy decoding, but sampling.temperature={temperature}. Leave that at 0, or give the "
+            f"temperature to the task: gen_kwargs={{do_sample: true, temperature: {temperature}}}"
+        )
+    return Wish(
+        until=[text for text in until if text],
+        new_tokens=new_tokens or asked["max_gen_toks"],
+        infill=kwargs.get("infill", False),
+        sampled=temperature > 0,
+        options=options,
+    )
+
+
+def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, bool]:
+    """The text before the first stop string, how many of the tokens are in it as a whole, and whether there was one.
+
+    Stop strings are looked for in the text with special tokens, which then are left out.
+    """
+    raw = tokenizer.decode(ids, skip_special_tokens=False)
+    ends = [raw.find(text) for text in until if text in raw]
+    if not ends:
+        return str(tokenizer.decode(ids, skip_special_tokens=True)), len(ids), False
+    text = raw[: min(ends)]
+    kept = bisect_right(
+        range(len(ids) + 1), len(text), key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=False))
+    )
+    for special in tokenizer.all_special_tokens:
+        text = text.replace(special, "")
+    return text, kept - 1, True

@@ -1,0 +1,118 @@
+"""The published checkpoints, and the presets that decode them as their authors do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+from support.families import CONFIGS, family_for
+from support.models import GEMMA
+from torch import device, float32
+
+from dinfer.cli import conf
+from dinfer.cli.commands.models import recipe, use
+from dinfer.cli.main import main
+from dinfer.cli.names import check
+from dinfer.cli.sweep_points import points
+from dinfer.core.recipe import compose
+from dinfer.core.registry import MODELS
+from dinfer.loading.catalog import CATALOG
+from dinfer.loading.checkpoint import boxed, random_network
+
+SCHEMA = conf.Schema("generate")
+PRESETS = list(dict.fromkeys(entry.preset for entry in CATALOG))
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf.folder())):
+        config = OmegaConf.to_container(hydra_compose("generate", overrides=list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(preset: str) -> None:
+    """Tried on a tiny model of the family, with the attention blocks of the large one."""
+    entry = next(entry for entry in CATALOG if entry.preset == preset)
+    config = composed(f"model={preset}")
+    family = MODELS.build(config["model"])
+    assert entry.checkpoint in (family.checkpoint, family.adapter)
+    assert set(family.stop_ids) <= set(entry.eos_ids)
+    for kind, choice in recipe(entry).items():
+        assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(composed(f"{kind}={choice}")[kind])
+    tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
+        {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
+    )
+    spec = family_for(tiny).spec(tiny)
+    assert (spec.causal_block, spec.shift) == (entry.block, int(entry.shifted))
+    network = random_network(family_for(tiny), spec, dtype=float32, device=device("cpu"))
+    compose(network, **{kind: config[kind] for kind in ("iteration", "decoder", "cache", "sampling")})
+
+
+def test_the_table_is_in_order() -> None:
+    """Known families, no name twice, and presets that are there."""
+    assert len({entry.checkpoint for entry in CATALOG}) == len(CATALOG)
+    assert {entry.family for entry in CATALOG} <= set(MODELS.names())
+    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought("model", name)}
+    assert brings == {*PRESETS, *boxed()} - {"tiny"}
+    for entry in CATALOG:
+        assert entry.mask_id not in entry.eos_ids
+
+
+def test_a_checkpoint_that_is_not_the_presets_own_is_named() -> None:
+    uses = {entry.checkpoint: use(entry) for entry in CATALOG}
+    assert uses["inclusionAI/LLaDA2.0-mini"] == "model=llada2_mini"
+    assert uses["inclusionAI/LLaDA2.0-flash"] == "model=llada2_mini model.checkpoint=inclusionAI/LLaDA2.0-flash"
+    assert uses["SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora"] == "model=d2f_dream_7b_base"
+
+
+def test_the_command_prints_a_table_and_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    main(["models", "sdar"])
+    text = capsys.readouterr().out
+    assert "model=sdar_8b_chat" in text and "block-causal, 4; mask 151669" in text and "JetLM/SDAR-30B-A3B-Chat" in text
+    assert "iteration=block_diffusion_4 decoder=threshold cache=block sampling=standard" in text and "LLaDA" not in text
+    main(["models", "--json"])
+    found = {entry["checkpoint"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert len(found) == len(CATALOG)
+    assert found["inclusionAI/LLaDA2.1-mini"]["recipe"]["decoder"] == "joint_threshold"
+    assert found["inclusionAI/LLaDA2.1-mini"]["mask_id"] == 156895
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [(["lada"], "unknown family 'lada'. Did you mean 'llada'"), (["--jsn"], "--json")]
+)
+def test_slips_of_the_pen(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", *args])
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_user_chooses_holds() -> None:
+    """In whatever order; and an option belongs to the component that the preset brings."""
+    for overrides in (["model=llada2_mini", "decoder=fixed"], ["decoder=fixed", "model=llada2_mini"]):
+        config = composed(*overrides)
+        assert (config["decoder"]["name"], config["cache"]["name"]) == ("fixed", "block")
+    assert composed("model=llada2_mini", "decoder.threshold=0.5")["decoder"]["threshold"] == 0.5
+    check(["model=llada2_1_mini", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
+    with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'precision'"):
+        check(["model=llada2_1_mini", "decoder.precision=float64"], SCHEMA, multirun=False)
+    with pytest.raises(ValueError, match="option of decoder 'fixed': 'edit_threshold'"):
+        check(["model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
+
+
+def test_a_sweep_over_models_gives_options_to_the_components_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    swept = ["model=tiny,llada2_1_mini", "decoder.precision=float32,float64"]
+    check(swept, SCHEMA, multirun=True)
+    product = [
+        [model, precision]
+        for model in ("model=tiny", "model=llada2_1_mini")
+        for precision in ("decoder.precision=float32", "decoder.precision=float64")
+    ]
+    assert points(product, SCHEMA) == [*product[:2], ["model=llada2_1_mini"]]

@@ -1,0 +1,213 @@
+"""Who may import whom, how long a file may be, and what importing dinfer costs: read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 400
+
+# A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
+LEVELLED = {"analysis", "core", "loading", "pipeline"}
+
+CORE = {"core.canvas", "core.protocols", "kernels", "core.spec"}
+COMPONENT = CORE | {"core.registry"}
+# What each unit may import of dinfer, beside itself. Arrows point down only.
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": set(),
+    "core.canvas": {"kernels"},
+    "core.registry": set(),
+    "demo": set(),
+    "core.spec": set(),
+    "core.protocols": {"core.canvas", "kernels", "core.spec"},
+    "layers": {"core.protocols", "kernels", "core.spec"},
+    "core.kv": {"kernels", "core.spec"},
+    "decoders": COMPONENT,
+    "sampling": COMPONENT,
+    "caches": COMPONENT,
+    "iterations": COMPONENT,
+    "models": COMPONENT | {"layers"},
+    "core.recipe": {"core.protocols", "core.registry"},
+    "loading.safetensors_io": set(),
+    "loading.catalog": set(),
+    "loading.lora": {"loading.safetensors_io", "core.spec"},
+    "loading.quantized": {"loading.safetensors_io", "core.spec"},
+    "loading.checkpoint": {
+        "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
+        "loading.safetensors_io", "core.spec",
+    },
+    "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
+    "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
+    "core.commits": CORE,
+    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
+    "engine": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.state", "core.step"},
+    "pipeline.infilling": {"engine"},
+    "analysis.metrics": {"engine"},
+    "analysis.provenance": set(),
+    "analysis.likelihood": CORE | {"layers"},
+    "pipeline.pipeline": {
+        "loading.checkpoint", "core.recipe", "engine", "pipeline.infilling", "layers", "core.registry",
+    },
+    "pipeline": {"pipeline.pipeline"},
+    "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
+    "analysis.pareto": set(),
+    "analysis.plots": {"analysis.pareto"},
+    "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
+    "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
+    "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
+    # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
+    "parity": {
+        "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "analysis.likelihood",
+        "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
+    },
+    "cli": {
+        "analysis.audit", "loading.catalog", "loading.checkpoint", "core.recipe", "engine", "analysis.pareto",
+        "analysis.metrics", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace",
+        "analysis.tuning",
+    },
+}  # fmt: skip
+# Packages beyond torch and the standard library, and who may import them at all.
+OUTSIDE: dict[str, set[str]] = {
+    "hydra": {"cli"},
+    "omegaconf": {"cli"},
+    "rich": {"cli"},
+    "matplotlib": {"analysis.audit", "analysis.plots"},
+    "optuna": {"analysis.tuning"},
+    "triton": {"kernels"},
+    "transformers": {"pipeline.pipeline"},
+    "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
+    "huggingface_hub": {"loading.checkpoint"},
+    "numpy": {"analysis.metrics"},
+    "jinja2": set(),
+    "vllm": set(),
+    "sglang": set(),
+    "lm_eval": set(),
+    "evaluations": {"cli"},
+}
+FILES = sorted((ROOT / "dinfer").rglob("*.py"))
+ALL = [
+    path
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def unit_of(name: str) -> str:
+    """The unit that a module of dinfer belongs to: `core.step` of `dinfer.core.step.denoise_step`."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[: 2 if parts[0] in LEVELLED else 1])
+
+
+def unit_of_file(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "__init__" if len(parts) == 2 else unit_of(".".join(parts).removesuffix(".__init__"))
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full names; a relative import begins with a dot; `from dinfer import x` gives dinfer.x."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ([f"{module}.{alias.name}" for alias in node.names] if module == "dinfer" else [module])
+
+
+def offences(unit: str, source: str) -> list[str]:
+    found = []
+    for name in imports(source):
+        top, *rest = name.split(".")
+        if not top:
+            found.append(f"relative import {name}")
+        elif top == "dinfer" and rest and rest[0] != "__version__" and unit_of(name) not in {unit} | MAY_IMPORT[unit]:
+            found.append(f"{unit} may not import {name}")
+        elif top in OUTSIDE and unit not in OUTSIDE[top]:
+            found.append(f"{unit} may not import {top}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_point_down(path: Path) -> None:
+    unit = unit_of_file(path)
+    if unit in LEVELLED and unit not in MAY_IMPORT:
+        assert list(imports(path.read_text())) == []  # the docstring of a package
+        return
+    assert unit in MAY_IMPORT, f"say in MAY_IMPORT what {unit} may import"
+    assert offences(unit, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [
+        ("decoders", "from dinfer.caches.window import DualCache"),
+        ("caches", "import dinfer.iterations.blockwise"),
+        ("core.step", "from dinfer.decoders.threshold import Threshold"),
+        ("core.step", "from dinfer import decoders"),
+        ("kernels", "def f():\n    from dinfer.core.protocols import ModelSpec"),
+        ("engine", "from dinfer.pipeline import load"),
+        ("models", "from .llada import Llada"),
+        ("models", "from . import llada"),
+        ("pipeline.pipeline", "if True:\n    import hydra"),
+        ("layers", "import triton.language as tl"),
+        ("engine", "from dinfer.cli.main import main"),
+    ],
+)
+def test_the_rule_notices(unit: str, source: str) -> None:
+    assert len(offences(unit, source)) == 1
+
+
+def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
+    """Each unit of the table exists, and every arrow of it leads down."""
+    units = {unit_of_file(path) for path in FILES} - (LEVELLED - MAY_IMPORT.keys())
+    assert set(MAY_IMPORT) == units
+    depth: dict[str, int] = {}
+    while len(depth) < len(MAY_IMPORT):
+        ready = [u for u, below in MAY_IMPORT.items() if u not in depth and below <= depth.keys()]
+        assert ready, f"a cycle among {sorted(MAY_IMPORT.keys() - depth.keys())}"
+        depth |= {u: 1 + max((depth[below] for below in MAY_IMPORT[u]), default=0) for u in ready}
+    siblings = {"decoders", "caches", "iterations", "models", "sampling"}
+    assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT.keys() - {"parity"})
+
+
+@pytest.mark.parametrize("path", ALL, ids=relative)
+def test_no_file_is_too_long(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= LONGEST, f"{lines} lines: split this file"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_error_is_swallowed(path: Path) -> None:
+    """No bare except, none that catches everything, and none that does nothing."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+            assert not caught & {"all", "Exception", "BaseException"}, f"line {node.lineno}"
+            assert not all(isinstance(statement, (ast.Pass, ast.Continue)) for statement in node.body), node.lineno
+
+
+def test_importing_dinfer_is_light() -> None:
+    heavy = ["triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers", "jinja2"]
+    code = (
+        "import sys, torch; before = set(sys.modules); import dinfer; "
+        f"print(*[m for m in {heavy} if m in set(sys.modules) - before])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == []
+
+
+def test_components_load_on_first_use() -> None:
+    code = (
+        "import sys, dinfer; loaded = [m for m in sys.modules if m.startswith('dinfer.decoders.')]; "
+        "assert not loaded, loaded; assert 'threshold' in dinfer.DECODERS.names()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,66 @@
+"""The step of every recipe can be captured as a CUDA graph: proved without a GPU, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.capture import CaptureRefused, meta_steps
+from support.matrix import LEGAL, SAMPLE, Combination
+from support.models import UNIFORM, tiny_model
+
+from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
+from dinfer.core.recipe import Recipe
+from dinfer.decoders.threshold import Threshold
+
+# Of the variant without a mask token, whose steps have more operations, each run of the tests has a part.
+COVERED = [c for c in LEGAL if c.variant != UNIFORM or c in SAMPLE]
+REST = [pytest.param(c, marks=pytest.mark.matrix) for c in LEGAL if c not in COVERED]
+
+
+@pytest.mark.parametrize("combination", [*COVERED, *REST], ids=str)
+@torch.inference_mode()
+def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
+    meta_steps(combination.recipe(tiny_model(combination.variant).to("meta")))
+
+
+def _python_if(c: torch.Tensor, view: BlockView) -> torch.Tensor:
+    return c > 0 if view.masked_RL.any() else c > 1
+
+
+VIOLATIONS: dict[str, Callable[[torch.Tensor, BlockView], object]] = {
+    "item": lambda c, view: c > c.max().item(),
+    "float": lambda c, view: c > float(c.sum()),
+    "tolist": lambda c, view: view.step_R.tolist(),
+    "python_if": _python_if,
+    "bool_index": lambda c, view: c > c[view.masked_RL].min(),
+    "nonzero": lambda c, view: view.masked_RL.nonzero(),
+    "masked_select": lambda c, view: c.masked_select(view.masked_RL),
+    "unique": lambda c, view: view.tokens_RL.unique(),
+    "host_tensor": lambda c, view: c > torch.tensor([0.5]),
+    "host_scalar": lambda c, view: c > torch.tensor(0.5),
+    "upload": lambda c, view: c > torch.tensor([0.5]).to(c.device),
+    "download": lambda c, view: c.cpu(),
+    "numpy": lambda c, view: c.numpy(),
+    "host_range": lambda c, view: torch.arange(c.shape[1]),
+}
+
+
+def planted(recipe: Recipe, work: Callable[[torch.Tensor, BlockView], object]) -> Recipe:
+    class Planted(Threshold):
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            work(stats.confidence_RL, view)
+            return super().select(stats, view, state)
+
+    return replace(recipe, model=tiny_model().to("meta"), decoder=Planted())
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+@torch.inference_mode()
+def test_a_planted_violation_is_caught(name: str) -> None:
+    recipe = next(c for c in LEGAL if "threshold" in str(c)).recipe()
+    meta_steps(planted(recipe, lambda c, view: c + 1))
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError, CaptureRefused)):
+        meta_steps(planted(recipe, VIOLATIONS[name]))

@@ -1,0 +1,103 @@
+"""The code in README.md and docs/ runs, and what it says of the project is so."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.models import tiny_model
+
+from benchmarks.report import PAGES
+from dinfer.core.recipe import compose
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, options_of
+from dinfer.engine.engine import Runtime
+from dinfer.loading.checkpoint import boxed
+from dinfer.pipeline import Pipeline
+from tools.component_pages import pages
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "add_a_decoder.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def leftmost(monkeypatch: pytest.MonkeyPatch) -> type:
+    """The tutorial's decoder, registered for the length of a test."""
+    DECODERS.names()
+    monkeypatch.setattr(DECODERS, "_table", dict(DECODERS._table))
+    module = ModuleType("leftmost")
+    monkeypatch.setitem(sys.modules, "leftmost", module)
+    exec(compile(blocks(TUTORIAL, "python")[0], "leftmost.py", "exec"), module.__dict__)
+    return DECODERS.get("leftmost")
+
+
+def test_the_readme_shows_the_tutorials_decoder() -> None:
+    assert blocks(README, "python")[1] == blocks(TUTORIAL, "python")[0]
+
+
+@pytest.mark.parametrize("cache", CACHES.names())
+def test_the_tutorials_decoder_decodes_from_left_to_right(leftmost: type, cache: str) -> None:
+    model = tiny_model("block_causal" if cache == "block" else "bidirectional")
+    for threshold, forwards in ((0.0, 2), (0.3, None), (1.0, 16)):
+        decoder = {"name": "leftmost", "threshold": threshold}
+        recipe = compose(
+            model, iteration={"name": "blockwise", "block": 8, "stop": "off"}, decoder=decoder, cache=cache
+        )
+        result = Pipeline(recipe, None, Runtime()).generate_ids([[1, 2, 3]], max_new_tokens=16, trace=True)[0]
+        if forwards is not None:
+            assert result.counts.forwards == forwards
+        for canvas in result.trace or []:
+            masked = [token == recipe.model.spec.mask_id for token in canvas]
+            assert masked == sorted(masked)
+
+
+def test_the_tutorials_yaml_lists_every_option(leftmost: type) -> None:
+    listed = dict(line.split(": ") for line in blocks(TUTORIAL, "yaml")[0].split("\n") if line)
+    assert listed == {"name": "leftmost"} | {info.name: str(info.default) for info in options_of(leftmost)}
+
+
+@pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")
+def test_the_readmes_library_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks(README, "python")[0], "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip().endswith("steps")
+
+
+@pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")
+def test_the_example_of_traces_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks((ROOT / "docs" / "trace.md").read_text(), "python")[0], "trace.md", "exec"), {})
+    assert "Block(index=0" in capsys.readouterr().out
+
+
+def test_the_readmes_table_names_every_component() -> None:
+    for registry in REGISTRIES:
+        row = next(line for line in README.splitlines() if line.startswith(f"| `{registry.kind}`"))
+        assert [name for name in registry.names() if f"`{name}`" not in row] == []
+
+
+def test_the_readme_names_the_torch_that_is_pinned() -> None:
+    pin = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pin and f"torch {pin[1]}" in README and f"TORCH ?= torch=={pin[1]}" in (ROOT / "Makefile").read_text()
+
+
+def test_what_the_documents_link_to_is_there() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", path.read_text())
+        assert [link for link in links if not (path.parent / link).exists()] == [], path
+
+
+def test_the_readmes_figures_are_those_of_the_result_files() -> None:
+    for path, render in PAGES.items():
+        assert render(path.read_text()) == path.read_text(), f"{path}: run `python -m benchmarks.report`"
+
+
+def test_the_component_pages_are_those_of_the_docstrings() -> None:
+    for path, text in pages().items():
+        assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
+        assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"

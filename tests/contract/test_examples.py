@@ -1,0 +1,48 @@
+"""The scripts in examples/ run and show what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from dinfer.loading.checkpoint import boxed
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")
+
+
+def shown(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_every_example_is_described_and_run_here() -> None:
+    described = re.findall(r"`python examples/(\w+\.py)`", (EXAMPLES / "README.md").read_text())
+    assert sorted(described) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert all(f'"{name}"' in Path(__file__).read_text() for name in described)
+
+
+def test_compare_decoders(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    head, *rows = shown("compare_decoders.py", capsys, monkeypatch, "--count", "4").splitlines()
+    assert head.split()[:2] == ["decoder", "accuracy"] and len(rows) == 5
+    nfe = {row.split("  ")[0]: float(row.split()[-2]) for row in rows}
+    assert nfe["threshold 0.7"] < nfe["threshold 0.9"] < nfe["fixed 32"]
+
+
+def test_write_a_decoder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown("write_a_decoder.py", capsys, monkeypatch)
+    forwards = [int(number) for number in re.findall(r"(\d+) forwards", out)]
+    assert len(forwards) == 3 and forwards[2] < forwards[1]
+    assert "Apart(threshold=0.3)" in out
+
+
+def test_infill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown("infill.py", capsys, monkeypatch)
+    assert "[MASK" not in out and re.search(r"in the gap: \['\d+'\]", out)
+    assert re.search(r"forward \d+: 0 masks left", out)
+    assert len(set(re.findall(r"seed \d: (.*)", out))) > 1

@@ -1,0 +1,228 @@
+"""Whatever the logits, the loop ends and keeps its promises: random streams, through every recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.matrix import engine_for, settings_of
+from support.models import EOS, MASK, VOCAB
+from support.scripted import Scripted, scripted_spec
+
+from dinfer.core.canvas import Phase
+from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, options_of
+from dinfer.engine.request import NonFiniteLogits, Request, Update
+
+KINDS = ("sharp", "flat", "ties", "constant", "mask_wins", "mask_alone", "holes", "one_token", "stops", "huge", "tiny")
+
+
+def stream(kind: str, seed: int) -> torch.Tensor:
+    """Logits [5 calls, 7 positions, V]; the primes make them fall on other positions at every block."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(5, 7, VOCAB, generator=generator, dtype=torch.float64)
+    match kind:
+        case "sharp":
+            return table * 8
+        case "flat":
+            return table * 1e-3
+        case "ties":
+            return table.round()
+        case "constant":
+            return torch.zeros_like(table)
+        case "mask_wins":
+            table[..., MASK] = 30.0
+        case "mask_alone":  # every other probability underflows to 0
+            table[..., MASK] = 1e5
+        case "holes":
+            return table.masked_fill(torch.rand(table.shape, generator=generator) < 0.9, -math.inf).index_fill(
+                -1, torch.tensor([seed % MASK]), 0.5
+            )
+        case "one_token":
+            return torch.full_like(table, -math.inf).index_fill(-1, torch.tensor([seed % MASK]), 1.0)
+        case "stops":
+            table[..., EOS] = 3.0
+        case "huge":
+            return table * 1e300
+        case "tiny":
+            return table * 5e-324
+    return table
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe over a scripted model, and a batch."""
+
+    recipe: Recipe
+    requests: list[Request]
+
+
+@st.composite
+def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
+    block = draw(st.integers(1, 9))
+    masks = {} if DECODERS.build(decoder).incompatibility(scripted_spec()) is None else {"mask_id": None}
+    model = Scripted(
+        stream(draw(st.sampled_from(KINDS)), draw(st.integers(0, 10_000))),
+        shift=draw(st.sampled_from([0, 0, 1])),
+        causal_block=draw(st.sampled_from([None, 1, block])),
+        **masks,
+    )
+    iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names()))}
+    for info in options_of(ITERATIONS.get(iteration["name"])):
+        if type(info.default) is bool:
+            iteration[info.name] = draw(st.booleans())
+        elif info.name == "block":
+            iteration["block"] = block
+    cache = dict(draw(st.sampled_from(settings_of(CACHES))))
+    try:
+        recipe = compose(model, iteration=iteration, decoder=decoder, cache=cache)
+    except IncompatibleRecipe:
+        iteration = {"name": "blockwise", "block": block}
+        recipe = compose(model, iteration=iteration, decoder=decoder, cache="none")
+    requests = [
+        Request([1 + i] * draw(st.integers(1, 12)), draw(st.integers(1, 25)), recipe.resolve(_options(draw, recipe)))
+        for i in range(draw(st.integers(1, 3)))
+    ]
+    return Case(recipe, requests)
+
+
+def _options(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
+    chosen = {}
+    for o in recipe.request_options:
+        if o.kind == "sampling":  # logits that are no distribution any more are a fault; see test_sampling
+            continue
+        value = draw(st.floats(0, 1) if isinstance(o.default, float) else st.integers(0, 40))
+        try:
+            recipe.resolve({f"{o.kind}.{o.name}": value})
+        except ValueError:
+            continue
+        chosen[f"{o.kind}.{o.name}"] = value
+    return chosen
+
+
+LIMIT = 25 * (1 + 40)  # new tokens, each in a block of its own that is then edited as often as may be
+
+
+def run(case: Case) -> dict[int, list[Update]]:
+    updates: dict[int, list[Update]] = {i: [] for i in range(len(case.requests))}
+    for update in engine_for(case.recipe, rows=2, page=4).run(case.requests, snapshots=True):
+        updates[update.index].append(update)
+        assert len(updates[update.index]) <= LIMIT, "does not end"
+    return updates
+
+
+@pytest.mark.parametrize("name", DECODERS.names())
+def test_invariants_hold_for_any_logits(name: str) -> None:
+    edits = DECODERS.get(name).edits
+
+    @settings(max_examples=60)
+    @given(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]).map(dict).flatmap(cases))
+    def check(case: Case) -> None:
+        for index, updates in run(case).items():
+            _check_row(case, case.requests[index], updates, edits)
+
+    check()
+
+
+def _check_row(case: Case, request: Request, updates: list[Update], edits: bool) -> None:
+    prompt = len(request.prompt)
+    tokens, masked = request.prompt + [MASK] * request.new_tokens, [False] * prompt + [True] * request.new_tokens
+    decoded, has_mask = 0, case.recipe.model.spec.mask_id is not None  # else a block may take steps without a commit
+    start = case.recipe.iteration.first_region(prompt, prompt + request.new_tokens)[0]
+    prefill = case.recipe.cache.first_phase(case.recipe.model.spec, start) == Phase.PREFILL
+    for update in updates:
+        assert update.tokens is not None and update.masked is not None
+        assert update.tokens[:prompt] == request.prompt
+        start, end = update.region
+        for i, (was, now) in enumerate(zip(masked, update.masked, strict=True)):
+            assert was or not now or edits, "a decoded position was masked again"
+            if has_mask:
+                assert (update.tokens[i] == MASK) == now, "the mask token stands exactly where nothing is decoded"
+            if was != now:
+                assert start <= i < end, "a commit outside of the active region"
+            if not was and not edits:  # an editing decoder may rewrite, and mask again what it decoded
+                assert update.tokens[i] == tokens[i], "a committed token changed"
+        commits = sum(masked) - sum(update.masked)
+        decoded += commits
+        if has_mask and any(masked[start:end]) and not (prefill and update.forwards == 1):
+            assert commits >= 1, "a row that must progress did not"
+        tokens, masked = update.tokens, update.masked
+    completion = updates[-1].completion
+    assert completion is not None and completion.counts.committed == decoded
+    waits = getattr(case.recipe.iteration, "lockstep", False)  # for the other rows, with passes that commit nothing
+    if has_mask and not edits and not waits:
+        assert completion.counts.forwards <= request.new_tokens + prefill
+    assert not has_mask or MASK not in completion.canvas
+    assert all(now or token == final for token, now, final in zip(tokens, masked, completion.canvas, strict=True))
+    if not completion.stopped:
+        assert not any(masked)
+
+
+@pytest.mark.parametrize("name", DECODERS.names())
+def test_the_same_logits_give_the_same_tokens(name: str) -> None:
+    """No state is left over: the second run of one engine equals the first."""
+
+    @settings(max_examples=15)
+    @given(cases({"name": name}))
+    def check(case: Case) -> None:
+        engine = engine_for(case.recipe)
+        seen = []
+        for _ in range(2):
+            case.recipe.model.calls = 0
+            seen.append([(u.index, u.tokens, u.region, u.full) for u in engine.run(case.requests, snapshots=True)])
+        assert seen[0] == seen[1]
+
+    check()
+
+
+@pytest.mark.parametrize("cache", CACHES.names())
+@pytest.mark.parametrize("bad", ["nan", "inf", "nothing", "only_mask"])
+@settings(max_examples=10)
+@given(call=st.integers(0, 4), seed=st.integers(0, 1000))
+def test_logits_that_are_not_finite_are_named(bad: str, cache: str, call: int, seed: int) -> None:
+    """One bad position of one forward; the error says which request and which step."""
+    table = stream("sharp", seed)[:, :1].repeat(1, 64, 1)
+    table[..., [EOS, MASK]] = -50.0
+    position = 4 + call
+    table[:, position] = 0.0  # the least confident one, so still masked when it breaks
+    match bad:
+        case "nan":
+            table[call, position, seed % VOCAB] = math.nan
+        case "inf":
+            table[call, position, seed % VOCAB] = math.inf
+        case "nothing":
+            table[call, position] = -math.inf
+        case "only_mask":
+            table[call, position] = -math.inf
+            table[call, position, MASK] = 1.0
+    one_by_one = {"name": "fixed", "steps": 16}
+    model = Scripted(table, causal_block=16 if cache == "block" else None)
+    recipe = compose(model, iteration={"name": "blockwise", "block": 16}, decoder=one_by_one, cache=cache)
+    requests = [Request([1], 20, recipe.resolve({}))]
+    for update in _until_fault(recipe, requests, step=call + 1):
+        assert update.completion is None
+
+
+def _until_fault(recipe: Recipe, requests: list[Request], step: int) -> list[Update]:
+    updates = []
+    with pytest.raises(NonFiniteLogits, match=rf"request 0: .*denoise step {step},"):
+        for update in engine_for(recipe).run(requests):
+            updates.append(update)
+    return updates
+
+
+def test_bad_logits_where_nothing_is_masked_do_no_harm() -> None:
+    """The prompt's own logits are not used for anything."""
+    table = stream("sharp", 1)[:, :1].expand(-1, 64, -1).clone()
+    table[:, :3] = math.nan
+    table[:, :, EOS] = -50.0
+    recipe = compose(
+        Scripted(table), iteration={"name": "blockwise", "block": 8, "align": True}, decoder="threshold", cache="none"
+    )
+    case = Case(recipe, [Request([1, 2, 3], 10, recipe.resolve({}))])
+    assert run(case)[0][-1].completion is not None

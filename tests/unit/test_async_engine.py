@@ -1,0 +1,111 @@
+"""Requests of several callers at once, through asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from support.matrix import completions, engine_for, outcome
+from support.models import tiny_model
+
+from dinfer.core.recipe import Recipe, compose
+from dinfer.engine.async_engine import AsyncEngine
+from dinfer.engine.request import Completion, Request, Update
+
+
+def recipe_of() -> Recipe:
+    model = tiny_model("block_causal")
+    return compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+
+
+def requests_of(recipe: Recipe, count: int) -> list[Request]:
+    return [Request([i % 30, 2, 3] * (1 + i % 4), 9 + 3 * i, recipe.resolve({})) for i in range(count)]
+
+
+async def last(engine: AsyncEngine, request: Request, delay: int = 0) -> Completion:
+    for _ in range(delay):
+        await asyncio.sleep(0)
+    updates = [update async for update in engine.stream(request)]
+    assert [u.forwards for u in updates] == list(range(1, len(updates) + 1))
+    completion = updates[-1].completion
+    assert completion is not None
+    return completion
+
+
+def test_callers_get_what_they_would_get_alone() -> None:
+    recipe = recipe_of()
+    requests = requests_of(recipe, 6)
+    want = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
+    engine = engine_for(recipe, rows=2, max_length=64)
+
+    async def main() -> None:
+        served = AsyncEngine(engine)
+        for _ in range(2):  # the loop of steps ends where nothing is to do, and begins again
+            got = await asyncio.gather(*(last(served, request, 3 * i) for i, request in enumerate(requests)))
+            assert [outcome(c) for c in got] == want
+
+    asyncio.run(main())
+    assert not engine.busy
+
+
+def test_who_leaves_off_cancels_his_request_alone() -> None:
+    recipe = recipe_of()
+    first, second, third = requests_of(recipe, 3)
+    want = outcome(completions(engine_for(recipe), [third])[0])
+    engine = engine_for(recipe, rows=2, page=4, max_length=64)
+
+    async def some(served: AsyncEngine, request: Request) -> Update:
+        async with contextlib.aclosing(served.stream(request, snapshots=True)) as updates:
+            async for update in updates:
+                return update
+        raise AssertionError
+
+    async def main() -> None:
+        served = AsyncEngine(engine)
+        stopped = asyncio.create_task(last(served, second))
+        kept = asyncio.create_task(last(served, third))
+        assert (await some(served, first)).tokens is not None
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert outcome(await kept) == want
+
+    asyncio.run(main())
+    assert not engine.busy and engine._pages.free == 2 * 16
+
+
+def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of()
+    engine = engine_for(recipe, max_length=64)
+
+    async def refused(served: AsyncEngine) -> None:
+        with pytest.raises(ValueError, match=r"runtime\.max_length=64"):
+            await last(served, Request([1] * 90, 8, recipe.resolve({})))
+
+    async def broken(served: AsyncEngine, request: Request) -> None:
+        with pytest.raises(MemoryError, match="full"):
+            await last(served, request)
+
+    async def main() -> None:
+        served = AsyncEngine(engine)
+        await asyncio.gather(refused(served), last(served, requests_of(recipe, 1)[0]))
+
+        def fail() -> list[Update]:
+            raise MemoryError("full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", fail)
+            await asyncio.gather(*(broken(served, request) for request in requests_of(recipe, 3)))
+        await last(served, requests_of(recipe, 1)[0])
+
+    asyncio.run(main())
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    for example in page.split("```python\n")[1:]:
+        exec(compile(example.split("```")[0], "docs/serving.md", "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    assert "tokens in" in said and "cancelled" in said

@@ -1,0 +1,343 @@
+"""Requests enter, wait, leave and are cancelled between steps; what each gives depends on nothing but itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+import torch
+from support.matrix import (
+    BLOCK_CACHED,
+    LEGAL,
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    watching,
+)
+from support.models import tiny_model, tiny_spec
+
+from dinfer.core.protocols import Phase, StepShape
+from dinfer.core.recipe import Recipe, compose
+from dinfer.core.spec import ExpertSpec
+from dinfer.engine.engine import Engine
+from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
+from dinfer.engine.runner import bucket
+from dinfer.engine.scheduler.grouping import FREE, Need, Step, free_positions, plan
+
+POISON = 37
+
+
+def block_recipe() -> Recipe:
+    model = tiny_model("block_causal")
+    with torch.no_grad():
+        model.embedding.weight[POISON] = float("nan")
+        model.head.weight[POISON] = 0  # never the best, as some other logit is positive
+    return compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+
+
+def alone(recipe: Recipe, requests: list[Request]) -> list[Completion]:
+    return [completions(engine_for(recipe), [request])[0] for request in requests]
+
+
+def tokens_and_steps(completion: Completion) -> tuple:
+    """All that may not depend on the batch: passes that only compute keys may."""
+    counts = completion.counts
+    return completion.canvas, completion.output, completion.stopped, counts.forwards - counts.prefills, counts.committed
+
+
+def serve(engine: Engine) -> dict[int, Completion]:
+    """Steps until nothing is left to do."""
+    done = {}
+    while engine.busy:
+        done |= {u.index: u.completion for u in engine.step() if u.completion is not None}
+    return done
+
+
+@pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
+def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
+    recipe, random = combination.recipe(), Random(len(str(combination)))
+    requests = requests_for(recipe)
+    want = {i: outcome(c) for i, c in enumerate(alone(recipe, requests))}
+    engine = engine_for(recipe, rows=2, page=4, max_length=64)
+    found: dict[int, Completion] = {}
+    order = random.sample(range(len(requests)), len(requests))
+    names = {}
+    while order or engine.busy:
+        if order and (not engine.busy or random.random() < 0.4):
+            index = order.pop()
+            names[engine.add(requests[index])] = index
+        found |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
+    assert {i: outcome(c) for i, c in found.items()} == want
+
+
+@pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
+def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it always paid: no step is wider than what it decodes."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
+    assert any(shape.settles for shape in shapes)
+    assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
+
+
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if c.recipe().scores_open][::3], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_the_head_runs_on_open_positions_alone(
+    combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large batches do, and with room for fewer than there are: then some rows sit the step out."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.engine.MANY", 1)
+    shapes: list[StepShape] = []
+    step = watching(shapes)
+
+    def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
+        room = max(shape.scored * 2 // 3, shape.block) if shape.scored else 0
+        step(recipe, state, dataclasses.replace(shape, scored=room if late else shape.scored), slot_B)
+
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", short)
+    got = completions(engine_for(recipe, rows=4), requests)
+    assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
+    assert any(shape.scored for shape in shapes)
+
+
+@pytest.mark.parametrize("block", [4, 8])
+def test_models_whose_logits_predict_the_next_token_need_both_blocks(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last logits of the block before decode the first position, so there is nothing to settle first."""
+    model = tiny_model("block_causal", causal_block=8, shift=1)
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": block}, decoder="threshold", cache="block")
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
+    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    assert [outcome(c) for c in got] == [outcome(c) for c in want]
+
+
+@pytest.mark.parametrize("positions", [1, 5, 9, 16])
+@pytest.mark.parametrize("combination", [BLOCK_CACHED[0], SAMPLE[3]], ids=str)
+def test_steps_are_cut_to_so_many_positions(
+    combination: Combination, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = combination.recipe()
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    got = completions(engine_for(recipe, positions=positions), requests)
+    assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
+    assert all(shape.lanes == 1 or shape.lanes * shape.width <= positions for shape in shapes)
+    unit = recipe.model.spec.causal_block or 1
+    assert all(shape.width <= max(positions, unit) for shape in shapes if shape.phase == Phase.PREFILL)
+
+
+def test_a_long_prompt_does_not_hold_up_rows_that_decode() -> None:
+    recipe = block_recipe()
+    engine = engine_for(recipe, positions=16, max_length=256)
+    short, long = Request([1, 2, 3], 40, recipe.resolve({})), Request([5] * 200, 8, recipe.resolve({}))
+    names = engine.add(short), engine.add(long)
+    rounds = [{u.index: u.phase for u in engine.step()} for _ in range(12)]
+    assert all(names[0] in phases for phases in rounds[1:])
+    assert [phases[names[1]] for phases in rounds] == [Phase.PREFILL] * 12
+
+
+@pytest.mark.parametrize("pages", [18, 21, 40])
+def test_requests_wait_for_pages(pages: int) -> None:
+    recipe = LEGAL[0].recipe()
+    requests = requests_for(recipe)
+    engine = engine_for(recipe, page=4, pages=pages)
+    assert [outcome(c) for c in completions(engine, requests)] == [outcome(c) for c in alone(recipe, requests)]
+    assert engine._pages.free == pages
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
+    """Whether they wait, are prefilled or decode; those beside them and behind them in the queue do not notice."""
+    recipe = block_recipe()
+    requests = [Request([i, i + 1] * 6, 14 + i, recipe.resolve({})) for i in range(5)]
+    want = [outcome(c) for c in alone(recipe, requests)]
+    engine = engine_for(recipe, rows=2, page=4, max_length=64, positions=8)
+    if not after:
+        assert engine.cancel(engine.add(requests[0])) and not engine.busy
+    names = [engine.add(request) for request in requests]
+    done = {}
+    for _ in range(after):
+        done |= {u.index: u.completion for u in engine.step() if u.completion is not None}
+    cancelled = [name for name in names[::2] if engine.cancel(name)]
+    assert len(cancelled) == 3 - sum(name in done for name in names[::2])
+    assert not any(engine.cancel(name) for name in cancelled)
+    done |= serve(engine)
+    kept = {name: want[i] for i, name in enumerate(names) if name not in cancelled}
+    assert {name: outcome(c) for name, c in done.items()} == kept
+    assert engine._pages.free == 2 * 16 and not engine.busy
+    again = engine.add(requests[0])
+    assert again not in names and outcome(serve(engine)[again]) == want[0]
+
+
+def test_a_row_at_fault_leaves_alone() -> None:
+    recipe = block_recipe()
+    good, bad = Request([1, 2, 3], 20, recipe.resolve({})), Request([POISON, 3], 20, recipe.resolve({}))
+    engine = engine_for(recipe)
+    names = [engine.add(request) for request in (good, bad, good)]
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    errors = {u.index: u.error for u in updates if u.error is not None}
+    assert [*errors] == [names[1]] and isinstance(errors[names[1]], NonFiniteLogits)
+    done = [u.completion for u in updates if u.completion is not None]
+    assert [outcome(c) for c in done] == [outcome(c) for c in alone(recipe, [good])] * 2
+
+
+def test_updates_say_how_far_a_request_is() -> None:
+    recipe = block_recipe()
+    engine = engine_for(recipe)
+    engine.add(Request([1, 2, 3], 20, recipe.resolve({})), snapshots=True)
+    engine.add(Request([4, 5, 6], 20, recipe.resolve({})))
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    for index in (0, 1):
+        own = [u for u in updates if u.index == index]
+        blocks = [u.blocks for u in own]
+        assert blocks == sorted(blocks) and blocks[-1] >= 1 and own[-1].completion is not None
+        assert all((u.tokens is not None) == (index == 0) for u in own)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
+    share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With requests that come and go, fail, are cancelled and looked at."""
+    recipe = block_recipe()
+    requests = [Request([i, i + 1] * (1 + i), 9 + i, recipe.resolve({})) for i in range(9)]
+    requests[4] = Request([POISON, 3], 20, recipe.resolve({}))
+
+    def said(update: Update) -> tuple:
+        done = None if update.completion is None else outcome(update.completion)
+        return update.forwards, update.phase, update.region, update.tokens, update.blocks, done, type(update.error)
+
+    def alone(i: int) -> list[tuple]:
+        engine = engine_for(recipe)
+        engine.add(requests[i], snapshots=i % 3 == 0)
+        return [said(update) for _ in range(99) if engine.busy for update in engine.step()]
+
+    engine = engine_for(recipe, rows=3, page=4, pages=40, max_length=64, share=share)
+    engine = launched_ahead(engine, monkeypatch)
+    found: dict[int, list[tuple]] = {i: [] for i in range(9)}
+    for i, request in enumerate(requests):
+        assert engine.add(request, snapshots=i % 3 == 0) == i
+        for _ in range(i % 3):
+            for update in engine.step():
+                found[update.index].append(said(update))
+    while engine.busy:
+        for update in engine.step():
+            found[update.index].append(said(update))
+        if found[7]:
+            engine.cancel(7)
+    want = {i: alone(i) for i in range(9)}
+    want[7] = want[7][: len(found[7])]
+    assert found == want and found[7] and issubclass(found[4][-1][-1], NonFiniteLogits)
+    assert engine._pages.free == 40
+
+
+def test_what_will_never_fit_is_refused_at_once() -> None:
+    recipe = block_recipe()
+    long = Request([1] * 60, 8, recipe.resolve({}))
+    with pytest.raises(ValueError, match=r"68 positions exceeds runtime\.max_length=64"):
+        engine_for(recipe, max_length=64).add(long)
+    with pytest.raises(ValueError, match=r"needs 5 pages .* runtime\.pages=4"):
+        completions(engine_for(recipe, pages=4), [long])
+    guided = LEGAL[0].recipe()
+    request = Request([1] * 60, 8, guided.resolve({"guidance": 1.0}))
+    with pytest.raises(ValueError, match=r"needs 10 pages"):
+        engine_for(guided, pages=9).add(request)
+
+
+def test_runs_and_single_steps_do_not_mix() -> None:
+    recipe = block_recipe()
+    engine, request = engine_for(recipe), Request([1, 2], 12, recipe.resolve({}))
+    engine.add(request)
+    with pytest.raises(RuntimeError, match="busy"):
+        next(engine.run([request]))
+    serve(engine)
+    updates = engine.run([request])
+    next(updates)
+    for use in (lambda: engine.add(request), engine.step):
+        with pytest.raises(RuntimeError, match="busy"):
+            use()
+    assert engine.cancel(0) and list(updates) == []
+
+
+def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:
+    recipe = block_recipe()
+    engine = engine_for(recipe, rows=3, max_length=100)
+    requests = [Request([1] * n, 100 - n, recipe.resolve({})) for n in (5, 50, 99)]
+    names = [engine.add(requests[0])]
+    engine.step()
+    state = engine._state
+    names += [engine.add(request) for request in requests[1:]]
+    assert len(engine.step()) == 3
+    serve(engine)
+    assert engine._state is state
+
+
+def rows(widths: dict[int, int], narrow: int | None = None) -> dict[int, Need]:
+    return {slot: Need(width, narrow) for slot, width in widths.items()}
+
+
+def planned(widths: dict[int, int], narrow: int | None = None, limit: int = 8192, phase: Phase = Phase.WINDOW):
+    return plan(phase, rows(widths, narrow), free=FREE, limit=limit, unit=32)
+
+
+def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
+    assert planned({}) == []
+    assert planned({3: 64}) == [Step([3], 64)]
+    assert planned({2: 64, 0: 32, 1: 32}) == [Step([2, 0, 1], 64)]  # order and all
+    many = {slot: 64 if slot % 8 == 0 else 32 for slot in range(16)}
+    narrow, wide = planned(many)
+    assert wide == Step([0, 8], 64) and narrow.width == 32 and sorted(narrow.slots + wide.slots) == [*many]
+    assert planned(dict.fromkeys(range(64), 32)) == [Step([*range(64)], 32)]
+    assert planned({0: 10, 1: 500, 2: 2000}) == [Step([0, 1], 500), Step([2], 2000)]
+    assert planned(many, narrow=32) == [Step([*range(16)], 32, settles=True)]
+    assert planned({0: 64, 1: 32}, narrow=32) == [Step([0, 1], 64)]
+    assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Step([*range(16)], 64)]  # all would lose a step
+
+
+def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:
+    cut = planned(dict.fromkeys(range(9), 100), limit=400)
+    assert [len(step.slots) for step in cut] == [3, 3, 3]
+    assert planned({0: 500}, limit=400) == [Step([0], 500)]
+    prompts = {4: 96, 2: 64, 7: 640, 1: 32}
+    assert planned(prompts, limit=200, phase=Phase.PREFILL) == [Step([4, 2], 96)]
+    assert planned({7: 640, 1: 32}, limit=200, phase=Phase.PREFILL) == [Step([7], 192)]
+    assert planned({7: 640}, limit=8, phase=Phase.PREFILL) == [Step([7], 32)]
+
+
+@pytest.mark.parametrize("width,padding", [(32, 1), (512, 1 / 3)])
+def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: float) -> None:
+    shapes = [StepShape(Phase.WINDOW, lanes, width, 1, 32, 64) for lanes in range(1, 9)]
+    lanes = [bucket(shape, 16, 128, 2048, 40).lanes for shape in shapes]
+    assert all(n <= got <= n * (1 + padding) for n, got in enumerate(lanes, 1))
+    assert len({*lanes}) <= 6
+
+
+def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:
+    dense = tiny_spec()
+    assert free_positions(dense) == FREE
+    experts = ExpertSpec(experts=64, chosen=4, width=48)
+    assert 4 * FREE < free_positions(dataclasses.replace(dense, experts=experts)) <= 16 * FREE

@@ -1,0 +1,264 @@
+"""The benchmark scripts: what they read, what they write, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import write_checkpoint
+
+import dinfer.kernels
+from benchmarks import dataset, parts, single, step, throughput
+from benchmarks.feeds import apart, plain_tokens, random_prompts
+from benchmarks.limits import limits, operations, weight_bytes
+from benchmarks.parts import Span, by_kernel, by_part, longest
+from benchmarks.prompts import Prompt, read_prompts
+from benchmarks.shapes import shape
+from dinfer.core.canvas import Phase
+from dinfer.core.kv import KVPool
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe, compose
+from dinfer.layers.linear import FLOAT8, quantize
+from dinfer.loading.checkpoint import random_network
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"model.checkpoint={write_checkpoint(tmp_path_factory.mktemp('checkpoint'))}"
+
+
+def written(folder: Path, text: str, name: str = "data.jsonl") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+MESSAGES = [{"role": "user", "content": "b"}]
+
+
+def test_data_sets_of_every_shape_are_read(tmp_path: Path) -> None:
+    expected = [Prompt("x", "a", 7), Prompt("1", MESSAGES), Prompt("2", "c")]
+    entries: list[Any] = [{"id": "x", "prompt": "a", "answer": 7}, {"question": MESSAGES}, "c"]
+    lines = "\n".join(map(json.dumps, entries)) + "\n\n"
+    assert read_prompts(written(tmp_path, lines)) == expected
+    for wrapped in (entries, {"details": entries}, {"judge_details": entries}, {"data": entries}):
+        assert read_prompts(written(tmp_path, json.dumps(wrapped), "data.json")) == expected
+    assert read_prompts(written(tmp_path, lines), 2) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("{", "a.jsonl", r"a\.jsonl:1 is not JSON"),
+        ('"a"\n\n{"answer": 1}', "a.jsonl", r"a\.jsonl:3 needs a `prompt`"),
+        ('{"prompt": ""}', "a.jsonl", "needs a `prompt`"),
+        ("[3]", "a.json", "entry 0 must be a text or an object, not 3"),
+        ('{"rows": []}', "a.json", "must be a list of entries, or have one as details"),
+        ("[]", "a.json", "has no prompts"),
+        ('["a"]', "a.csv", r"must end in \.json or \.jsonl"),
+        ('[{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}]', "a.json", "the id '1' occurs twice"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(tmp_path: Path, text: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_prompts(written(tmp_path, text, name))
+    with pytest.raises(ValueError, match="limit=0 must be at least 1"):
+        read_prompts(written(tmp_path, '["a"]', "b.json"), 0)
+
+
+def predictions(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(
+    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed within the second batch, and within a line: nothing is lost, nothing is answered twice."""
+    data = written(tmp_path, "\n".join(f'{{"prompt": "question {i}", "answer": {i}}}' for i in range(5)))
+    args = ["--batch", "2", checkpoint, "max_new_tokens=8", "iteration.block=8"]
+    dataset.main([str(data), str(tmp_path / "whole"), *args])
+    asked: list[str] = []
+    answer = dataset.answer
+
+    def dying(pipe: Any, prompts: list[Prompt], new_tokens: int) -> Any:
+        asked.extend(prompt.id for prompt in prompts)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return answer(pipe, prompts, new_tokens)
+
+    monkeypatch.setattr(dataset, "answer", dying)
+    with pytest.raises(KeyboardInterrupt):
+        dataset.main([str(data), str(tmp_path / "out.v1"), *args])
+    with (tmp_path / "out.v1.jsonl").open("a") as file:
+        file.write('{"id": "2", "pro')
+    dataset.main([str(data), str(tmp_path / "out.v1"), *args])
+    assert asked == ["0", "1", "2", "3", "2", "3", "4"]
+    timing = {"seconds", "wall"}
+    found, whole = ([{k: v for k, v in line.items() if k not in timing} for line in predictions(out)]
+                    for out in (tmp_path / "out.v1", tmp_path / "whole"))  # fmt: skip
+    assert found == whole and [line["answer"] for line in found] == list(range(5))
+    report = json.loads((tmp_path / "out.v1.json").read_text())
+    statistics = report["statistics"]
+    assert (report["prompts"], report["answered"], statistics["problems"]) == (5, 5, 5)
+    assert statistics["tpf"] == pytest.approx(
+        sum(line["tokens"] for line in whole) / sum(line["forwards"] for line in whole), rel=1e-5
+    )
+    assert report["settings"]["model"]["checkpoint"] in checkpoint and report["commit"]
+
+
+def test_other_settings_do_not_mix_and_a_higher_limit_goes_on(tmp_path: Path, checkpoint: str) -> None:
+    data, out = str(written(tmp_path, '"a"\n"b"\n"c"\n')), str(tmp_path / "out")
+    args = [checkpoint, "max_new_tokens=8", "iteration.block=8"]
+    dataset.main([data, out, "--limit", "1", *args])
+    dataset.main([data, out, "--limit", "2", *args])
+    assert [line["prompt"] for line in predictions(tmp_path / "out")] == ["a", "b"]
+    for more, message in (
+        (["decoder.threshold=0.5"], "made with another decoder"),
+        (["--limit", "1"], "2 predictions already, more than --limit=1"),
+        (["--batch", "0"], "--batch=0 must be at least 1"),
+        (["decoder.treshold=1"], "Did you mean 'threshold'"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            dataset.main([data, out, *args, *more])
+
+
+def test_a_single_prompt_is_timed(tmp_path: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "single.json"
+    settings = [checkpoint, "max_new_tokens=8", "iteration.block=8"]
+    single.main(["--prompt", "a", "--warmup", "1", "--repeats", "3", "--out", str(out), *settings])
+    found = json.loads(out.read_text())
+    assert len(found["runs"]) == 3 and found["median"] in found["runs"]
+    for run in found["runs"]:
+        assert run["tps"] == pytest.approx(run["tokens"] / run["seconds"])
+        assert run["fps"] == pytest.approx(run["forwards"] / run["seconds"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("median: ")
+    with pytest.raises(SystemExit, match="--repeats=0 must be at least 1"):
+        single.main(["--repeats", "0", *settings])
+
+
+def random_recipe(name: str) -> Recipe:
+    family, spec = shape(name)
+    torch.manual_seed(0)
+    model = random_network(family, spec, dtype=torch.float32, device=torch.device("cpu"))
+    iteration, cache = ("blockwise", "dual") if spec.causal_block is None else ("block_diffusion", "block")
+    return compose(model, iteration={"name": iteration, "stop": "off"}, decoder="threshold", cache=cache)
+
+
+def test_prompts_have_no_special_token() -> None:
+    _, spec = shape("small")
+    assert plain_tokens(spec) == range(510)
+    assert plain_tokens(replace(spec, mask_id=None, eos_id=1, stop_ids=(1, 106))) == range(107, 512)
+    some, more = random_prompts(spec, 2, 8), random_prompts(spec, 3, 8)
+    assert some == more[:2] and {len(prompt) for prompt in more} == {8}
+
+
+def test_the_kernel_that_feeds_masks_apart() -> None:
+    pytest.importorskip("triton")
+    from benchmarks.spread import spread
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens_BW, pos_BW = torch.randint(0, 9, (3, 200), device=device), torch.randint(-1, 500, (3, 200), device=device)
+    slot_B, forwards_B = torch.tensor([0, 5, 2], device=device), torch.tensor([3, 0, 700], device=device)
+    fed_BW = spread(tokens_BW, pos_BW, slot_B, forwards_B, 7, range(20, 51), 7919, 64)
+    other_BW = 20 + (pos_BW.clamp_min(0) + 7919 * (slot_B + 64 * forwards_B)[:, None]) % 31
+    assert torch.equal(fed_BW, torch.where(tokens_BW == 7, other_BW, tokens_BW))
+
+
+def test_apart_masks_are_fed_tokens_of_their_own_and_reach_more_experts() -> None:
+    alike, recipe = random_recipe("small-llada2"), apart(random_recipe("small-llada2"))
+    prompts = random_prompts(recipe.model.spec, 1, 32)
+    assert step.experts_read(recipe, prompts) > step.experts_read(alike, prompts) + 1
+    mask, slots = recipe.model.spec.mask, torch.tensor([0, 1])
+    canvas = dinfer.core.canvas.Canvas.alloc(2, 64, 1, (510,), "cpu")
+    tokens_BW, pos_BW = torch.full((2, 8), mask), torch.arange(8).expand(2, -1)
+    tokens_BW[:, 0] = 7
+    fed_BWD = []
+    for forwards in range(2):
+        lanes = canvas.lanes(slots, Phase.WINDOW)
+        lanes.forwards_B = lanes.forwards_B + forwards
+        fed_BWD.append(recipe.iteration.embed(recipe.model, tokens_BW, pos_BW, lanes, {}))
+    given_BWD = torch.stack(fed_BWD)[:, :, :1]
+    assert (given_BWD == recipe.model.embed(torch.tensor(7))).all()
+    masked = torch.stack(fed_BWD)[:, :, 1:].flatten(0, 2)
+    assert masked.unique(dim=0).shape[0] == 2 * 2 * 7  # every forward, row and position
+    noisy = replace(recipe.model.spec, mask_id=None)
+    assert "open positions of this one hold noise" in str(recipe.iteration.incompatibility(noisy))
+
+
+def test_what_a_step_reads_and_multiplies() -> None:
+    model = random_recipe("small-llada2").model
+    spec, each = model.spec, 3 * 64 * 32
+    linear = 3 * (64 * (4 + 2 + 2) * 16 + 4 * 16 * 64) + 3 * 64 * 128 + 2 * (64 * 16 + each)  # one dense layer, 2 mixed
+    work = operations(model, positions=40, decoded=32, keys=100)
+    assert work["weights"] == 2 * (40 * (linear + 2 * 4 * each) + 32 * 64 * 512)
+    assert work["attention"] == 2 * 3 * 40 * 100 * 2 * spec.heads * spec.head_dim
+    everything = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
+    assert weight_bytes(model, None) == everything
+    assert weight_bytes(model, 8) == pytest.approx(everything - 2 * (8 * each + 8) * 4)  # the bias is counted with them
+    kv = KVPool.alloc(spec, 1, 128, 8, 16, dtype=torch.float32, device="cpu")
+    card = {"copy_bytes_per_s": 1e9, "weights_per_s": 1e9, "bfloat16_per_s": 1e8}
+    found = limits(model, kv, rows=1, width=40, block=32, keys=100, experts=8, rates=card)
+    cached = 2 * 3 * 100 * 2 * 16 * 4
+    assert found["bytes_ms"] == pytest.approx((weight_bytes(model, 8) + cached) / 1e6)
+    assert found["flops_ms"] == pytest.approx(work["weights"] / 1e6 + work["attention"] / 1e5)
+    assert found["limit_ms"] == max(found["bytes_ms"], found["flops_ms"])
+    quantize(model, FLOAT8)
+    assert everything / 4 < weight_bytes(model, None) < everything / 3
+
+
+def test_kernels_are_summed_by_part_and_no_moment_twice() -> None:
+    spans = [Span("_linear", 0, 10), Span("_swiglu", 4, 12), Span("_linear", 20, 30), Span("void nvjet_x", 30, 31)]
+    spans += [Span("void at::native::where<4>", 22, 25)]
+    rows = by_kernel(spans, 2)
+    assert {row["kernel"]: row["own_us"] for row in rows} == {
+        "_linear": 10.0, "_swiglu": 1.0, "nvjet_x": 0.5, "where<4>": 0.0
+    }  # fmt: skip
+    found = by_part(rows, step_ms=0.020)
+    assert found["linear"] == {"calls": 1.5, "us": 10.5, "own_us": 10.5} and found["gate"]["us"] == 4.0
+    assert found["rest"] == {"calls": 0.5, "us": 1.5, "own_us": 0.0}
+    assert sum(row["own_us"] for row in found.values()) == pytest.approx(20)
+
+
+def test_kernels_are_parts_by_the_file_they_are_in() -> None:
+    names = {path.stem for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py")}
+    assert set(parts.FILES) <= names, "benchmarks/parts.py names a file that is gone"
+    assert set(parts.FILES.values()) <= set(parts.PARTS)
+    assert parts.part_of("_linear") == parts.part_of("nvjet_sm90_tst_96x64_TNN") == "linear"
+    assert parts.part_of("_expert_linear") == "experts" and parts.part_of("_swiglu") == "gate"
+    assert parts.part_of("Memcpy DtoH (Device -> Pinned)") == "rest"
+
+
+def test_the_longest_run_of_window_steps_is_profiled() -> None:
+    narrow = StepShape(Phase.WINDOW, 1, 32, 1, 32, 8)
+    wide, full = replace(narrow, width=64), replace(narrow, phase=Phase.FULL)
+    assert longest([full, narrow, wide, narrow, narrow, narrow, full, narrow]) == (3, 6)
+    assert longest([full, *[narrow] * 99]) == (1, 1 + parts.LONGEST)
+
+
+@pytest.mark.parametrize(
+    "options", ["--shape small", "--shape small-llada2 --spread --iteration block_diffusion --cache block"]
+)
+def test_a_step_is_timed(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    step.main([*options.split(), "--device", "cpu", "--prompt", "32", "--new", "32", "--out", str(out)])
+    found = json.loads(out.read_text())
+    timed, mixed = found["eager"], "llada2" in options
+    assert timed["repeats_itself"] and (timed["lanes"], timed["width"]) == (1, 32)
+    assert sum(row["launches"] for row in timed["steps"]) == 32 + mixed  # a prefill
+    assert (found["experts_read"] is not None) == mixed
+    assert 0 < found["without_network"]["share"] < 1
+    assert found["profile"]["steps"] == parts.LONGEST and found["profile"]["kernels"]
+    assert "between kernels" in capsys.readouterr().out
+
+
+def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> None:
+    out = tmp_path / "throughput.json"
+    args = "--shape small-llada2 --device cpu --in-flight 2 --rounds 1 --prompt 32 --new 32 --spread"
+    throughput.main([*args.split(), "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["setting"]["spread"] and found["runs"][0]["requests"] == 2
+    with pytest.raises(SystemExit):
+        throughput.main(["--spread", "--model", "tiny"])

@@ -1,0 +1,277 @@
+"""Loading is strict: what a checkpoint lacks, adds or does otherwise is listed, and nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import CONFIG, MASK, tiny_model
+
+import dinfer.loading.checkpoint as checkpoint
+from dinfer.core.registry import MODELS
+from dinfer.loading.checkpoint import CheckpointError, load_network, locate, read_config, read_spec, save_network
+from dinfer.models.llada import Llada
+from dinfer.pipeline import load
+
+CPU = torch.device("cpu")
+ROOT = "model.transformer"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_network(tiny_model(dtype=torch.float32), Llada(), tmp_path, CONFIG)
+    return tmp_path
+
+
+def reading(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    return load_network(folder, Llada(), dtype=dtype, device=CPU)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def reconfigure(folder: Path, **fields: Any) -> None:
+    config = {k: v for k, v in (CONFIG | fields).items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_round_trip(folder: Path) -> None:
+    want = dict(tiny_model(dtype=torch.float32).named_parameters())
+    network = reading(folder)
+    assert all(torch.equal(p, want[name]) for name, p in network.named_parameters())
+    assert not any(p.requires_grad for p in network.parameters()) and not network.training
+    ids = torch.arange(12)[None]
+    assert torch.equal(network.score(ids), tiny_model(dtype=torch.float32).score(ids))
+
+
+def test_the_file_has_the_names_of_the_hub(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    block = {"attn_norm", "q_proj", "k_proj", "v_proj", "attn_out", "ff_norm", "ff_proj", "up_proj", "ff_out"}
+    want = {f"{ROOT}.{name}.weight" for name in ("wte", "ln_f", "ff_out")}
+    want |= {f"{ROOT}.blocks.{i}.{name}.weight" for i in range(CONFIG["n_layers"]) for name in block}
+    assert set(tensors) == want
+    assert tensors[f"{ROOT}.blocks.0.k_proj.weight"].shape == (16, 32)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [None, torch.float64, torch.bfloat16])
+def test_any_float_dtype(folder: Path, stored: torch.dtype, wanted: torch.dtype | None) -> None:
+    before = load_file(folder / "model.safetensors")
+    rewrite(folder, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
+    network = reading(folder, wanted)
+    assert network.dtype == (wanted or stored)
+    want = before[f"{ROOT}.wte.weight"].to(stored).to(wanted or stored)
+    assert torch.equal(network.embedding.weight, want)
+
+
+def test_a_tied_head_has_no_tensor_of_its_own(tmp_path: Path) -> None:
+    config = CONFIG | {"weight_tying": True}
+    save_network(tiny_model("shifted"), Llada(), tmp_path, config)
+    assert f"{ROOT}.ff_out.weight" not in load_file(tmp_path / "model.safetensors")
+    assert reading(tmp_path).head is None
+
+
+def shard(folder: Path) -> dict[str, str]:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-{1 + i % 3:05}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return where
+
+
+def test_shards(folder: Path) -> None:
+    want = reading(folder).state_dict()
+    shard(folder)
+    assert all(torch.equal(t, want[name]) for name, t in reading(folder).state_dict().items())
+
+
+def test_a_shard_that_is_not_there_is_named(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names files that are not there: model-00002-of-00003\.safetensors$"):
+        reading(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_an_index_that_is_none(folder: Path, text: str) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        reading(folder)
+
+
+def test_every_difference_is_listed_at_once(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{ROOT}.blocks.1.up_proj.weight"]
+        tensors[f"{ROOT}.blocks.0.q_proj.bias"] = torch.zeros(32)
+        tensors[f"{ROOT}.ln_f.weight"] = torch.zeros(31)
+        tensors[f"{ROOT}.wte.weight"] = tensors[f"{ROOT}.wte.weight"].to(torch.int8)
+
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError) as error:
+        reading(folder)
+    text = str(error.value)
+    assert str(folder) in text
+    for line in (
+        f"missing: {ROOT}.blocks.1.up_proj.weight",
+        f"unexpected: {ROOT}.blocks.0.q_proj.bias",
+        f"shape of {ROOT}.ln_f.weight: (31,), must be (32,)",
+        f"dtype of {ROOT}.wte.weight: I8, must be one of F64, F32, F16, BF16",
+    ):
+        assert line in text
+
+
+def test_a_long_list_of_differences_is_cut(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({f"extra.{i:02}": torch.zeros(1) for i in range(30)}))
+    with pytest.raises(CheckpointError, match="and 10 more") as error:
+        reading(folder)
+    assert str(error.value).count("unexpected") == 20
+
+
+def test_a_file_that_is_no_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        reading(folder)
+
+
+def test_pickles_are_not_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        reading(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1, 2]", '"llada"', "null"])
+def test_a_config_that_is_none(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(str(folder))
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        locate(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["d_model", "n_heads", "n_layers", "vocab_size", "mask_token_id", "eos_token_id", "max_sequence_length",
+     "rope_theta", "rms_norm_eps", "weight_tying", "rope", "block_type"],
+)  # fmt: skip
+def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> None:
+    gone = {name: ...} | ({"embedding_size": ...} if name == "vocab_size" else {})
+    reconfigure(folder, **gone)
+    with pytest.raises(ValueError, match=rf"config\.json.*{name}"):
+        reading(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_type": "sequential"}, "block_type='sequential' is not supported; only 'llama' is"),
+        ({"layer_norm_type": "default"}, "layer_norm_type='default'"),
+        ({"activation_type": "gelu"}, "activation_type='gelu'"),
+        ({"rope": False}, "rope=False"),
+        ({"alibi": True}, "alibi=True"),
+        ({"include_bias": True}, "include_bias=True"),
+        ({"include_qkv_bias": True}, "include_qkv_bias=True"),
+        ({"attention_layer_norm": True}, "attention_layer_norm=True"),
+        ({"scale_logits": True}, "scale_logits=True"),
+        ({"input_emb_norm": True}, "input_emb_norm=True"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"n_heads": 5}, "d_model=32 must be a multiple of n_heads=5"),
+        ({"n_kv_heads": 3}, "n_heads=4 must be a multiple of n_kv_heads=3"),
+        ({"n_heads": 32, "n_kv_heads": 32}, "head_dim=1 even"),
+        ({"mask_token_id": None}, "no mask_token_id and the tokenizer no mask token: give model.mask_id"),
+        ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
+        ({"mask_token_id": 38}, "mask_id=38 none of them"),
+        ({"eos_token_id": None}, "eos_token_id=None must be a token id"),
+        ({"n_heads": 0}, "n_heads=0"),
+        ({"n_layers": 0}, "layers=0 must be an integer, at least 1"),
+        ({"mlp_hidden_size": 48.5}, "mlp=48.5 must be an integer"),
+    ],
+)
+def test_config_values_that_are_not_supported(folder: Path, fields: dict[str, Any], message: str) -> None:
+    reconfigure(folder, **fields)
+    with pytest.raises(ValueError, match=message):
+        read_spec(Llada(), read_config(folder))
+
+
+def test_fields_are_read_not_assumed() -> None:
+    spec = Llada(stop_ids=(7,)).spec(CONFIG | {"mask_token_id": 3, "eos_token_id": [5, 6], "embedding_size": 48})
+    assert (spec.mask_id, spec.eos_id, spec.stop_ids, spec.vocab) == (3, 5, (5, 6, 7), 48)
+    assert Llada().spec(CONFIG | {"mlp_hidden_size": None, "mlp_ratio": 3}).mlp == 96
+    assert Llada().spec(CONFIG | {"embedding_size": None}).vocab == 40
+    assert Llada().spec(CONFIG | {"n_kv_heads": None, "multi_query_attention": True}).kv_heads == 1
+    assert Llada().spec(CONFIG | {"n_kv_heads": None}).kv_heads == 4
+    assert Llada().spec(CONFIG).mask_id == MASK
+
+
+@pytest.mark.parametrize("config", [{"model_type": "bert"}, {}, {"model_type": None, "architectures": ["X"]}])
+def test_an_unknown_family_lists_the_known(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"no family that dinfer knows. Known: .*{MODELS.names()[0]}"):
+        load(str(folder))
+
+
+def test_an_moe_is_not_loaded_as_a_dense_model(folder: Path) -> None:
+    """Both have the model_type "llada"."""
+    reconfigure(folder, num_experts=64, architectures=["LLaDAMoEModelLM"])
+    with pytest.raises(CheckpointError):
+        reading(folder)
+
+
+@pytest.mark.parametrize("stop_ids", [(-1,), (1.5,), (True,), ("a",)])
+def test_stop_ids_are_token_ids(stop_ids: tuple) -> None:
+    with pytest.raises(ValueError, match="stop_ids"):
+        Llada(stop_ids=stop_ids)
+
+
+def test_a_hub_name_downloads_data_and_never_code(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **given: Any) -> str:
+        asked.update(given, name=name)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(folder)  # where there is no folder of that name
+    assert locate("GSAI-ML/LLaDA-8B-Base", "abc") == folder
+    assert (asked["name"], asked["revision"]) == ("GSAI-ML/LLaDA-8B-Base", "abc")
+    allowed = asked["allow_patterns"]
+
+    def fetched(file: str) -> bool:
+        return any(fnmatch(file, pattern) for pattern in allowed)
+
+    data = ["config.json", "model-00001-of-00006.safetensors", "tokenizer.json", "chat_template.jinja"]
+    code = ["modeling_llada.py", "pytorch_model.bin", "x.pt", "x.pkl", "x.ckpt", "x.pth", "run.sh"]
+    assert all(map(fetched, data)) and not any(map(fetched, code))
+
+
+def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder or a hub name"):
+        locate("tny")
+    for name in ("./no/where", "/no/where", "a/b/c", "~/no"):
+        with pytest.raises(CheckpointError, match="unknown checkpoint"):
+            locate(name)
+
+
+def test_a_boxed_name_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    assert locate("tiny").parts[-3:] == ("demo", "checkpoints", "tiny")
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="revision"):
+        locate(str(folder), "main")

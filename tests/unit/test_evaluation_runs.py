@@ -1,0 +1,357 @@
+"""Runs of evaluations: what is written, nothing lost or done twice, ranks, and tasks that are wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import TaskIndex
+from lm_eval.tasks._yaml_loader import _import_func_in_yml
+from support.evaluation import NEW, RECIPE, recipe_pipe, run
+
+from dinfer.analysis.metrics import Sample
+from dinfer.demo.problems import generate
+from dinfer.demo.problems.families import FAMILIES
+from dinfer.pipeline import Pipeline
+from evaluations.ledger import Ledger, files, key_of, seconds
+from evaluations.ranks import Ranks, ranks
+from evaluations.report import rows_of
+from evaluations.run import TASKS, Settings, evaluate, finished, forget, load_tasks
+from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return recipe_pipe()
+
+
+def test_every_family_has_a_task_of_its_own(pipe: Pipeline) -> None:
+    tasks = load_tasks(Settings(tasks=("mini_*",)))[1]
+    names = {task.task_name for task in tasks}
+    assert names == {f"mini_{name}" for name in (*FAMILIES, "gsm", "choice", "perplexity", "infill")}
+    for task in tasks:
+        if (family := task.task_name.removeprefix("mini_")) in FAMILIES:
+            assert set(task.dataset["test"]["family"]) == {family}
+            assert task.dataset["test"][0]["question"] == generate("heldout", 1, 0, [family])[0].question
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": ("mini_gms",)}, "unknown task 'mini_gms'. Did you mean mini_gsm"),
+        ({"limit": 0}, "limit=0 must be above 0"),
+        ({"limit": 2.5}, "limit=2.5 must be a whole number"),
+        ({"num_fewshot": -1}, "num_fewshot=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"metric": "acc"}, "metric='acc': the task mini_gsm has exact_match,none"),
+        ({"metric": "exact_match,strict"}, "metric='exact_match,strict': the task mini_gsm has exact_match,none"),
+        ({"num_fewshot": 4}, "num_fewshot=4: the task mini_gsm has no examples to show"),
+        ({"tasks": ("mini_choice",), "gen_kwargs": {"threshold": 0.5}}, "no task of \\['mini_choice'\\] generates"),
+        ({"system": "Be brief."}, "the checkpoint's chat template: role system is not known"),
+        ({"include": ("nowhere",)}, "include='nowhere': there is no such folder"),
+        ({"tasks": ("nowhere.yaml",)}, "task file nowhere.yaml: there is no such file"),
+    ],
+)
+def test_settings_that_cannot_be(pipe: Pipeline, settings: dict[str, Any], message: str, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "evaluations.run.TaskManager", lambda **kwargs: TaskManager(**kwargs | {"include_defaults": False})
+    )
+    with pytest.raises(ValueError, match=message):
+        run(pipe, **{"limit": 1} | settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("task: [unclosed", "cannot be read"),
+        ("- a\n- list", "cannot be read"),
+        (
+            "task: broken\noutput_type: sing\ncustom_dataset: !function evaluations.problems.questions",
+            "sing",
+        ),
+        ("task: broken\ntest_split: test\ncustom_dataset: !function evaluations.problems.nothing", "nothing"),
+        ("task: broken\ncustom_dataset: !function evaluations.problems.questions\ntest_split: tset", "tset"),
+        (
+            "task: broken\ntest_split: test\ncustom_dataset: !function evaluations.problems.questions\n"
+            "doc_to_text: '{{question'\ndoc_to_target: '{{answer}}'",
+            "the task .* cannot be loaded",
+        ),
+    ],
+)
+def test_malformed_tasks(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tasks(Settings(tasks=(str(path),)))
+    if "cannot be read" in message:
+        with pytest.raises(ValueError, match=message):
+            load_tasks(Settings(tasks=("mini_gsm",), include=(str(tmp_path),)))
+
+
+def test_a_task_of_the_user(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(f"include: {TASKS}/mini_gsm.yaml\ntask: own\ndescription: ''\n")
+    assert run(pipe, tasks=("own",), include=(str(tmp_path),), limit=1)["tasks"]["own"]["documents"] == 1
+
+
+def test_programs_are_judged_in_the_sandbox(pipe: Pipeline, tmp_path: Path) -> None:
+    """Whatever the model writes becomes a text literal in a program that passes its test, or does not."""
+    text = {"prompt": 'text = """', "suffix": '"""\nx = 1'}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": "Hm?", "test": f"assert x == {x}"} | text) + "\n" + "\n" for x in (1, 2, 1))
+    )
+    (tmp_path / "programs.yaml").write_text(f"""
+task: programs
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}, cache_dir: {tmp_path}/cache}}
+test_split: test
+unsafe_code: true
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{test}}}}"
+generation_kwargs: {{max_gen_toks: 8, until: []}}
+filter_list: [{{name: program, filter: [{{function: custom, filter_fn: !function evaluations.code.filled}}]}}]
+metric_list: [{{metric: !function evaluations.code.pass_at_1, aggregation: mean, higher_is_better: true}}]
+""")
+    settings = {"tasks": (str(tmp_path / "programs.yaml"),), "limit": None, "max_new_tokens": None}
+    with pytest.raises(ValueError, match="the task programs runs generated code"):
+        run(pipe, **settings)
+    line = run(pipe, **settings, allow_code=True)["tasks"]["programs"]
+    assert line["metric"] == "pass_at_1,program" and line["score"] == pytest.approx(2 / 3)
+    assert line["metrics"]["accuracy"] == pytest.approx(66.6667)
+
+
+def test_lm_evals_code_tasks_use_the_sandbox() -> None:
+    folder = Path(lm_eval.__file__).parent / "tasks"
+    with in_sandbox(Limits()):
+        for name, judge in (("humaneval", "pass_at_k"), ("mbpp", "pass_at_1"), ("humaneval_infilling", "pass_at_k")):
+            module = _import_func_in_yml(f"utils.{judge}", folder / name).__globals__
+            assert CODE_EVAL in module.values(), name
+
+
+def test_the_usual_tasks_are_there() -> None:
+    folder = Path(lm_eval.__file__).parent / "tasks"
+    names = {"humaneval", "minerva_math", "hendrycks_math", "ifeval", "mmlu", "mbpp", "gsm8k", "humaneval_infilling"}
+    index = TaskIndex.build([folder / name for name in names])
+    wanted = {"humaneval", "humaneval_instruct", "minerva_math500", "ifeval", "mmlu", "mbpp", "gsm8k", "gsm8k_cot"}
+    assert wanted <= index.keys() and "humaneval_single_line_infilling" in index
+    ours = TaskIndex.build([TASKS])
+    assert {"gsm8k_llada", "mbpp_sanitized_llada", "humaneval_infill_llada"} <= ours.keys()
+
+
+def test_what_is_written(pipe: Pipeline, tmp_path: Path) -> None:
+    document = run(pipe, tmp_path, limit=3)
+    path = finished(RECIPE, Settings(tasks=("mini_gsm",), limit=3, max_new_tokens=NEW), {"rows": 6}, tmp_path)
+    assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(document))
+    assert document["schema"] == "dinfer-eval/1" and document["recipe"] == RECIPE
+    for name in (
+        "command",
+        "date",
+        "commit",
+        "dinfer",
+        "torch",
+        "python",
+        "lm_eval",
+        "transformers",
+        "hardware",
+        "ranks",
+    ):
+        assert name in document
+    assert document["settings"]["fewshot_seed"] == 1234 and document["settings"]["likelihood"]["seed"] == 0
+    run(pipe, tmp_path, tasks=("mini_ages", "mini_lists"), limit=1)
+    table = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert [row["task"] for row in table] == ["mini_ages", "mini_lists", "mini_gsm"]
+    assert (
+        table[2]["decoder.threshold"] == "0.6"
+        and float(table[2]["tpf"]) == document["tasks"]["mini_gsm"]["metrics"]["tpf"]
+    )
+    samples = [json.loads(line) for line in path.with_suffix(".samples.jsonl").read_text().splitlines()]
+    assert [line["doc_id"] for line in samples] == [0, 1, 2] and samples[0]["resps"][0][0]
+    (tmp_path / "other.json").write_text('{"schema": "of something else"}')
+    assert list(rows_of(tmp_path / "other.json")) == []
+
+
+def test_a_killed_run_goes_on(pipe: Pipeline, tmp_path: Path) -> None:
+    """A real kill, in the middle of the answers; then the rest, and the figures of a run that was not killed."""
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from pathlib import Path
+import time
+import torch
+from support.evaluation import recipe_pipe, run
+from evaluations.ledger import Ledger
+add = Ledger.add
+def slow(self, *args, **fields):
+    answer = add(self, *args, **fields)
+    time.sleep(0.2)
+    return answer
+Ledger.add = slow
+torch.set_num_threads({torch.get_num_threads()})  # which is part of the hardware
+run(recipe_pipe(), Path({str(tmp_path)!r}))
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("*.jsonl")) < 4:
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    path = next(tmp_path.glob("*.answers-0.jsonl"))
+    before = path.read_bytes()
+    assert not list(tmp_path.glob("*.json")) and 3 <= before.count(b"\n") - 1 < 12
+    path.write_bytes(before + b'{"key": "cut sh')
+    asked: list[int] = []
+    engine_run = pipe.engine.run
+
+    def counted(requests: Any, **kwargs: Any) -> Any:
+        asked.append(len(requests))
+        return engine_run(requests, **kwargs)
+
+    pipe.engine.run = counted  # type: ignore[method-assign]
+    try:
+        resumed = run(pipe, tmp_path)
+    finally:
+        pipe.engine.run = engine_run  # type: ignore[method-assign]
+    after = path.read_bytes()
+    keys = [line["key"] for line in map(json.loads, after.splitlines()) if "key" in line]
+    assert after.startswith(before) and len(keys) == len(set(keys)) == 12
+    assert asked == [12 - (before.count(b"\n") - 1)]
+    whole = run(pipe)["tasks"]["mini_gsm"]
+    for name in ("correct", "nfe", "tpf", "tokens"):
+        assert resumed["tasks"]["mini_gsm"]["metrics"][name] == whole["metrics"][name]
+    assert resumed["tasks"]["mini_gsm"]["scores"] == whole["scores"]
+
+
+def test_sessions_that_differ_are_not_mixed(tmp_path: Path) -> None:
+    stem = tmp_path / "run"
+    first = Ledger(stem, setup={"torch": "1", "commit": "a"})
+    first.add(key_of("x"), "task", 0, "text", 1.0, sample=Sample(1, 0, 1, 0.1, True))
+    first.close()
+    with pytest.raises(ValueError, match="was begun with commit='a', and this run has 'b'"):
+        Ledger(stem, setup={"torch": "1", "commit": "b"})
+    again = Ledger(stem, rank=1, setup={"torch": "1", "commit": "a"})
+    assert again.get(key_of("x")) == first.get(key_of("x"))
+    again.add(key_of("y"), "task", 1, "text", 3.0)
+    again.close()
+    assert len(files(stem)) == 2
+    assert seconds(again.answers) == 3.0
+    path = files(stem)[0]
+    path.write_text("nonsense\n" + path.read_text())
+    with pytest.raises(ValueError, match="line 1, is not an answer"):
+        Ledger(stem, setup={"torch": "1", "commit": "a"})
+
+
+def test_time_adds_up_over_sessions_and_not_over_ranks() -> None:
+    ledger = Ledger()
+    base = ledger.add("a", "task", 0, "", 2.0)
+    other = [
+        type(base)(**asdict(base) | {"key": key, "at": at, "session": session, "rank": rank})
+        for key, at, session, rank in (("b", 5.0, "s", 0), ("c", 4.0, "s", 0), ("d", 1.0, "t", 0), ("e", 5.5, "u", 1))
+    ]
+    assert seconds([base, *other]) == 2.0 + 5.0 + 1.0
+
+
+def test_done_is_done_and_can_be_forgotten(pipe: Pipeline, tmp_path: Path) -> None:
+    settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
+    run(pipe, tmp_path, limit=1)
+    assert finished(RECIPE, settings, {"rows": 6}, tmp_path) is not None
+    assert finished(RECIPE | {"cache": {"name": "none"}}, settings, {"rows": 6}, tmp_path) is None
+    forget(RECIPE, settings, {"rows": 6}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
+
+
+def test_lm_evals_cache(pipe: Pipeline, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    first = run(pipe, limit=2, use_cache=cache)["tasks"]["mini_gsm"]
+    second = run(pipe, limit=2, use_cache=cache)["tasks"]["mini_gsm"]
+    assert first["metrics"]["problems"] == 2
+    assert second["scores"] == first["scores"] and second["metrics"] is None, "what was not run was not measured"
+
+
+class Threads(Ranks):
+    """Ranks that are threads of this process: what they exchange lies on a table between them."""
+
+    table: ClassVar[dict[int, Any]] = {}
+    barrier: ClassVar[threading.Barrier] = threading.Barrier(2, timeout=60)
+
+    def exchanged(self, value: Any) -> list[Any]:
+        self.wait()
+        self.table[self.rank] = value
+        self.wait()
+        return [self.table[rank] for rank in range(self.size)]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.exchanged(tensor))
+
+    def collect(self, value: Any, to: int = 0) -> list[Any] | None:
+        found = self.exchanged(value)
+        return found if self.rank == to else None
+
+    def wait(self) -> None:
+        self.barrier.wait()
+
+
+def test_ranks_share_the_documents(pipe: Pipeline, tmp_path: Path) -> None:
+    """Two ranks, five documents: one is padded, none is counted twice."""
+    settings = Settings(tasks=("mini_gsm",), limit=5, max_new_tokens=NEW)
+
+    def rank(number: int) -> Any:
+        among = Threads(number, 2, torch.device("cpu"))
+        return evaluate(recipe_pipe(), settings, among=among, recipe=RECIPE, runtime={}, out=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        document, other = pool.map(rank, (0, 1))
+    assert document is not None and other is None
+    alone, both = run(pipe, limit=5)["tasks"]["mini_gsm"], document["tasks"]["mini_gsm"]
+    assert document["ranks"] == 2 and both["scores"] == alone["scores"]
+    for name in ("problems", "correct", "nfe", "tpf", "tokens"):
+        assert both["metrics"][name] == alone["metrics"][name]
+    parts = [path.read_text().splitlines()[1:] for path in sorted(tmp_path.glob("*.answers-*.jsonl"))]
+    assert [len(lines) for lines in parts] == [3, 2]
+
+
+def test_ranks_of_a_launcher() -> None:
+    """As torchrun and accelerate start them: by environment variables."""
+    code = """
+import torch
+from evaluations.ranks import ranks
+here = ranks("cpu")
+here.wait()
+print(here.size, here.gather(torch.tensor(here.rank + 5)).tolist(), here.collect({"rank": here.rank}))
+torch.distributed.destroy_process_group()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=shared | {"RANK": rank, "LOCAL_RANK": rank},
+                         stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    said = [child.communicate(timeout=120)[0].strip() for child in children]
+    assert said == ["2 [5, 6] [{'rank': 0}, {'rank': 1}]", "2 [5, 6] None"]
+
+
+def test_a_card_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device='cuda:1' names one card for several ranks"):
+        ranks("cuda:1")

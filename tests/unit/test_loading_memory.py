@@ -1,0 +1,55 @@
+"""Loading takes hardly more memory than the model: measured in a process of its own, files in shards and mapped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dinfer.models.llada import Llada
+
+LARGE = {
+    "model_type": "llada", "d_model": 1024, "n_heads": 8, "n_layers": 5, "mlp_hidden_size": 3072, "vocab_size": 2000,
+    "mask_token_id": 1999, "eos_token_id": 1998, "max_sequence_length": 256, "rope": True, "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5, "layer_norm_type": "rms", "block_type": "llama", "activation_type": "silu",
+    "weight_tying": False,
+}  # fmt: skip
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from dinfer.loading.checkpoint import load_network, locate
+from dinfer.models.llada import Llada
+
+def memory(what):
+    line = next(line for line in open("/proc/self/status") if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+def load(folder):
+    return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"))
+
+load(locate("tiny"))  # what torch imports on first use is not the checkpoint's
+before = memory("VmRSS")
+network = load(Path(sys.argv[1]))
+print(memory("VmHWM") - before, sum(p.nbytes for p in network.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from Linux's /proc")
+def test_the_peak_is_hardly_more_than_the_model(tmp_path: Path) -> None:
+    family = Llada()
+    places, shards = family.weights(family.spec(LARGE)), 3
+    where = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(places)}
+    for file in set(where.values()):
+        save_file({name: torch.ones(places[name].shape) for name in places if where[name] == file}, tmp_path / file)
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    peak, model = map(int, done.stdout.split())
+    assert 250e6 < model <= peak
+    assert peak <= 1.15 * model, f"{peak / model:.2f} x the model"

@@ -1,0 +1,196 @@
+"""Rounds launched before it is known how the last one ended: when, and that nothing but time depends on it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
+from support.models import tiny_model
+
+from dinfer.core.recipe import Recipe, compose
+from dinfer.engine.engine import Engine
+from dinfer.engine.reader import CursorReader
+from dinfer.engine.request import Request
+from dinfer.engine.scheduler.lookahead import MISS, Luck, stays
+
+BLOCK = 8
+
+
+def recipe_of(**decoder: Any) -> Recipe:
+    model = tiny_model("block_causal")
+    return compose(
+        model, iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"}, decoder=decoder, cache="block"
+    )
+
+
+class Watch:
+    """How many launches there were, and how many of them came while an earlier round had not been looked at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open = self.guesses = self.rounds = 0
+        request, read = CursorReader.request, CursorReader.read
+
+        def asked(reader: CursorReader) -> None:
+            self.open, self.rounds = self.open + 1, self.rounds + 1
+            self.guesses += self.open == 2
+            request(reader)
+
+        def seen(reader: CursorReader) -> Any:
+            found = read(reader)
+            self.open -= 1
+            return found
+
+        patch.setattr(CursorReader, "request", asked)
+        patch.setattr(CursorReader, "read", seen)
+
+
+def run(engine: Engine, requests: list[Request]) -> list[tuple]:
+    return [outcome(completion) for completion in completions(engine, requests)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_guesses_are_made_where_rows_stay_and_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token a step: rows are in a block for eight steps, of which some are known to be followed by another."""
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(rows)]
+    want = completions(engine_for(recipe, rows=rows), requests)
+    engine, watch = launched_ahead(engine_for(recipe, rows=rows), monkeypatch), Watch(monkeypatch)
+    assert run(engine, requests) == [outcome(completion) for completion in want]
+    assert watch.guesses >= 2 and watch.open == 0
+    assert watch.rounds == max(completion.counts.forwards for completion in want)  # none was wrong
+
+
+def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is taken to stay where it is, and none ever does for two steps."""
+    recipe = recipe_of(name="fixed", steps=4)
+    requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
+    want = run(engine_for(recipe), requests)
+    engine, watch = launched_ahead(engine_for(recipe), monkeypatch), Watch(monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    assert run(engine, requests) == want and run(engine, requests) == want
+    assert watch.guesses > 0 and watch.open == 0
+    assert engine._luck.balance < MISS and not engine._luck.good
+
+
+@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
+def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = combination.recipe(tiny_model(combination.variant))
+    requests = requests_for(recipe)
+    want = run(engine_for(recipe, rows=3), requests)
+    engine = launched_ahead(engine_for(recipe, rows=3), monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)  # however often they are wrong, guesses go on
+    assert run(engine, requests) == want
+
+
+def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2, max_length=64), monkeypatch), Watch(monkeypatch)
+    engine.add(Request([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
+    while not watch.guesses:
+        engine.step()
+    late = engine.add(Request([8], BLOCK - 1, recipe.resolve({})))
+    engine.step()
+    engine.step()
+    assert late in {update.index for update in engine.step()}
+
+
+def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    request = Request([5, 6], 2 * BLOCK - 2, recipe.resolve({}))
+    want = [update.tokens for update in engine_for(recipe).run([request], snapshots=True)]
+    engine, watch = launched_ahead(engine_for(recipe), monkeypatch), Watch(monkeypatch)
+    assert [update.tokens for update in engine.run([request], snapshots=True)] == want
+    assert watch.guesses == 0 and len(want) > BLOCK
+
+
+class Interrupted:
+    """Stands for CUDA events; the wait for some of them is interrupted."""
+
+    waits = 0
+    at: frozenset[int] = frozenset()
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        Interrupted.waits += 1
+        if Interrupted.waits in Interrupted.at:
+            raise KeyboardInterrupt
+
+
+def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Interrupted, "waits", 0)
+    patch.setattr(Interrupted, "at", frozenset(waits))
+    patch.setattr("dinfer.engine.reader._event", lambda cuda: Interrupted())
+
+
+@pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])
+def test_after_an_interrupt_an_engine_is_as_good_as_new(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    want = run(engine_for(recipe, rows=2), requests)
+    interrupted_at(range(wait, wait + 1), monkeypatch)
+    engine = launched_ahead(engine_for(recipe, rows=2), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    assert run(engine, requests[::-1]) == want[::-1]
+
+
+def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    want = run(engine_for(recipe, rows=2), requests)
+    interrupted_at(range(2, 99, 3), monkeypatch)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2), monkeypatch), Watch(monkeypatch)
+    for request in requests:
+        engine.add(request)
+    found: dict[int, tuple] = {}
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            found |= {u.index: outcome(u.completion) for u in engine.step() if u.completion is not None}
+    assert [found[i] for i in range(3)] == want
+    assert watch.guesses > 0 and Interrupted.waits > 9
+
+
+def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
+    want = run(engine_for(recipe, rows=2), requests)
+    engine, watch = launched_ahead(engine_for(recipe, rows=2), monkeypatch), Watch(monkeypatch)
+    monkeypatch.setattr("dinfer.engine.engine.stays", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(Engine, "_seen", fails)
+        run(engine, requests)
+    assert watch.guesses > 0 and watch.open == 1
+    assert run(engine, requests[::-1]) == want[::-1]
+
+
+def fails(*given: Any) -> None:
+    raise MemoryError
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9))
+def test_luck_lasts_where_few_guesses_are_wrong(pattern: list[bool]) -> None:
+    """The pattern over and over again; one that is wrong now and then is forgiven."""
+    luck = Luck()
+    for right in islice(cycle(pattern), 40 * MISS):
+        luck.judge(right)
+    if all(pattern):
+        assert luck.good
+        luck.judge(False)
+        assert luck.good
+        luck.judge(False)
+        assert not luck.good
+    else:
+        assert not luck.good
+
+
+@given(st.integers(0, 64), st.integers(0, 64))
+def test_a_row_stays_only_if_it_would_have_to_commit_more_than_ever(left: int, fastest: int) -> None:
+    assert not stays(left, fastest) or left > fastest

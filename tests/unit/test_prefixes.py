@@ -1,0 +1,100 @@
+"""Prompts that begin alike share pages of keys: the same tokens, fewer prefills, no page that is wrong or lost."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.matrix import completions, engine_for, outcome
+from support.models import tiny_model
+
+from dinfer.core.recipe import Recipe, compose
+from dinfer.engine.pages import PageAllocator, common, prompt_keys
+from dinfer.engine.request import Request
+
+SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]
+
+
+def recipe_of(block: int = 4, iteration: str = "block_diffusion", cache: str = "block") -> Recipe:
+    model = tiny_model("block_causal", causal_block=block)
+    return compose(model, iteration={"name": iteration, "block": 8}, decoder="threshold", cache=cache)
+
+
+def requests_of(recipe: Recipe) -> list[Request]:
+    tails = [[], [], [1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 11], [7] * 20]
+    prompts = [SYSTEM + tail for tail in tails] + [SYSTEM[:9], [0, *SYSTEM]]
+    return [Request(prompt, 11 + i, recipe.resolve({})) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("page", [2, 4, 6, 16])
+@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("iteration", ["block_diffusion", "smooth"])
+def test_tokens_are_the_same_and_prefills_fewer(iteration: str, block: int, page: int) -> None:
+    """At once and one after the other, in any order, in whole and in pieces."""
+    recipe = recipe_of(block, iteration)
+    requests = requests_of(recipe)
+    want = [completions(engine_for(recipe), [request])[0] for request in requests]
+    engine = engine_for(recipe, rows=3, page=page, share=True, positions=16)
+    order = [*range(len(requests))]
+    for seed in range(2):
+        got = completions(engine, [requests[i] for i in order])
+        assert [c.canvas for c in got] == [want[i].canvas for i in order]
+        assert engine._pages._owners == {}
+        Random(seed).shuffle(order)
+    alone = [completions(engine_for(recipe, page=page, positions=16), [request])[0] for request in requests]
+    assert sum(c.counts.prefills for c in got) < sum(c.counts.prefills for c in alone)
+
+
+def test_shared_keys_are_those_of_a_prefill() -> None:
+    recipe = recipe_of()
+    engine = engine_for(recipe, rows=2, page=4, share=True)
+    request = Request([*SYSTEM, 1, 2, 3], 5, recipe.resolve({}))
+    updates = engine.run([request, request])
+    first = [next(updates).index for _ in range(2)]
+    assert first == [0, 0]  # the second waits for the keys of the first
+    tables = engine._state.kv.table_NP[:2]
+    next(updates)
+    assert torch.equal(tables[0, :6], tables[1, :6]) and not (tables[0, 6:8] == tables[1, 6:8]).any()
+    assert sum(1 for _ in updates) > 0
+
+
+def test_without_being_asked_for_or_where_it_is_not_exact_nothing_is_shared() -> None:
+    for recipe, runtime in ((recipe_of(), {}), (recipe_of(cache="dual"), {"share": True})):
+        engine = engine_for(recipe, page=4, **runtime)
+        requests = requests_of(recipe)
+        want = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
+        for _ in range(2):
+            assert [outcome(c) for c in completions(engine, requests)] == want
+        assert engine._pages.published(prompt_keys(SYSTEM, 24, 4, 4)) == []
+
+
+def test_keys_tell_apart_what_attention_sees() -> None:
+    some, others = prompt_keys(SYSTEM, 24, 4, 8), prompt_keys([*SYSTEM[:13], 0, *SYSTEM[14:]], 24, 4, 8)
+    assert len(some) == len({*some}) == 6 and common(some, others) == 2  # position 13 is seen from 8 on
+    assert common(some, prompt_keys([*SYSTEM, 1, 2], 24, 4, 8)) == 6
+    assert common(some, []) == 0
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=40))
+def test_pages_are_never_lost_nor_owned_twice(events: list[tuple[int, int]]) -> None:
+    pages, owners = PageAllocator(8), []
+    for event, number in events:
+        if event == 0 and number <= pages.free:
+            owners.append(pages.allocate(number))
+        elif event == 1 and owners:
+            pages.release(owners.pop(number % len(owners)))
+        elif event == 2 and owners and owners[-1]:
+            pages.publish(bytes([number]), owners[-1][0])
+        elif event == 3:
+            found = pages.published([bytes([number])])
+            pages.share(found)
+            owners.append(found)
+        used = {page for owned in owners for page in owned}
+        assert len(used) + pages.free == 8
+    for owned in owners:
+        pages.release(owned)
+    assert pages.free == 8 and len(set(pages.allocate(8))) == 8

@@ -1,0 +1,270 @@
+"""Drawn tokens: the right distribution, the same in every batch and after a restart, and nothing ignored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.matrix import completions, engine_for, outcome
+from support.models import EOS, MASK, VOCAB, tiny_model
+from support.scripted import Scripted
+
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.core.registry import SAMPLINGS
+from dinfer.engine.request import Request
+from dinfer.engine.runner import Launcher
+from dinfer.kernels.nucleus import nucleus
+from dinfer.kernels.random import uniform
+
+PROMPT = [1, 2, 3, 4, 5]
+HOT: list[dict[str, Any]] = [
+    {"temperature": 0.7, "seed": 3},
+    {},
+    {"temperature": 1.3, "top_k": 3, "seed": 4},
+    {"temperature": 1.0, "top_p": 0.6},
+    {"repetition_penalty": 1.5},
+    {"eos_last": 1, "ban_eos": 1},
+]
+
+
+def recipe_for(sampling: Any = "standard", decoder: Any = "threshold", model: Any = None, **more: Any) -> Recipe:
+    iteration = {"name": "blockwise", "block": 8} | more
+    return compose(model or tiny_model(), iteration=iteration, decoder=decoder, cache="dual", sampling=sampling)
+
+
+def outputs(recipe: Recipe, options: list[dict[str, Any]], **runtime: Any) -> list[tuple]:
+    requests = [Request(PROMPT, 21, recipe.resolve(given)) for given in options]
+    return [outcome(c) for c in completions(engine_for(recipe, **runtime), requests)]
+
+
+def test_a_batch_equals_each_row_alone_and_a_restart_gives_it_again() -> None:
+    recipe = recipe_for()
+    alone = [outputs(recipe, [given])[0] for given in HOT]
+    assert outputs(recipe, HOT) == alone
+    assert outputs(recipe_for(), HOT[::-1], rows=2, page=4) == alone[::-1]
+
+
+def test_a_row_that_does_not_sample_is_not_changed_by_one_that_does() -> None:
+    """Exactly, in float32 and bfloat16 too, where another precision of the softmax would show."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for sampling in SAMPLINGS.names():
+            recipe = recipe_for(sampling, model=tiny_model(dtype=dtype))
+            plain = Request(PROMPT, 21, recipe.resolve({}))
+            pair = [plain, Request(PROMPT, 21, recipe.resolve({"seed": 5}))]  # the same shapes, not sampled
+            hot = [plain, Request(PROMPT, 21, recipe.resolve({"temperature": 1.0, "seed": 5}))]
+            one, other = (completions(engine_for(recipe), requests)[0] for requests in (pair, hot))
+            assert outcome(one) == outcome(other)
+
+
+def test_seeds_differ_and_temperature_zero_does_not_look_at_them() -> None:
+    recipe = recipe_for()
+    hot = outputs(recipe, [{"temperature": 1.0, "seed": seed} for seed in range(6)])
+    assert len({str(row[0]) for row in hot}) == 6
+    cold = outputs(recipe, [{"seed": seed} for seed in range(3)])
+    assert len({str(row[0]) for row in cold}) == 1
+
+
+def drawn(options: dict[str, Any], sampling: str = "standard", count: int = 4000) -> torch.Tensor:
+    """How often each token is drawn at one position, which no other draw tells anything about."""
+    table = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table[..., MASK] = -math.inf
+    recipe = recipe_for(sampling, {"name": "fixed", "steps": 1}, Scripted(table, max_length=5000), block=count)
+    tokens = completions(engine_for(recipe), [Request([1], count, recipe.resolve(options))])[0].canvas[1:]
+    return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / count
+
+
+def expected(temperature: float) -> torch.Tensor:
+    table = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table[..., MASK] = -math.inf
+    return (table[0, 0] / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.names())
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_tempered_softmax(sampling: str, temperature: float) -> None:
+    want = expected(temperature)
+    got = drawn({"temperature": temperature, "seed": 11, "ban_eos": 0}, sampling)
+    assert (got - want).abs().sum() < 0.12  # total variation of 4000 draws
+
+
+def test_top_k_and_top_p_restrict_the_draw() -> None:
+    want = expected(1.0)
+    order = want.argsort(descending=True)
+    few = drawn({"temperature": 1.0, "top_k": 3})
+    assert set(few.nonzero().flatten().tolist()) == set(order[:3].tolist())
+    size = int((want[order].cumsum(-1) < 0.5).sum()) + 1
+    some = drawn({"temperature": 1.0, "top_p": 0.5})
+    assert set(some.nonzero().flatten().tolist()) == set(order[:size].tolist())
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]), st.booleans())
+def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: float, masked: bool) -> None:
+    """However many are sorted, and with many equals."""
+    logits = torch.randint(-3, 4, (3, 2, 12), generator=torch.Generator().manual_seed(seed)).double()
+    others, mask_id = logits.clone(), 5 if masked else None
+    if masked:
+        others[..., 5] = -torch.inf
+    order = others.argsort(dim=-1, descending=True, stable=True)
+    prob = others.gather(-1, order).softmax(-1)
+    place = torch.arange(12)
+    keep = (place == 0) | (prob.cumsum(-1) - prob < top_p) | (top_p >= 1)
+    keep = keep & ((place < top_k) | (top_k == 0))
+    want = torch.zeros_like(keep).scatter(-1, order, keep)
+    if masked:
+        want[..., 5] = True
+    options = torch.full((3, 1), top_k), torch.full((3, 1), top_p, dtype=torch.float64)
+    least = top_k or (12 if top_p < 1 else 0)
+    for most in {least, max(least, 9), 12}:
+        got = nucleus(logits, *options, mask_id, most)
+        near = ((prob.cumsum(-1) - prob - top_p).abs() < 1e-12).any() and top_p < 1
+        assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
+
+
+def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
+    recipe = recipe_for()
+    for options, most in (({}, 0), ({"temperature": 1.0}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB),
+                          ({"top_k": 3, "top_p": 0.5}, 3), ({"top_k": 10**6}, VOCAB)):  # fmt: skip
+        assert recipe.most(recipe.resolve(options)) == most
+    assert recipe_for("llada").most([]) == 0
+
+
+def test_the_nucleus_by_hand() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(4, 1, 5)  # the last one is the mask
+    top_k, top_p = torch.tensor([[0], [2], [0], [3]]), torch.tensor([[1.0], [1.0], [0.7], [0.5]])
+    kept = nucleus(logits, top_k, top_p, 4, 5).isfinite()[:, 0].tolist()
+    assert kept == [[True] * 5, [True, True, False, False, True], [True, True, False, False, True],
+                    [True, False, False, False, True]]  # fmt: skip
+
+
+def test_uniform_numbers_are_strictly_between_0_and_1() -> None:
+    numbers = uniform(torch.tensor(3), torch.arange(50_000))
+    assert numbers.min() > 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.01
+
+
+def stats_of(options: dict[str, Any], logits: list[float], *, sampling: str = "standard") -> tuple[int, float]:
+    """The first commit of a canvas of one position, and the confidence that the decoder saw."""
+    seen = []
+    base = recipe_for(sampling, model=Scripted(torch.tensor([[logits]], dtype=torch.float64), mask_id=5, eos_id=4,
+                                               stop_ids=(3, 4)))  # fmt: skip
+
+    class Spy(type(base.decoder)):  # type: ignore[misc]
+        def select(self, stats: Any, view: Any, state: Any) -> Any:
+            seen.append(float(stats.confidence_RL[0, 0]))
+            return super().select(stats, view, state)
+
+    recipe = replace(base, decoder=Spy())
+    canvas = completions(engine_for(recipe), [Request([0], 1, recipe.resolve(options))])[0].canvas
+    return canvas[1], seen[0]
+
+
+LOGITS = [math.log(p) for p in (0.4, 0.1, 0.1, 0.1, 0.2, 0.1)]
+
+
+def test_confidences() -> None:
+    """standard: of the tempered and cut distribution; llada: of the logits as they are."""
+    tempered = [p**2 for p in (0.4, 0.1, 0.1, 0.1, 0.2, 0.1)]
+    token, confidence = stats_of({"temperature": 0.5, "seed": 1}, LOGITS)
+    assert confidence == pytest.approx(tempered[token] / sum(tempered), rel=1e-5)
+    token, confidence = stats_of({"temperature": 0.5, "seed": 1}, LOGITS, sampling="llada")
+    assert confidence == pytest.approx(math.exp(LOGITS[token]), rel=1e-5)
+    assert stats_of({"top_k": 1}, LOGITS)[1] == pytest.approx(0.8)  # the mask stays in the distribution
+    assert stats_of({}, LOGITS)[1] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.names())
+def test_eos_options(sampling: str) -> None:
+    likely = [0.0, -1.0, -9.0, 1.0, 2.0, -9.0]  # 4 is EOS, 3 another stop token
+    assert stats_of({}, likely, sampling=sampling)[0] == 4
+    assert stats_of({"ban_eos": 1}, likely, sampling=sampling)[0] == 3
+    for temperature in (0.0, 0.01):  # LLaDA forgets EOS where it draws
+        token, confidence = stats_of({"eos_last": 1, "temperature": temperature}, likely, sampling=sampling)
+        assert (token, confidence) == (4, 0.0)
+    assert stats_of({}, likely, sampling={"name": sampling, "suppress": [4, 3]})[0] == 0  # type: ignore[arg-type]
+
+
+def test_eos_last_commits_stop_tokens_last() -> None:
+    table = torch.zeros(1, 8, VOCAB, dtype=torch.float64)
+    table[..., 7] = 3.0
+    table[0, ::2, EOS] = 9.0  # at every other position the surest of all
+    recipe = recipe_for("llada", {"name": "fixed", "steps": 8}, Scripted(table))
+    request = Request([1] * 8, 8, recipe.resolve({"eos_last": 1}))
+    steps = [u.masked for u in engine_for(recipe).run([request], snapshots=True)]
+    assert steps[3] is not None and steps[3][8:] == [True, False] * 4
+
+
+def test_repetition_penalty_counts_prompt_and_decoded_tokens() -> None:
+    table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
+    table[..., 1], table[..., 2], table[..., 3] = 3.0, 2.9, 2.8
+    recipe = recipe_for(decoder={"name": "fixed", "steps": 8}, model=Scripted(table))
+    request = Request([1], 3, recipe.resolve({"repetition_penalty": 1.2, "steps": 3}))
+    assert completions(engine_for(recipe), [request])[0].output == [2, 3, 1]
+
+
+def test_the_mask_token_takes_part_in_the_draw() -> None:
+    table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
+    table[..., MASK] = math.log(VOCAB)  # as likely as all others together
+    recipe = recipe_for("llada", {"name": "threshold", "threshold": 0.0}, Scripted(table), block=64)
+    request = Request([1], 64, recipe.resolve({"temperature": 1.0}))
+    left = [sum(u.masked or []) for u in engine_for(recipe).run([request], snapshots=True)]
+    assert 20 < left[0] < 44 and left[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"temperature": -1.0}, "must be 0"),
+        ({"temperature": 1e-9}, "at least 0.001"),
+        ({"temperature": math.nan}, "must be 0"),
+        ({"temperature": math.inf}, "must be 0"),
+        ({"seed": -1}, "0 or more"),
+        ({"top_p": 0.0}, "above 0"),
+        ({"top_p": 1.5}, "at most 1"),
+        ({"top_k": -2}, "0 .all tokens. or more"),
+        ({"repetition_penalty": 0.0}, "above 0"),
+        ({"eos_last": 2}, "must be 0 or 1"),
+        ({"seed": 1.5}, "must be of type int"),
+    ],
+)
+def test_wrong_values_are_refused(wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        recipe_for().resolve(wrong)
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown per-request option .top_k."):
+        recipe_for("llada").resolve({"top_k": 3})
+    for decoder in ("joint_threshold", "remasking"):
+        with pytest.raises(IncompatibleRecipe, match=r"cannot honour sampling.temperature=0.5"):
+            recipe_for(decoder=decoder).resolve({"temperature": 0.5})
+        with pytest.raises(IncompatibleRecipe, match="temperature"):
+            recipe_for({"name": "standard", "temperature": 0.5}, decoder)
+        recipe_for(decoder=decoder).resolve({"ban_eos": 1, "top_p": 0.5})
+    with pytest.raises(IncompatibleRecipe, match="eos_last"):
+        recipe_for(decoder={"name": "fixed", "score": "random"}).resolve({"eos_last": 1})
+    with pytest.raises(IncompatibleRecipe, match="vocabulary"):
+        recipe_for({"name": "standard", "suppress": [VOCAB]})
+
+
+@pytest.mark.parametrize(
+    ("given", "sampled"), [({}, False), ({"seed": 7}, False), ({"temperature": 0.5}, True), ({"eos_last": 1}, True)]
+)
+def test_defaults_need_no_sampled_step(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sampled: bool) -> None:
+    shapes: list[StepShape] = []
+    launch = Launcher.launch
+
+    def recording(self: Launcher, shape: StepShape, slots: list[int]) -> None:
+        shapes.append(shape)
+        launch(self, shape, slots)
+
+    monkeypatch.setattr(Launcher, "launch", recording)
+    recipe = recipe_for()
+    completions(engine_for(recipe), [Request(PROMPT, 9, recipe.resolve(given))])
+    assert {shape.sampled for shape in shapes} == {sampled} and not any(shape.guided for shape in shapes)

@@ -1,0 +1,88 @@
+"""Specs of published checkpoints, built without memory, have as many parameters as was published.
+
+The configs have the fields that make a difference, as shared/specs/dinfer.md, diffulex.md and the model cards give
+them. Where the published figure is rounded, so is ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.full_size import measured
+from benchmarks.shapes import LLADA2_MINI, LLADA_8B
+from dinfer.core.registry import MODELS
+from dinfer.layers.transformer import Transformer
+from dinfer.loading.checkpoint import family_of
+
+FOLDER = Path(__file__).parents[1] / "configs"
+
+
+def network(config: dict[str, Any]) -> Transformer:
+    family = MODELS.build(family_of(config))
+    with torch.device("meta"):
+        return family.network(family.spec(config))
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_llada_8b() -> None:
+    """8.02B, without the embedding and the head 6.98B: table of the card of GSAI-ML/iLLaDA-8B-Base."""
+    model = network(LLADA_8B)
+    assert round(count(model) / 1e9, 2) == 8.02
+    assert round((count(model) - 2 * model.embedding.weight.numel()) / 1e9, 2) == 6.98
+
+
+def test_llada_moe_7b_a1b() -> None:
+    """14032 MiB in bfloat16, of which 12288 MiB are experts: measured on the checkpoint by a quantisation project
+    (found with the search tool, file 62469430891), and 1.4B of parameters active: the paper, arXiv:2509.24389."""
+    model = network(read("llada_moe_7b_a1b"))
+    experts = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("mlp.gate_up", "mlp.down")))
+    assert (round(2 * count(model) / 2**20), 2 * experts / 2**20) == (14032, 12288)
+    assert round((count(model) - experts * 56 / 64) / 1e9, 1) == 1.7  # with the embedding, which is a table
+    assert round((count(model) - experts * 56 / 64 - model.embedding.weight.numel()) / 1e9, 1) == 1.4
+
+
+def test_llada2_mini() -> None:
+    """16255643392, the safetensors total of inclusionAI/Ling-mini-2.0, which has the same config (file 70949800607)."""
+    assert count(network(LLADA2_MINI)) == 16_255_643_392
+
+
+def test_dream_7b() -> None:
+    """7615616512, as of Qwen2.5-7B-Instruct, from which it grew with the vocabulary unchanged (file 12439498600)."""
+    assert count(network(read("dream_7b"))) == 7_615_616_512
+
+
+def test_sdar_8b() -> None:
+    """8190735360, as of Qwen3-8B, from which it grew: safetensors total in the hub's answer (file 62108703711)."""
+    assert count(network(read("sdar_8b"))) == 8_190_735_360
+
+
+@pytest.mark.parametrize("config", [LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read("dream_7b"), read("sdar_8b")])
+def test_a_checkpoint_fills_every_parameter(config: dict[str, Any]) -> None:
+    """In either layout: every row is somebody's, and nobody's twice."""
+    family = MODELS.build(family_of(config))
+    spec, parameters = family.spec(config), dict(network(config).named_parameters())
+    for fused in (False, True):
+        filled = dict.fromkeys(parameters, 0)
+        for place in family.weights(spec, fused=fused).values():
+            filled[place.parameter] += torch.Size(place.shape).numel()
+        assert filled == {name: p.numel() for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("name", ["small", "small-llada2"])
+def test_the_full_size_benchmark_counts_what_it_runs(name: str) -> None:
+    found = measured(name, torch.device("cpu"), 40, 40)
+    assert found["same_tokens"] and found["first"]["committed"] == 40
+    assert found["weights_gb"] == 4 * found["parameters"] / 1e9 and found["kv_gb"] > 0
+    assert 0 < found["second"]["first_block_s"] <= found["second"]["total_s"]

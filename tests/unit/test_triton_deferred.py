@@ -1,0 +1,121 @@
+"""Sums that are left to the next kernel (`kernels.deferred`): what makes them, and every kernel that reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw
+
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+from dinfer.kernels import linear, norm, rotary  # noqa: E402
+from dinfer.kernels.deferred import Mixture, Parts, Sum, summed  # noqa: E402
+from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
+from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
+from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
+from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
+from dinfer.kernels.triton import route as triton_route  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with the kernels runs in torch."""
+    torch.manual_seed(0)
+    monkeypatch.setenv("DINFER_KERNELS", "torch")
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 40), (20, 128)])
+def test_a_linear_map_in_parts(dtype: torch.dtype, quantized: bool, parts: int, rows: int, outputs: int) -> None:
+    x, weight_OK = draw(2, rows, 128, dtype=dtype), draw(outputs, 128, dtype=dtype) / 11
+    bias_O, scale_O = draw(outputs).to(dtype), None
+    if quantized:
+        weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
+    config = triton_linear.Config(16, 64, 32, 4, 2, parts=parts)
+    got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
+    assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
+    assert got.values.shape[0] == parts and got.values.dtype == torch.float32
+    torch.testing.assert_close(summed(got), linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("outputs", "parts"), [(256, 4), (2048, 2), (3072, 2), (12288, 1)])
+def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
+    x, weight_OK = draw(3, 2048, dtype=SHORT), draw(outputs, 2048, dtype=SHORT) / 45
+    whole = triton_linear.linear(x, weight_OK, None, None)
+    got = triton_linear.linear(x, weight_OK, None, None, split=True)
+    assert isinstance(whole, torch.Tensor)
+    assert (got.values.shape[0] if isinstance(got, Parts) else 1) == parts
+    torch.testing.assert_close(summed(got), whole, **CLOSE[SHORT])
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 200_000), st.integers(1, 20_000), st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+    st.booleans(),
+)  # fmt: skip
+def test_parts_are_whole_numbers_of_depths(
+    rows: int, outputs: int, width: int, sizes: tuple[int, int], split: bool
+) -> None:
+    config = triton_linear._config(rows, outputs, width, *sizes, split)
+    assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
+
+
+def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> Sum | Mixture:
+    tokens = lanes * rows
+    if kind == "parts":
+        return Parts(draw(3, lanes, rows, width), dtype)
+    if kind == "mixture":
+        return Mixture(draw(tokens * 4, width, dtype=dtype), draw(tokens, 4))
+    return Mixture(draw(tokens * 4, width, dtype=dtype), draw(tokens, 3))  # and a shared expert
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("width", [64, 1000])
+@pytest.mark.parametrize("kind", ["parts", "mixture", "shared"])
+def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
+    x_BWD, weight_D = draw(2, 3, width, dtype=dtype), draw(width, dtype=dtype)
+    delta = sum_of(kind, 2, 3, width, dtype)
+    got = triton_norm.add_rms_norm(x_BWD, delta, weight_D, 1e-5)
+    want = norm.add_rms_norm(x_BWD, delta, weight_D, 1e-5)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE[dtype])
+    assert torch.equal(triton_norm.add(x_BWD, delta), got[0])
+    if isinstance(delta, Mixture):  # the same bits as where a kernel of its own adds up
+        whole = triton_moe.combine(*delta).view(2, 3, width)
+        assert torch.equal(got[0], triton_norm.add_rms_norm(x_BWD, whole, weight_D, 1e-5)[0])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None:
+    lanes, width, heads, kv_heads, size = 2, 5, 6, 2, 32
+    qkv = Parts(draw(2, lanes, width, (heads + 2 * kv_heads) * size), dtype).unflatten(-1, (-1, size))
+    table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), 16, 1e4, dtype)
+    head_norm = rotary.HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
+    write_X = torch.randperm(40, device=DEVICE)[: lanes * width]
+    mine, theirs = ([torch.zeros(40, kv_heads, size, device=DEVICE, dtype=dtype) for _ in range(2)] for _ in range(2))
+    got = triton_rotary.rotate_and_store(qkv, table, head_norm, heads, *mine, write_X)
+    want = rotary.rotate_and_store(qkv, table, head_norm, heads, *theirs, write_X)
+    for a, b in zip((got, *mine), (want, *theirs), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: int) -> None:
+    logits = Parts(torch.randint(-2, 3, (3, 17, 24), device=DEVICE).float(), torch.float32)
+    router = {"sigmoid": sigmoid, "normalize": True, "scale": 1.0, "bias_X": None}
+    experts_NC, weights_NC = triton_route.route(logits, 4, groups=groups, groups_chosen=min(groups, 2), **router)
+    score_NX = summed(logits).sigmoid() if sigmoid else summed(logits).softmax(-1)
+    for score_X, experts_C, weights_C in zip(score_NX, experts_NC, weights_NC, strict=True):
+        kept = range(24)
+        if groups > 1:
+            best = [sum(sorted(part, reverse=True)[:2]) for part in score_X.unflatten(0, (groups, -1)).tolist()]
+            kept = [x for x in kept if x // 6 in sorted(range(groups), key=lambda g: -best[g])[:2]]
+        want = sorted(kept, key=lambda x: -score_X[x].item())[:4]
+        assert experts_C.tolist() == want
+        torch.testing.assert_close(weights_C, score_X[want] / score_X[want].sum())
