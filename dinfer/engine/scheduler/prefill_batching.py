@@ -14,7 +14,8 @@ class Gathering:
 
     Costs are in positions, as in `dinfer.engine.scheduler.grouping`: a step costs `free` and those that it computes,
     so a round in which a row waits costs its share of a round's step. The rule is that of the economic order quantity
-    (F. W. Harris, 1913): many in flight gather about sqrt(2 * free / (rounds between arrivals * cost of such a round)) rows.
+    (F. W. Harris, 1913): many in flight gather about sqrt(2 * free / (rounds between arrivals * cost of such a round))
+    rows.
     """
 
     free: int
