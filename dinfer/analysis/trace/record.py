@@ -21,7 +21,7 @@ from dinfer.engine.engine import Engine, Runtime
 from dinfer.engine.request import Request, Update, whole
 from dinfer.pipeline import Pipeline
 
-SCHEMA = "dinfer.analysis.trace/1"
+SCHEMA = "dinfer.trace/1"
 Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0
 
 
