@@ -27,6 +27,7 @@ from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, widened
 from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
+from dinfer.loading.token_ids import CONFIG, token_ids
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
 
@@ -62,15 +63,9 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json") 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, and the tokenizer's mask token as `mask_token_id` where config.json is silent about it."""
-    config = read_object(folder / "config.json")
-    if config.get("mask_token_id") is None and (folder / "tokenizer_config.json").is_file():
-        tokenizer = read_object(folder / "tokenizer_config.json")
-        mask, added = tokenizer.get("mask_token"), tokenizer.get("added_tokens_decoder") or {}
-        mask = mask.get("content") if isinstance(mask, dict) else mask
-        ids = [int(token) for token, entry in added.items() if mask is not None and entry.get("content") == mask]
-        config |= {"mask_token_id": ids[0]} if ids else {}
-    return config
+    """config.json, with the `mask_token_id` and all the `eos_token_id`s that any file of the folder names."""
+    config = read_object(folder / CONFIG)
+    return config | token_ids(folder, config).fields()
 
 
 def family_of(config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import option
 from dinfer.core.spec import ModelSpec, Placement
 from dinfer.layers.transformer import Transformer
+from dinfer.loading.token_ids import PUBLISHED, listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class Names:
 class HubCheckpoint(ModelFamily):
     """A family whose checkpoints are on the Hugging Face hub."""
 
+    published_stops: ClassVar[tuple[int, ...]]  # for checkpoints whose files name none, EOS first
+
     checkpoint: str = option("", "hub name, folder, or the name of a model in the box")
     revision: str | None = option(None, "commit, tag or branch on the hub")
     adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter, merged into the weights when loaded")
@@ -62,19 +66,35 @@ class HubCheckpoint(ModelFamily):
         if not all(type(token) is int and token >= 0 for token in self.stop_ids):
             raise ValueError(f"model.stop_ids={list(self.stop_ids)} must be token ids")
 
-    def stops(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def stops(self, config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
         """The stop tokens, as fields of `ModelSpec`: the checkpoint's, the first of them its EOS, and the option's."""
-        eos = config["eos_token_id"]
-        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-        if not eos_ids or not all(type(token) is int and token >= 0 for token in eos_ids):
-            raise ValueError(f"config.json: eos_token_id={eos!r} must be a token id, or a list of them")
-        more = tuple(token for token in self.stop_ids if token not in eos_ids)
-        return {"eos_id": eos_ids[0], "stop_ids": eos_ids + more}
+        ids = listed(config.get("eos_token_id"), "eos_token_id") or published(
+            "eos_token_id", self.published_stops, vocab, self.stop_ids, "model.stop_ids, the ids that end an answer"
+        )
+        return {"eos_id": ids[0], "stop_ids": tuple(dict.fromkeys(ids + self.stop_ids))}
+
+
+def published(field: str, ids: tuple[int, ...], vocab: int, option: tuple[int, ...], remedy: str) -> tuple[int, ...]:
+    """The token ids of a field that no file of a checkpoint names: those that the family's authors publish.
+
+    A vocabulary that is too small for them is another one: then it is those of the option, if it is given.
+    """
+    if max(ids) < vocab:
+        logging.getLogger(__name__).warning("no file of the checkpoint names %s: %s %s", field, PUBLISHED, [*ids])
+        return ids
+    if not option:
+        raise ValueError(
+            f"config.json has no {field}, and neither generation_config.json nor the tokenizer's files name it; the "
+            f"{PUBLISHED}, {[*ids]}, is outside the vocabulary of {vocab}. Give {remedy}"
+        )
+    return option
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubFamily(HubCheckpoint):
     """A family over the one transformer core. What is particular to it is in `spec` and `names`."""
+
+    published_mask: ClassVar[int]  # for checkpoints whose files name none
 
     mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
 
@@ -92,17 +112,46 @@ class HubFamily(HubCheckpoint):
     def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
         return dict(placements(spec, self.names(), fused))
 
-    def tokens(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def tokens(self, config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
         """The special tokens, as fields of `ModelSpec`."""
-        mask_id = config.get("mask_token_id") if self.mask_id is None else self.mask_id
-        if mask_id is None:
-            raise ValueError(
-                "config.json has no mask_token_id and the tokenizer no mask token: give model.mask_id, the id of the "
-                "token that stands for what is still to be decoded"
-            )
-        if type(mask_id) is not int or mask_id < 0:
-            raise ValueError(f"config.json: mask_token_id={mask_id!r} must be a token id")
-        return {"mask_id": mask_id, **self.stops(config)}
+        given = listed(config.get("mask_token_id") if self.mask_id is None else self.mask_id, "mask_token_id")
+        mask = given or published(
+            "mask_token_id", (self.published_mask,), vocab, (),
+            "model.mask_id, the id of the token that stands for what is still to be decoded",
+        )  # fmt: skip
+        return {"mask_id": mask[0], **self.stops(config, vocab)}
+
+    def body(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do, and the special tokens."""
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            if hidden % heads:
+                raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+            head_dim = hidden // heads
+        theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+        if theta is None:
+            theta = rope["rope_theta"]
+        fraction = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+        local = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+        if local:
+            raise ValueError(f"config.json: layer_types={local[0]!r} is not supported; only 'full_attention' is")
+        return {
+            "vocab": config["vocab_size"],
+            "hidden": hidden,
+            "layers": config["num_hidden_layers"],
+            "heads": heads,
+            "kv_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": head_dim,
+            "norm_eps": config["rms_norm_eps"],
+            "rope_theta": theta,
+            "rope_dim": None if fraction in (None, 1) else int(head_dim * fraction),
+            "tied_head": bool(config.get("tie_word_embeddings")),
+            "max_length": config["max_position_embeddings"],
+            **self.tokens(config, config["vocab_size"]),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,38 +213,6 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     for name in ("layer_types", "mlp_only_layers", "moe_layer_freq"):
         if not isinstance(value := config.get(name), list | type(None)):
             raise ValueError(f"config.json: {name}={value!r} must be a list")
-
-
-def body(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        if hidden % heads:
-            raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
-        head_dim = hidden // heads
-    theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
-    if theta is None:
-        theta = rope["rope_theta"]
-    fraction = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    local = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
-    if local:
-        raise ValueError(f"config.json: layer_types={local[0]!r} is not supported; only 'full_attention' is")
-    return {
-        "vocab": config["vocab_size"],
-        "hidden": hidden,
-        "layers": config["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": head_dim,
-        "norm_eps": config["rms_norm_eps"],
-        "rope_theta": theta,
-        "rope_dim": None if fraction in (None, 1) else int(head_dim * fraction),
-        "tied_head": bool(config.get("tie_word_embeddings")),
-        "max_length": config["max_position_embeddings"],
-    }
 
 
 def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:

@@ -30,6 +30,7 @@ class DiffusionGemma(HubCheckpoint):
 
     paper = "DiffusionGemma, transformers 5.23"
     unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+    published_stops: ClassVar[tuple[int, ...]] = (1, 106)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
 
@@ -77,7 +78,7 @@ class DiffusionGemma(HubCheckpoint):
             mask_id=None,
             encoder=True,
             self_conditioning=True,
-            **self.stops(config | {"eos_token_id": text["eos_token_id"]}),
+            **self.stops({"eos_token_id": text.get("eos_token_id"), **config}, text["vocab_size"]),
         )
 
     def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, Names, body, expect
+from dinfer.models._family import PLAIN, BlockFamily, Names, expect
 
 EXPECTED = PLAIN | {
     "use_bias": (False, None),
@@ -26,6 +26,8 @@ class Llada2(BlockFamily):
     """LLaDA2 checkpoints: block-causal, grouped sigmoid router with a bias for the choice alone, shared expert."""
 
     paper = "LLaDA2.0, arXiv:2512.15745"
+    published_mask: ClassVar[int] = 156895
+    published_stops: ClassVar[tuple[int, ...]] = (156892,)
 
     checkpoint: str = option("inclusionAI/LLaDA2.0-mini", "hub name or folder")
 
@@ -41,7 +43,7 @@ class Llada2(BlockFamily):
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
-        fields = body(config)
+        fields = self.body(config)
         rotary, rope_dim = config.get("rotary_dim"), fields["rope_dim"] or fields["head_dim"]
         if rotary is not None and rotary != rope_dim:
             raise ValueError(
@@ -70,5 +72,4 @@ class Llada2(BlockFamily):
                 dense=tuple(range(config.get("first_k_dense_replace") or 0)),
             ),
             **fields,
-            **self.tokens(config),
         )

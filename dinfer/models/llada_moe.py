@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, HubFamily, Names, body, expect
+from dinfer.models._family import PLAIN, HubFamily, Names, expect
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None),
@@ -28,6 +28,8 @@ class LladaMoe(HubFamily):
     """LLaDA-MoE checkpoints: softmax router without renormalisation, QK-norm, no bias."""
 
     paper = "LLaDA-MoE, arXiv:2509.24389"
+    published_mask: ClassVar[int] = 156895
+    published_stops: ClassVar[tuple[int, ...]] = (156892,)
 
     checkpoint: str = option("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "hub name or folder")
 
@@ -58,6 +60,5 @@ class LladaMoe(HubFamily):
                 shared=config.get("shared_expert_intermediate_size") or 0,
                 dense=tuple(i for i, flag in enumerate(mixed) if not flag),
             ),
-            **body(config),
-            **self.tokens(config),
+            **self.body(config),
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, body, expect
+from dinfer.models._family import PLAIN, BlockFamily, expect
 
 EXPECTED = PLAIN | {"attention_bias": (False, None)}
 
@@ -20,6 +20,8 @@ class Sdar(BlockFamily):
     paper = "SDAR, arXiv:2510.06303"
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
     trained: ClassVar[int] = 4
+    published_mask: ClassVar[int] = 151669
+    published_stops: ClassVar[tuple[int, ...]] = (151643, 151645)
 
     checkpoint: str = option("JetLM/SDAR-8B-Chat", "hub name or folder")
 
@@ -36,8 +38,7 @@ class Sdar(BlockFamily):
             qk_norm=True,
             causal_block=self.attention_block(config),
             experts=_experts(config) if mixed else None,
-            **body(config),
-            **self.tokens(config),
+            **self.body(config),
         )
 
 

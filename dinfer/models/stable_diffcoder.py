@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, body, expect
+from dinfer.models._family import PLAIN, BlockFamily, expect
 
 EXPECTED = PLAIN | {"attention_bias": (False, None), "mlp_bias": (False, None)}
 
@@ -19,6 +19,8 @@ class StableDiffcoder(BlockFamily):
 
     paper = "Stable-DiffCoder, arXiv:2601.15892"
     trained: ClassVar[int] = 4
+    published_mask: ClassVar[int] = 5
+    published_stops: ClassVar[tuple[int, ...]] = (2,)
 
     checkpoint: str = option("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "hub name or folder")
 
@@ -33,6 +35,5 @@ class StableDiffcoder(BlockFamily):
             family="stable_diffcoder",
             mlp=config["intermediate_size"],
             causal_block=self.attention_block(config),
-            **body(config),
-            **self.tokens(config),
+            **self.body(config),
         )

@@ -154,7 +154,7 @@ FLAGS = ("tie_word_embeddings", "qk_layernorm", "use_qk_norm", "norm_topk_prob")
 NULL = (
     "num_key_value_heads", "head_dim", "dense_intermediate_size", "moe_layer_freq", "mlp_only_layers", "block_size",
     "bd_size", "expert_capacity", "num_shared_experts", "first_k_dense_replace", "partial_rotary_factor",
-    "routed_scaling_factor", *FLAGS,
+    "routed_scaling_factor", "eos_token_id", "mask_token_id", *FLAGS,
 )  # fmt: skip
 RIGHT = [
     (1.5, ("rms_norm_eps", "rope_theta", "routed_scaling_factor")), (True, FLAGS), (None, NULL),
