@@ -22,6 +22,7 @@ from dinfer.serving.answers import Answer, sse
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.metrics import Metrics
+from dinfer.serving.page import FILES, served as page_file
 from dinfer.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, InfillRequest, TokenizeRequest
 from dinfer.serving.rows import Event, merged, row_events
 from dinfer.serving.served import Catalogue, Served
@@ -142,6 +143,16 @@ def application(served: Sequence[Served], settings: Settings) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_file("index.html")
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        if name not in FILES:
+            raise ApiError(404, f"there is no file {name!r}")
+        return page_file(name)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

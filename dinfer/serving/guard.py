@@ -20,7 +20,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 LOG = logging.getLogger("dinfer.serving")
-OPEN = ("/health", "/ready")  # answered without a key, for probes
+OPEN = ("/", "/health", "/ready")  # answered without a key: the page asks for one, and probes have none
 SAFE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -72,7 +72,7 @@ class Guard:
             raise ApiError(400, "the header Content-Length must be a number", "Content-Length")
         if int(length) > self._settings.max_body:
             raise self._too_large()
-        if self._keys and scope["path"] not in OPEN:
+        if self._keys and scope["path"] not in OPEN and not scope["path"].startswith("/static/"):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # Every key is compared, so that the time says nothing about which one is nearly right.
             fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dinfer.core.registry import DECODERS, options_of
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.request import Request
 from dinfer.pipeline import Pipeline
@@ -81,6 +82,16 @@ class Served:
         except ValueError as error:
             raise ApiError(400, str(error).removeprefix("prompt 0: "), code="invalid_value") from error
 
+    def _offered(self) -> dict[str, dict[str, Any]]:
+        """What a request may set under `dinfer`."""
+        recipe = self.pipe.recipe
+        parts = {"decoder": recipe.decoder, "sampling": recipe.sampling}
+        helps = {(kind, info.name): info.help for kind, part in parts.items() for info in options_of(part)}
+        return {
+            o.name: {"default": o.default, "integer": isinstance(o.default, int), "help": helps[o.kind, o.name]}
+            for o in recipe.request_options
+        }
+
     def card(self) -> dict[str, Any]:
         """What /v1/models says of it."""
         recipe = self.pipe.recipe
@@ -90,7 +101,7 @@ class Served:
             "dinfer": {
                 "max_length": self.max_length,
                 "recipe": {kind: repr(part) for kind, part in parts.items()},
-                "options": {option.name: option.default for option in recipe.request_options},
+                "options": self._offered(),
             },
         }  # fmt: skip
 
@@ -123,7 +134,5 @@ class Catalogue:
 
 
 def decoder_name(model: Served) -> str:
-    from dinfer.core.registry import DECODERS
-
     cls = type(model.pipe.recipe.decoder)
     return next((name for name in DECODERS.names() if DECODERS.get(name) is cls), cls.__name__)
