@@ -19,6 +19,10 @@ class Admission:
     tokens: int = 0
     open: bool = True  # False: the server is shutting down
 
+    def close(self) -> None:
+        """Takes no more requests; those that run go on."""
+        self.open = False
+
     @contextmanager
     def admit(self, lengths: list[int], retry_after: int) -> Iterator[None]:
         """Holds room for one client's rows, of these lengths, while it is being served."""
