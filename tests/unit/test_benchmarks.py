@@ -258,7 +258,9 @@ def test_a_step_is_timed(options: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_steps_without_a_cache_are_full_passes(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    step.main(["--shape", "small", "--cache", "none", *"--device cpu --prompt 8 --new 8 --out".split(), str(out)])
+    step.main(
+        ["--shape", "small", "--cache", "none", *["--device", "cpu", "--prompt", "8", "--new", "8", "--out"], str(out)]
+    )
     found = json.loads(out.read_text())
     assert (found["eager"]["width"], found["eager"]["steps"][0]["phase"]) == (16, "FULL")
     assert found["profile"]["steps"] == found["eager"]["steps"][0]["launches"] == 8
