@@ -391,16 +391,7 @@ class Engine:
     def _completion(self, row: Row, seen: list[int]) -> Completion:
         now, spec = row.cursors, self.recipe.model.spec
         tokens = [token if token >= 0 else spec.eos_id for token in seen]
-        filled = [token for token, masked in zip(tokens, row.request.masked, strict=False) if masked]
-        end = next((i for i, token in enumerate(filled) if token in spec.stop_ids), len(filled))
-        stopped = row.request.stops and end < len(filled)
-        output = filled[:end] if stopped else filled
-        counts = Counts(
-            forwards=now.forwards,
-            prefills=now.forwards - now.steps,
-            refreshes=now.refreshes,
-            committed=now.committed,
-            tokens=len(output),
-            seconds=time.perf_counter() - row.began,
-        )
+        output, stopped = row.request.answer(tokens, spec.stop_ids)
+        seconds = time.perf_counter() - row.began
+        counts = Counts(now.forwards, now.forwards - now.steps, now.refreshes, now.committed, len(output), seconds)
         return Completion(tokens, output, stopped, counts)

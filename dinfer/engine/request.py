@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from dinfer.core.canvas import Phase
@@ -67,6 +68,13 @@ class Request:
         given = (token for token, masked in zip(self.prompt, self.masked, strict=False) if not masked)
         if (outside := next((token for token in given if not 0 <= token < vocab), None)) is not None:
             raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
+
+    def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
+        """The generated tokens before the first stop token, and whether there is one."""
+        filled = [token for token, masked in zip(canvas, self.masked, strict=False) if masked]
+        end = next((i for i, token in enumerate(filled) if token in stop_ids), len(filled))
+        stopped = self.stops and end < len(filled)
+        return filled[:end] if stopped else filled, stopped
 
     @property
     def start(self) -> int:
