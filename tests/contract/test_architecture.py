@@ -48,7 +48,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
-    "engine": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.state", "core.step"},
+    "engine": {
+        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
+        "core.step",
+    },
     "pipeline.infilling": {"engine"},
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
