@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +28,9 @@ from dinfer.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from dinfer.serving.rows import Event, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
+
+
+LOG = logging.getLogger("dinfer.serving")
 
 
 class Server:
@@ -129,6 +133,14 @@ def application(served: Sequence[Served], settings: Settings) -> FastAPI:
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return await _api_error(request, ApiError(error.status_code, message))
+
+    @app.exception_handler(Exception)
+    async def _failed(request: Request, error: Exception) -> JSONResponse:
+        # The server's log has the traceback under this id; the client gets none.
+        LOG.error("%s failed", request.state.request_id, exc_info=error)
+        return await _api_error(
+            request, ApiError(500, f"the request {request.state.request_id} failed in the server", code="internal_error")
+        )
 
     @app.get("/health")
     async def health() -> dict[str, str]:

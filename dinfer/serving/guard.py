@@ -39,7 +39,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id, began, status = f"req-{uuid.uuid4().hex}", time.perf_counter(), 0
-        scope["state"]["request_id"] = request_id
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def sending(message: Message) -> None:
             nonlocal status
