@@ -325,7 +325,10 @@ class CachePolicy(Component):
 
     @abstractmethod
     def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
+        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas.
+
+        The step stores `state` after every pass, also after those that decode nothing.
+        """
 
     def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
@@ -371,7 +374,7 @@ class Iteration(Component):
         """The active region `[start, end)` a new request begins with. Host side."""
 
     def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
-        """What the model is fed. [B, W, D]"""
+        """What the model is fed. [B, W, D] Reads `state` and never changes it: a prefill does not store it."""
         return model.embed(tokens_BW)
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
