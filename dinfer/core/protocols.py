@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
-from dinfer.core.spec import ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.kernels.deferred import Sum
 from dinfer.kernels.random import noise
 from dinfer.kernels.rotary import HeadNorm, Table
@@ -202,8 +202,12 @@ class ModelFamily(Component):
         """The network, a `Model`; on whatever device is torch's default."""
 
     @abstractmethod
-    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes; `fused`: one tensor for all experts of a layer."""
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes."""
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        """Tied weights under other names, which some programs save too, and the names in `weights` that they repeat."""
+        return {}
 
 
 class Decoder(Component):
