@@ -29,29 +29,9 @@ from dinfer.kernels.rotary import HeadNorm, Table
 from dinfer.kernels.token_stats import Draw, TokenStats
 
 __all__ = [
-    "Attend",
-    "BlockAfter",
-    "BlockView",
-    "CachePolicy",
-    "Component",
-    "Decoder",
-    "Draw",
-    "Iteration",
-    "Model",
-    "ModelFamily",
-    "ModelSpec",
-    "Moved",
-    "Options",
-    "Phase",
-    "Placement",
-    "Proposal",
-    "RowCursors",
-    "Sampling",
-    "SelfConditioned",
-    "State",
-    "StepShape",
-    "TokenStats",
-    "Window",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
+    "SelfConditioned", "State", "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -184,9 +164,7 @@ class ModelFamily(Component):
 
     unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
-    tokenizer: ClassVar[str | None] = (
-        None  # class of transformers for checkpoints whose own is code that comes with them
-    )
+    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
 
     @classmethod
     @abstractmethod
