@@ -328,7 +328,8 @@ class Engine:
             scored = sum([row.masks[row.cursors.end] - row.cursors.committed for row in rows])
         return StepShape(
             phase, len(rows), step.width, iteration.blocks, block, pages,
-            sampled=sampled, guided=guided, settles=step.settles, top_candidates=max([row.top_candidates for row in rows]),
+            sampled=sampled, guided=guided, settles=step.settles,
+            top_candidates=max([row.top_candidates for row in rows]),
             scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
 
