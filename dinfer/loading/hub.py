@@ -33,10 +33,10 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         raise CheckpointError(f"{name!r} is no hub name: {error}") from error
     except errors.LocalEntryNotFoundError as error:
         why = f"{constants.ENDPOINT} cannot be reached" if offline else str(error).splitlines()[0]
+        why = "HF_HUB_OFFLINE is set: unset it" if constants.HF_HUB_OFFLINE else f"{why}: connect to the network"
         raise CheckpointError(
-            f"{name} is not in {constants.HF_HUB_CACHE}, and "
-            f"{'HF_HUB_OFFLINE is set: unset it' if constants.HF_HUB_OFFLINE else f'{why}: connect to the network'}; or "
-            f"run `hf download {name}` elsewhere, bring the folder here and give it as model.checkpoint=FOLDER"
+            f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; or run `hf download {name}` elsewhere, bring the "
+            "folder here and give it as model.checkpoint=FOLDER"
         ) from error
     except errors.HfHubHTTPError as error:
         raise CheckpointError(f"{name} cannot be downloaded from {constants.ENDPOINT}: {error}") from error
