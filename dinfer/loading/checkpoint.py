@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -21,12 +20,14 @@ from torch import Tensor, nn
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS, unknown
-from dinfer.core.spec import ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.kernels.linear import FLOAT8, check_float8
+from dinfer.loading.hub import download
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, widened
 from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
+from dinfer.loading.token_ids import CONFIG, token_ids
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
 
@@ -53,24 +54,16 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json") 
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             known = unknown("checkpoint", name, boxed())
             raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
-        from huggingface_hub import snapshot_download  # only here: loading a folder needs no network code
-
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        path = download(name, revision, WANTED)
     if not (path / needed).is_file():
         raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
     return path
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, and the tokenizer's mask token as `mask_token_id` where config.json is silent about it."""
-    config = read_object(folder / "config.json")
-    if config.get("mask_token_id") is None and (folder / "tokenizer_config.json").is_file():
-        tokenizer = read_object(folder / "tokenizer_config.json")
-        mask, added = tokenizer.get("mask_token"), tokenizer.get("added_tokens_decoder") or {}
-        mask = mask.get("content") if isinstance(mask, dict) else mask
-        ids = [int(token) for token, entry in added.items() if mask is not None and entry.get("content") == mask]
-        config |= {"mask_token_id": ids[0]} if ids else {}
-    return config
+    """config.json, with the `mask_token_id` and all the `eos_token_id`s that any file of the folder names."""
+    config = read_object(folder / CONFIG)
+    return config | token_ids(folder, config).fields()
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -111,7 +104,7 @@ def load_network(
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
     tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
-    tensors, scales = scales_of(tensors, block)
+    tensors, scales = scales_of(without_copies(tensors, family.copies(spec)), block)
     placements = layout(family, spec, tensors)
     check(folder, tensors, placements, scales)
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
@@ -130,7 +123,8 @@ def load_network(
             if name in scale_of:
                 scale = scale_of[name].to(device)
                 if parameters[place.parameter].dtype == tensor.dtype:
-                    rows_of(buffers[f"{place.parameter}_scale"], place).copy_(scale.flatten())
+                    part = scales_of_place(buffers[f"{place.parameter}_scale"], place)
+                    part.copy_(scale.reshape(() if scale.numel() == 1 else part.shape))
                 else:
                     tensor, wide = widened(tensor.to(device), scale, block), wide + 1
             merged = tensor if adapter is None else adapter.merged(name, tensor, device)
@@ -144,23 +138,39 @@ def load_network(
     return network
 
 
+def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors less those that repeat others (`ModelFamily.copies`). CheckpointError for one with other values."""
+    both = {copy: name for copy, name in copies.items() if copy in tensors and name in tensors}
+    problems = [
+        f"{copy} differs from {name}"
+        for copy, name in both.items()
+        if not torch.equal(*(next(read(tensors, [one]))[1] for one in (copy, name)))
+    ]
+    refuse(problems, "the model has one tensor where the checkpoint has two, which must be equal")
+    return {name: tensor for name, tensor in tensors.items() if name not in both}
+
+
 def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
     """The names and shapes that a checkpoint must have, as its experts are stored."""
-    separate, fused = family.weights(spec), family.weights(spec, fused=True)
-    return fused if len(tensors.keys() & fused.keys()) > len(tensors.keys() & separate.keys()) else separate
+    layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
+    return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
     """The part of a parameter that a checkpoint's tensor fills, in the tensor's shape."""
-    parameter = parameters[place.parameter]
-    rows = math.prod(place.shape) // math.prod(parameter.shape[1:])
-    return parameter.detach().narrow(0, place.row, rows).view(place.shape)
+    return _part(parameters[place.parameter].detach(), place, place.shape)
 
 
-def rows_of(scale: Tensor, place: Placement) -> Tensor:
-    """The scales of the outputs that a checkpoint's tensor fills, one behind the other."""
-    outputs = math.prod(scale.shape[1:])  # of each row of the parameter
-    return scale.flatten().narrow(0, place.row * outputs, math.prod(place.shape[:-1]))
+def scales_of_place(scale: Tensor, place: Placement) -> Tensor:
+    """The scales of the outputs that a checkpoint's tensor fills, in the shape of these outputs."""
+    return _part(scale, place, place.shape[:-1])
+
+
+def _part(whole: Tensor, place: Placement, shape: tuple[int, ...]) -> Tensor:
+    """What a placement fills of a parameter or of its scales, in that shape."""
+    experts = place.shape[:-2]
+    rows = len(experts)  # the dimension of a matrix's rows
+    return whole.view(*experts, -1, *shape[rows + 1 :]).narrow(rows, place.row, shape[rows])
 
 
 def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
@@ -199,12 +209,14 @@ def _empty(
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 
-def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
+def save_network(
+    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
+) -> None:
     """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both."""
     parameters = dict(network.named_parameters())
     tensors = {
         name: place_of(parameters, place).cpu().contiguous()
-        for name, place in family.weights(family.spec(config)).items()
+        for name, place in family.weights(family.spec(config), experts).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, HubFamily, body, expect
+from dinfer.models._family import PLAIN, QWEN, HubFamily, complete
 
 
 @MODELS.register("dream")
@@ -20,6 +20,8 @@ class Dream(HubFamily):
 
     paper = "Dream 7B, arXiv:2508.15487"
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
+    published_mask: ClassVar[int] = 151666
+    published_stops: ClassVar[tuple[int, ...]] = (151643,)
 
     checkpoint: str = option("Dream-org/Dream-v0-Instruct-7B", "hub name or folder")
 
@@ -28,12 +30,11 @@ class Dream(HubFamily):
         return config.get("model_type") == "Dream"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, PLAIN)
+        config = complete(config, PLAIN, QWEN)
         return ModelSpec(
             family="dream",
             mlp=config["intermediate_size"],
             qkv_bias=True,
             shift=1,
-            **body(config),
-            **self.tokens(config),
+            **self.body(config),
         )

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, body, expect
-
-MASK = 151665  # a constant of the published code; neither config nor tokenizer names it as the mask
+from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete
 
 
 @MODELS.register("fast_dllm_v2")
@@ -24,6 +22,8 @@ class FastDllmV2(BlockFamily):
 
     paper = "Fast-dLLM v2, arXiv:2509.26328"
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
+    published_mask: ClassVar[int] = 151665
+    published_stops: ClassVar[tuple[int, ...]] = (151645,)
 
     checkpoint: str = option("Efficient-Large-Model/Fast_dLLM_v2_7B", "hub name or folder")
 
@@ -32,14 +32,12 @@ class FastDllmV2(BlockFamily):
         return config.get("model_type") == "Fast_dLLM_Qwen"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, PLAIN)
-        named = config.get("mask_token_id")
+        config = complete(config, PLAIN, QWEN)
         return ModelSpec(
             family="fast_dllm_v2",
             mlp=config["intermediate_size"],
             qkv_bias=True,
             shift=1,
             causal_block=self.attention_block(config, "bd_size"),
-            **body(config),
-            **self.tokens(config | {"mask_token_id": MASK if named is None else named}),
+            **self.body(config),
         )

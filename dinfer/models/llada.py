@@ -7,7 +7,7 @@ never released; those are refused by name rather than loaded wrongly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
@@ -39,6 +39,8 @@ class Llada(HubFamily):
     """Dense LLaDA checkpoints, from the Hugging Face hub or a folder."""
 
     paper = "LLaDA, arXiv:2502.09992"
+    published_mask: ClassVar[int] = 126336
+    published_stops: ClassVar[tuple[int, ...]] = (126081,)
 
     checkpoint: str = option("GSAI-ML/LLaDA-8B-Instruct", "hub name, folder, or the name of a model in the box")
 
@@ -58,14 +60,11 @@ class Llada(HubFamily):
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
         hidden, heads = config["d_model"], config["n_heads"]
-        if not heads or hidden % heads:
-            raise ValueError(f"config.json: d_model={hidden} must be a multiple of n_heads={heads}")
         kv_heads = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
-        if heads % kv_heads:
-            raise ValueError(f"config.json: n_heads={heads} must be a multiple of n_kv_heads={kv_heads}")
+        vocab = config.get("embedding_size") or config["vocab_size"]
         return ModelSpec(
             family="llada",
-            vocab=config.get("embedding_size") or config["vocab_size"],
+            vocab=vocab,
             hidden=hidden,
             layers=config["n_layers"],
             heads=heads,
@@ -76,5 +75,5 @@ class Llada(HubFamily):
             rope_theta=config["rope_theta"],
             tied_head=config["weight_tying"],
             max_length=config["max_sequence_length"],
-            **self.tokens(config),
+            **self.tokens(config, vocab),
         )

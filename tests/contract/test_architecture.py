@@ -22,7 +22,8 @@ COMPONENT = CORE | {"core.registry"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "core.canvas": {"kernels"},
-    "core.registry": set(),
+    "core.describe": set(),
+    "core.registry": {"core.describe"},
     "demo": set(),
     "core.spec": set(),
     "core.protocols": {"core.canvas", "kernels", "core.spec"},
@@ -32,21 +33,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": COMPONENT,
     "caches": COMPONENT,
     "iterations": COMPONENT,
-    "models": COMPONENT | {"layers"},
+    "models": COMPONENT | {"layers", "loading.token_ids"},
     "core.recipe": {"core.protocols", "core.registry"},
     "loading.safetensors_io": set(),
     "loading.catalog": set(),
+    "loading.hub": {"loading.safetensors_io"},
+    "loading.token_ids": {"loading.safetensors_io"},
     "loading.lora": {"loading.safetensors_io", "core.spec"},
     "loading.quantized": {"loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
-        "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
-        "loading.safetensors_io", "core.spec",
+        "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
+        "loading.safetensors_io", "loading.token_ids", "core.spec",
     },
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
-    "engine": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.state", "core.step"},
+    "engine": {
+        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
+        "core.step",
+    },
     "pipeline.infilling": {"engine"},
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
@@ -83,7 +89,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton": {"kernels"},
     "transformers": {"pipeline.pipeline"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
-    "huggingface_hub": {"loading.checkpoint"},
+    "huggingface_hub": {"loading.hub"},
     "numpy": {"analysis.metrics"},
     "jinja2": set(),
     "vllm": set(),
@@ -197,18 +203,14 @@ def test_no_error_is_swallowed(path: Path) -> None:
 
 
 def test_importing_dinfer_is_light() -> None:
-    heavy = ["triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers", "jinja2"]
+    """Nor does it cost anything to learn the name and the options of a component."""
+    heavy = [
+        "torch", "numpy", "triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers",
+        "jinja2",
+    ]  # fmt: skip
     code = (
-        "import sys, torch; before = set(sys.modules); import dinfer; "
-        f"print(*[m for m in {heavy} if m in set(sys.modules) - before])"
+        "import sys, dinfer; [r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
+        f"print(*[m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.split() == []
-
-
-def test_components_load_on_first_use() -> None:
-    code = (
-        "import sys, dinfer; loaded = [m for m in sys.modules if m.startswith('dinfer.decoders.')]; "
-        "assert not loaded, loaded; assert 'threshold' in dinfer.DECODERS.names()"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,102 @@
+"""Mask and stop tokens of a checkpoint, and the file that names each.
+
+The files are asked in this order: config.json and its `text_config`, generation_config.json, then the tokenizer's
+files, which know tokens by name. What no file says is a published default of the family (`published_*` in `models`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dinfer.loading.safetensors_io import CheckpointError, read_object
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+PUBLISHED = "published default of the family"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenId:
+    """A token and where it is named: a file of the checkpoint, or `PUBLISHED`."""
+
+    id: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """What the files of a checkpoint say. A file may be absent, and all of them may be silent."""
+
+    mask: TokenId | None
+    stops: tuple[TokenId, ...]  # each once, EOS first
+
+    def fields(self) -> dict[str, Any]:
+        """The same as fields of a config.json; those that no file names are left out."""
+        mask = {} if self.mask is None else {"mask_token_id": self.mask.id}
+        return mask | ({"eos_token_id": [stop.id for stop in self.stops]} if self.stops else {})
+
+
+def token_ids(folder: Path, config: Mapping[str, Any]) -> TokenIds:
+    """The mask token and all stop tokens that the files in `folder` name; `config` is its config.json.
+
+    Raises CheckpointError for a value that is no token id; it names file, field and value.
+    """
+    masks = [*_configured(folder, config, "mask_token_id")] or _named(folder, "mask_token")
+    stops = [*_configured(folder, config, "eos_token_id")] or _named(folder, "eos_token")
+    first = {token.id: token for token in reversed(stops)}
+    return TokenIds(masks[0] if masks else None, tuple(first[i] for i in dict.fromkeys(stop.id for stop in stops)))
+
+
+def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
+    """The token ids of a field that holds one or null; `eos_token_id` may hold a list. CheckpointError for all else."""
+    several = field.endswith("eos_token_id")
+    found = () if value is None else tuple(value) if several and isinstance(value, list) else (value,)
+    if value == [] or not all(type(token) is int and token >= 0 for token in found):
+        raise CheckpointError(
+            f"{file}: {field}={value!r} must be a token id{', a list of them,' if several else ''} or null"
+        )
+    return found
+
+
+def _configured(folder: Path, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
+    """What config.json and generation_config.json say."""
+    text = config.get("text_config")
+    for part, where, file in (
+        (config, field, CONFIG),
+        (text if isinstance(text, Mapping) else {}, f"text_config.{field}", CONFIG),
+        (_object(folder / GENERATION), field, GENERATION),
+    ):
+        yield from (TokenId(token, file) for token in listed(part.get(field), where, file))
+
+
+def _named(folder: Path, role: str) -> list[TokenId]:
+    """What the tokenizer's files say: the name that they give a role, and the id of this name."""
+    settings = _object(folder / TOKENIZER)
+    names = [_content(part.get(role)) for part in (settings, _object(folder / "special_tokens_map.json"))]
+    for name in dict.fromkeys(name for name in names if name is not None):
+        for file, known in _vocabularies(folder, settings):
+            if name in known:
+                return [TokenId(token, file) for token in listed(known[name], f"id of {name!r}", file)]
+    return []
+
+
+def _vocabularies(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ids by name, the smallest file first that suffices as a rule."""
+    decoder = settings.get("added_tokens_decoder") or {}
+    yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
+    whole = _object(folder / "tokenizer.json")
+    vocab = (whole.get("model") or {}).get("vocab")
+    added = {entry.get("content"): entry.get("id") for entry in whole.get("added_tokens") or ()}
+    yield "tokenizer.json", (vocab if isinstance(vocab, dict) else {}) | added
+    yield "added_tokens.json", _object(folder / "added_tokens.json")
+
+
+def _content(token: Any) -> Any:
+    """A token's text; it stands alone or among its properties."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
