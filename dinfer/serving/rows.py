@@ -77,29 +77,25 @@ def partial(update: Update, tokens: int) -> Counts:
 
 async def merged(streams: list[AsyncIterator[Event]]) -> AsyncIterator[Event]:
     """The events of all rows as they come. An error of one ends them all: they are one client's request."""
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
 
     async def drain(stream: AsyncIterator[Event]) -> None:
-        try:
-            async with aclosing(stream) as events:  # type: ignore[type-var]
-                async for event in events:
-                    queue.put_nowait(event)
-        except ApiError as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
+        async with aclosing(stream) as events:  # type: ignore[type-var]
+            async for event in events:
+                queue.put_nowait(event)
 
     tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
     try:
         left = len(tasks)
         while left:
-            event = await queue.get()
-            if isinstance(event, BaseException):
-                raise event
-            if event is None:
-                left -= 1
+            item = await queue.get()
+            if isinstance(item, Event):
+                yield item
             else:
-                yield event
+                item.result()  # raises what ended the row
+                left -= 1
     finally:
         for task in tasks:
             task.cancel()

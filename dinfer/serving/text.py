@@ -28,7 +28,8 @@ class TextStream:
         """How many tokens the text takes: up to the one in which a stop string begins."""
         if not self.stopped:
             return len(self._ids)
-        return next((count for length, count in self._marks if length >= len(self._text)), len(self._ids))
+        marks = [(0, 0), *self._marks]
+        return next((count for length, count in marks if length >= len(self._text)), len(self._ids))
 
     @property
     def text(self) -> str:

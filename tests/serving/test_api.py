@@ -20,6 +20,7 @@ from dinfer.serving.protocol import NOT_SUPPORTED
 from dinfer.serving.served import Served
 from dinfer.serving.settings import Settings
 
+LOOP = asyncio.Runner()  # one for all tests: an engine belongs to one event loop
 QUESTION = "Tom has 12 coins and buys 3 books at 2 coins each. How many coins are left?"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
 
@@ -42,7 +43,7 @@ def ask(app: FastAPI, path: str, body: Any = None, **headers: str) -> httpx.Resp
                 return await client.get(path, headers=headers)
             return await client.post(path, json=body, headers=headers)
 
-    return asyncio.run(one())
+    return LOOP.run(one())
 
 
 def chat(app: FastAPI, **fields: Any) -> httpx.Response:
