@@ -65,7 +65,7 @@ def test_points_without_a_result_are_named_and_do_not_end_the_sweep(
         main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder.threshold=2,0.5", "cache=block,none"])
     said = capsys.readouterr()
     assert ended.value.code == 1
-    assert said.out.count("tokens per forward") == 1
+    assert said.err.count("tokens per forward") == 1
     assert "left out, since the components cannot work together: 1 of 4" in said.err
     assert "failed: 2 of 4" in said.err
     assert f"{checkpoint} max_new_tokens=4 decoder.threshold=2 cache=none: decoder.threshold=2.0 must be" in said.err

@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.infilling": {"engine"},
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
+    "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
         "loading.checkpoint", "core.recipe", "engine", "pipeline.infilling", "layers", "core.registry",
@@ -73,8 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "analysis.audit", "loading.catalog", "loading.checkpoint", "core.recipe", "engine", "analysis.pareto",
-        "analysis.metrics", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace",
-        "analysis.tuning",
+        "analysis.metrics", "analysis.outputs", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
