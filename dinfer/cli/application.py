@@ -4,67 +4,84 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dinfer.cli import conf
-from dinfer.cli.arguments import flags_of, split
+from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
-from dinfer.cli.names import check, spread
-from dinfer.cli.sweep_points import Missed
+from dinfer.cli.explain import explained, parse
+from dinfer.cli.sweep_points import Missed, spread
 from dinfer.cli.terminal import say
-from dinfer.core.recipe import IncompatibleRecipe
+from dinfer.core.registry import unknown
 
 Task = Callable[[dict[str, Any], str | None], None]
 
 
-def launch(
-    command: str, args: list[str], task: Task, *, switches: Mapping[str, str] | None = None, takes_text: bool = False
-) -> None:
+def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     """Calls `task(configuration, text)` once, or once for each point of a sweep.
 
-    `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
+    `conf/<command>.yaml` is the configuration.
     """
-    schema = schema_of(command, args)
-    found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
-    check(found.overrides, schema, multirun=found.multirun)
-    if found.multirun:
-        found.overrides = spread(found.overrides)
-    conf.publish_components()
+    extra = [f"--config-dir={args.config_dir}"] if args.config_dir else []
+    text, overrides = divided(args, lambda: names(args.command, args.config_dir), takes_text=takes_text)
+    if args.multirun:
+        overrides = spread(overrides)
+        if not any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in overrides):
+            # Hydra makes a folder for every sweep. What a command has to keep, it writes itself; jobs elsewhere need one.
+            overrides += ["hydra.sweep.dir=.", "hydra.sweep.subdir=."]
+    check(args.command, args.config_dir, overrides, multirun=args.multirun)
 
     def guarded(config: DictConfig) -> Missed | None:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        settings = {str(key): value for key, value in values.items()}  # type: ignore[union-attr]
-        if found.multirun:
-            return point(task, settings, found.text)
         # Inside Hydra, which would add lines of its own to an error that reaches it.
         with reported():
-            task(settings, found.text)
+            values = conf.values_of(config)
+            if args.multirun:
+                return point(task, values, text)
+            task(values, text)
         return None
 
-    with TemporaryDirectory(prefix="dinfer-sweep-") as scratch, _errors_raised():
-        # Hydra gives every sweep a folder; what a command has to keep, it writes itself.
-        sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
-        if any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in found.overrides):
-            sweep = []  # jobs elsewhere need a folder that is there too, and outlives this process
-        sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
-        hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
+    in_hydra(["--multirun"] * args.multirun + extra + args.flags + overrides, args.command, guarded)
 
 
-def schema_of(command: str, args: list[str]) -> conf.Schema:
-    """What a command with these arguments may be told; names in a folder of the user's are settings too."""
-    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
-    if extra is not None and not extra.is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    return conf.Schema(command, extra)
+def in_hydra(argv: Sequence[str], command: str, task: Callable[[DictConfig], Any] = print) -> None:
+    """Runs Hydra's own command line. Raises ValueError for what Hydra does not know."""
+    conf.publish()
+    before, sys.argv = sys.argv, ["dinfer", *argv]
+    try:
+        with _errors_raised(), explained():
+            hydra.main(config_path=str(conf.folder()), config_name=command, **conf.HYDRA)(task)()
+    finally:
+        sys.argv = before
+
+
+def names(command: str, extra: str | None) -> set[str]:
+    """All that an override may begin with, and the names of all options, which may be given without their component."""
+    with conf.session():
+        settings = conf.compose(command, [])
+    folders = [path.name for path in Path(extra).iterdir() if path.is_dir()] if extra and Path(extra).is_dir() else []
+    described = [registry.describe(name) for registry in conf.GROUPS.values() for name in registry.names()]
+    options = {option.name for description in described for option in description.options}
+    return {*settings, *options, *folders, conf.RECIPE, "hydra"}
+
+
+def check(command: str, extra: str | None, overrides: Sequence[str], *, multirun: bool) -> None:
+    """Raises ValueError for what Hydra accepts and does not do: several values without -m, settings that no one reads."""
+    for override in map(parse, overrides):
+        if override.is_sweep_override() and not multirun:
+            raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
+        if override.is_add() or override.is_force_add():
+            root, known = override.key_or_group.replace("/", ".").partition(".")[0], names(command, extra)
+            if root not in known:
+                raise unknown("setting", override.key_or_group, sorted(known))
 
 
 def numbered(path: Path) -> Path:
@@ -80,15 +97,16 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
         task(settings, text)
-    except IncompatibleRecipe as error:
-        return missed(error, failed=False)
     except (*input_errors(), *failures()) as error:
-        return missed(error, failed=True)
+        return missed(error)
     return None
 
 
-def missed(error: BaseException, *, failed: bool) -> Missed:
+def missed(error: BaseException) -> Missed:
     """Says at once why a point has no result."""
+    from dinfer.core.recipe import IncompatibleRecipe
+
+    failed = not isinstance(error, IncompatibleRecipe)
     if failed and debugging():
         raise error
     sys.stdout.flush()
