@@ -1,4 +1,4 @@
-"""Runs a command as a Hydra application: configuration, overrides, sweeps and --cfg are Hydra's."""
+"""Runs a command as a Hydra application: configuration, overrides, launchers and --cfg are Hydra's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -19,7 +20,7 @@ from dinfer.cli import conf
 from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
 from dinfer.cli.explain import explained, parse
-from dinfer.cli.sweep_points import Missed, spread
+from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
 
@@ -31,16 +32,14 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
 
     `conf/<command>.yaml` is the configuration.
     """
-    extra = [f"--config-dir={args.config_dir}"] if args.config_dir else []
-    text, overrides = divided(args, lambda: names(args.command, args.config_dir), takes_text=takes_text)
-    if args.multirun:
-        overrides = spread(overrides)
-        if not any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in overrides):
-            # Hydra makes a folder for every sweep. What a command has to keep, it writes itself; jobs elsewhere need one.
-            overrides += ["hydra.sweep.dir=.", "hydra.sweep.subdir=."]
-    check(args.command, args.config_dir, overrides, multirun=args.multirun)
+    command, folder = args.command, args.config_dir
+    text, overrides = divided(args, lambda: names(command, folder), takes_text=takes_text)
+    if folder:
+        overrides.append(f"hydra.searchpath={conf.searched(folder)}")
+    parsed = [parse(override) for override in overrides]
+    check(command, folder, parsed, multirun=args.multirun)
 
-    def guarded(config: DictConfig) -> Missed | None:
+    def run(config: DictConfig) -> Missed | None:
         # Inside Hydra, which would add lines of its own to an error that reaches it.
         with reported():
             values = conf.values_of(config)
@@ -49,7 +48,10 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
             task(values, text)
         return None
 
-    in_hydra(["--multirun"] * args.multirun + extra + args.flags + overrides, args.command, guarded)
+    if args.multirun and not args.flags:
+        sweep(command, parsed, run)
+    else:
+        in_hydra([*["--multirun"] * args.multirun, *args.flags, *overrides], command, run)
 
 
 def in_hydra(argv: Sequence[str], command: str, task: Callable[[DictConfig], Any] = print) -> None:
@@ -58,30 +60,37 @@ def in_hydra(argv: Sequence[str], command: str, task: Callable[[DictConfig], Any
     before, sys.argv = sys.argv, ["dinfer", *argv]
     try:
         with _errors_raised(), explained():
-            hydra.main(config_path=str(conf.folder()), config_name=command, **conf.HYDRA)(task)()
+            hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(task)()
     finally:
         sys.argv = before
 
 
-def names(command: str, extra: str | None) -> set[str]:
-    """All that an override may begin with, and the names of all options, which may be given without their component."""
+def roots(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with. `folder`: a further one of configurations."""
     with conf.session():
         settings = conf.compose(command, [])
-    folders = [path.name for path in Path(extra).iterdir() if path.is_dir()] if extra and Path(extra).is_dir() else []
+    groups = [path.name for path in Path(folder).iterdir() if path.is_dir()] if folder else []
+    return {*settings, *groups, conf.RECIPE, "hydra"}
+
+
+def names(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with, and options, since a user may forget to name their component."""
     described = [registry.describe(name) for registry in conf.GROUPS.values() for name in registry.names()]
-    options = {option.name for description in described for option in description.options}
-    return {*settings, *options, *folders, conf.RECIPE, "hydra"}
+    return roots(command, folder) | {option.name for description in described for option in description.options}
 
 
-def check(command: str, extra: str | None, overrides: Sequence[str], *, multirun: bool) -> None:
-    """Raises ValueError for what Hydra accepts and does not do: several values without -m, settings that no one reads."""
-    for override in map(parse, overrides):
-        if override.is_sweep_override() and not multirun:
+def check(command: str, folder: str | None, overrides: Sequence[Override], *, multirun: bool) -> None:
+    """Raises ValueError for overrides that Hydra would accept, or refuse without naming them."""
+    for override in overrides:
+        key, swept = override.key_or_group, override.is_sweep_override()
+        if swept and not multirun:
             raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
+        if key in conf.GROUPS and not swept and not isinstance(override.value(), (str, list)):
+            raise unknown(key, override.value(), conf.GROUPS[key].names())
         if override.is_add() or override.is_force_add():
-            root, known = override.key_or_group.replace("/", ".").partition(".")[0], names(command, extra)
+            root, known = key.replace("/", ".").partition(".")[0], roots(command, folder)
             if root not in known:
-                raise unknown("setting", override.key_or_group, sorted(known))
+                raise unknown("setting", key, sorted(known))
 
 
 def numbered(path: Path) -> Path:

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     @property
     def flags(self) -> list[str]:
         """All long flags."""
-        return sorted(set(re.findall(r"(?<!\w)--[a-z][a-z-]*", self.format_help())))
+        return re.findall(r"^  (?:-\w+(?: \w+)?, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
 
 
 def one_of(flag: str, *known: str) -> Callable[[str], str]:
@@ -80,7 +80,9 @@ def settings_of(command: str) -> str:
     )
 
 
-def divided(args: argparse.Namespace, names: Callable[[], set[str]], *, takes_text: bool) -> tuple[str | None, list[str]]:
+def divided(
+    args: argparse.Namespace, names: Callable[[], set[str]], *, takes_text: bool
+) -> tuple[str | None, list[str]]:
     """The text and the overrides of a command line. `names`: all that an override may begin with. Raises ValueError."""
     texts: list[str] = []
     overrides: list[str] = list(args.overrides)

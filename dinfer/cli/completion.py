@@ -11,7 +11,7 @@ from dinfer.cli.arguments import OVERRIDE
 
 
 def complete(args: Namespace) -> None:
-    """`-sc install=bash` prints what a shell is to run; `-sc query=bash` answers it. zsh, fish and uninstall as well."""
+    """`-sc install=bash` prints what a shell is to run; `-sc query=bash` answers it. Also zsh, fish and uninstall."""
     from dinfer.cli.program import parsers
 
     typed = os.environ.get("COMP_LINE", "").split(" ")[1:]

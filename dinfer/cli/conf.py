@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
@@ -13,23 +13,29 @@ import hydra
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
-from dinfer.cli.explain import explained
-from dinfer.cli.sweep_points import PointsSweeper
+from dinfer.cli.explain import components, explained
 from dinfer.core.registry import REGISTRIES, Registry
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
 RECIPE = "recipe"  # the group of presets that choose several components at once
-HYDRA = {"version_base": "1.3"}
+VERSION = "1.3"  # of Hydra, whose defaults hold
 
 
 def folder() -> Path:
     """`dinfer/conf` of an installed wheel, else `conf` of the checkout."""
     installed = Path(str(resources.files("dinfer") / "conf"))
     return installed if installed.is_dir() else installed.parents[1] / "conf"
+
+
+def searched(extra: str) -> str:
+    """The value of `hydra.searchpath` that adds a user's folder. Raises ValueError."""
+    if not Path(extra).is_dir():
+        raise ValueError(f"--config-dir {extra}: there is no such folder")
+    quoted = str(Path(extra).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"['file://{quoted}']"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @cache
 def publish() -> None:
-    """Tells Hydra what has no file in `conf`: the components with their options, small presets, and our sweeper."""
+    """Tells Hydra what has no file in `conf`: the components with their options, and small presets."""
     store = ConfigStore.instance().store
     for kind, registry in GROUPS.items():
         for name in registry.names():
@@ -52,15 +58,13 @@ def publish() -> None:
         for name, preset in presets.items():
             base, options = preset.pop("of"), preset
             store(group=kind, name=name, node={"defaults": [base, "_self_"], **options}, provider="dinfer")
-    Plugins.instance().register(PointsSweeper)
-    store(group="hydra/sweeper", name="dinfer", node=PointsSweeper.CONFIG, provider="dinfer")
 
 
 @contextmanager
 def session() -> Iterator[ConfigLoader]:
-    """Hydra with our configuration, where no command runs in it."""
+    """Hydra with our configuration, for what is no command of Hydra's."""
     publish()
-    with hydra.initialize_config_dir(config_dir=str(folder()), **HYDRA):
+    with hydra.initialize_config_dir(version_base=VERSION, config_dir=str(folder())):
         yield GlobalHydra.instance().config_loader()
 
 
@@ -71,16 +75,8 @@ def compose(name: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def values_of(config: DictConfig) -> dict[str, Any]:
-    """The settings, whose components have known options with values of the declared types. Raises ValueError."""
+    """The settings, with components that are complete. Raises ValueError."""
+    components(config)
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
-    check_components(values)
     return {str(key): value for key, value in values.items()}
-
-
-def check_components(values: Mapping[Any, Any]) -> None:
-    """Raises ValueError for a component that is missing, or has an option that is unknown or of another type."""
-    for kind, registry in GROUPS.items():
-        if not isinstance(values.get(kind), Mapping):
-            raise ValueError(f"the configuration has no {kind}: choose one with {kind}=NAME")
-        registry.check(values[kind])

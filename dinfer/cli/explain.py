@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from dinfer.core.registry import UnknownName, unknown
+from dinfer.core.registry import REGISTRIES, UnknownName, unknown
 
 HINTS = {
     "model": " A folder or hub name is given as model.checkpoint={name}.",
@@ -47,6 +47,18 @@ def explained() -> Iterator[None]:
         if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
             raise
         raise unknown_setting(str(cause.full_key), cause.parent_node) from error
+
+
+def components(config: DictConfig) -> dict[str, dict[str, Any]]:
+    """The components of a configuration. Raises ValueError for an option that is unknown or not of its type."""
+    found = {}
+    for registry in REGISTRIES:
+        part = config.get(registry.kind)
+        if not isinstance(part, DictConfig):
+            raise ValueError(f"the configuration has no {registry.kind}: choose one with {registry.kind}=NAME")
+        found[registry.kind] = {str(key): value for key, value in OmegaConf.to_container(part, resolve=True).items()}
+        registry.check(found[registry.kind])
+    return found
 
 
 def unknown_setting(key: str, parent: Any) -> UnknownName:

@@ -12,7 +12,8 @@ import sys
 import warnings
 
 import dinfer
-from dinfer.cli import commands
+from dinfer.cli import commands, conf
+from dinfer.cli.application import in_hydra
 from dinfer.cli.arguments import Parser
 from dinfer.cli.completion import complete
 from dinfer.cli.errors import debugging, reported
@@ -48,6 +49,10 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     """
     parser = Parser(prog="dinfer", usage="dinfer COMMAND [arguments]", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"dinfer {dinfer.__version__}")
+    parser.add_argument(
+        "--hydra-help", dest="run", action="store_const", const=lambda _: in_hydra(["--hydra-help"], conf.PRIMARY),
+        help="Hydra's own help",
+    )  # fmt: skip
     parser.set_defaults(verbose=0, quiet=False, run=lambda args: parser.print_help())
     found = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name in names():
@@ -73,6 +78,7 @@ def run(args: list[str]) -> None:
         check_arguments(args)
         end = args.index("--") if "--" in args else len(args)
         given = parsed(args[:end], args[end + 1 :])
+        given.line = ["dinfer", *args]
         logging.basicConfig(format="%(name)s: %(message)s")
         level = logging.ERROR if given.quiet else LEVELS[min(given.verbose, 2)]
         logging.getLogger("dinfer").setLevel(level)

@@ -171,7 +171,8 @@ class Registry(Generic[T]):
         if name in self._written and name not in self._table:
             return self._written[name][1]
         cls: Any = self.get(name)
-        return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
+        summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.

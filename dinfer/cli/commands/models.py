@@ -4,36 +4,41 @@ usage: dinfer models [family ...] [--json]
 
 For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`. `--json` is for
-programs.
+not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
 """
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
+import hydra
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.cli.conf import GROUPS, Schema, folder, read
+from dinfer.cli import conf
+from dinfer.cli.arguments import Parser
 from dinfer.core.registry import MODELS, unknown
 from dinfer.loading.catalog import CATALOG, Published
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="all that is known of them, for programs")
+
+
+def run(args: Namespace) -> None:
     """Prints the checkpoints of the families asked for, or all."""
-    families = [arg for arg in args if arg != "--json"]
+    families = args.words
     for name in families:
-        if name.startswith("-"):
-            raise ValueError(f"{unknown('flag', name, ['--json', '--help'])}")
         if name not in MODELS.names():
             raise unknown("family", name, MODELS.names())
     found = [entry for entry in CATALOG if not families or entry.family in families]
-    if "--json" in args:
+    if args.json:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return
     console = Console(highlight=False)
@@ -57,15 +62,21 @@ def described(entry: Published) -> dict[str, Any]:
 
 def recipe(entry: Published) -> dict[str, str]:
     """The choices of components that its preset brings, or that hold by default."""
-    schema = Schema("generate")
-    chosen = schema.chosen({"model": entry.preset})
-    return {kind: chosen[kind] for kind in GROUPS if kind != "model"}
+    choices = composed(entry.preset)["hydra"]["runtime"]["choices"]
+    return {kind: choices[kind] for kind in conf.GROUPS if kind != "model"}
+
+
+@cache
+def composed(preset: str) -> Any:
+    """The configuration with a preset, Hydra's own part included."""
+    with conf.session():
+        return hydra.compose(conf.PRIMARY, [f"model={preset}"], return_hydra_config=True)
 
 
 def use(entry: Published) -> str:
     """The overrides that run it as recommended."""
-    preset = read(folder() / "model" / f"{entry.preset}.yaml")
-    known = entry.checkpoint in (preset.get("checkpoint"), preset.get("adapter"))
+    model = composed(entry.preset)["model"]
+    known = entry.checkpoint in (model["checkpoint"], model["adapter"])
     return f"model={entry.preset}" + ("" if known else f" model.checkpoint={entry.checkpoint}")
 
 
