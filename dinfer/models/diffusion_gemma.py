@@ -31,7 +31,7 @@ class DiffusionGemma(HubCheckpoint):
 
     paper = "DiffusionGemma, transformers 5.23"
     unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-    published_stops: ClassVar[tuple[int, ...]] = (1, 106)
+    published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
 

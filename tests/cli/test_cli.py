@@ -90,7 +90,6 @@ WRONG = [
     (["trace"], "a question is needed"),
     (["trace", "a", "out=trace.txt"], "out=trace.txt must end in .html"),
     (["trace", "a", "out=[]"], "out=[] names no file"),
-    (["trace", "a", "out=no/such/folder/a.html"], "there is no folder no/such/folder"),
     (
         ["trace", "a", "compare.decodr=fixed", "CHECKPOINT"],
         "to compare: 'decodr'. Did you mean 'decoder'",

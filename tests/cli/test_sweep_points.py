@@ -92,7 +92,7 @@ def test_a_sweep_runs_as_jobs_of_a_cluster(
     with pytest.raises(SystemExit):
         main([*line, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"])
     assert "failed: 1 of 2" in capsys.readouterr().err
-    logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.out"))
+    logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.err"))
     assert sum("tokens per forward" in log for log in logs) == 1 and len(logs) == 2
 
 

@@ -286,7 +286,8 @@ def test_a_run_can_begin_anew(pipe: Pipeline, tmp_path: Path) -> None:
     assert not other.exists() and answers.read_text() != before and len(before.splitlines()) == 2
     settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
     stem = stem_of(tmp_path, RECIPE, settings, RUNTIME)
-    assert report_of(stem).is_file() and stem != stem_of(tmp_path, RECIPE | {"cache": "none"}, settings, RUNTIME)
+    assert report_of(stem).is_file()
+    assert stem != stem_of(tmp_path, RECIPE | {"cache": {"name": "none"}}, settings, RUNTIME)
 
 
 def test_two_processes_do_not_share_a_run(pipe: Pipeline, tmp_path: Path) -> None:
