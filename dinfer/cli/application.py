@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     `conf/<command>.yaml` is the configuration.
     """
     command, folder = args.command, args.config_dir
-    text, overrides = divided(args, lambda: names(command, folder), takes_text=takes_text)
+    text, overrides = divided(args, cache(lambda: names(command, folder)), takes_text=takes_text)
     if folder:
         overrides.append(f"hydra.searchpath={conf.searched(folder)}")
     parsed = [parse(override) for override in overrides]

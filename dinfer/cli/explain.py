@@ -37,8 +37,9 @@ def explained() -> Iterator[None]:
     try:
         yield
     except MissingConfigException as error:
-        group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        if not group or error.options is None:
+        file = error.missing_cfg_file or ""
+        group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+        if not name or error.options is None:
             raise
         hint = HINTS.get(group, "").format(name=name)
         raise UnknownName(f"{unknown(group, name, sorted(error.options))}{hint}") from error

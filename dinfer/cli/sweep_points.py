@@ -40,15 +40,20 @@ class Missed:
 def sweep(command: str, overrides: Sequence[Override], task: TaskFunction) -> None:
     """Runs the task at every point, by the launcher of the configuration. Raises ValueError before any point runs."""
     own = [str(override.input_line) for override in overrides if override.is_hydra_override()]
+    # A preset may hold settings of Hydra's too. Options are left out: the components may differ from point to point.
+    plain = [one for one in overrides if not one.is_hydra_override() and "." not in one.key_or_group]
+    single = [str(one.input_line) for one in plain if not one.is_sweep_override()]
     if not any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in own):
         own += ["hydra.sweep.dir=.", "hydra.sweep.subdir=."]  # no folder of Hydra's for points that run here
     with conf.session() as loader, explained():
-        config = hydra.compose(command, [*own, "hydra.mode=MULTIRUN"], return_hydra_config=True)
+        config = hydra.compose(command, [*own, *single, "hydra.mode=MULTIRUN"], return_hydra_config=True)
         if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
             raise ValueError(
                 f"hydra/sweeper={sweeper}: dinfer has a sweeper of its own. Leave it out, or use dinfer tune"
             )
-        found = points([str(one.input_line) for one in overrides if not one.is_hydra_override()], loader, config)
+        arguments = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
+        arguments += [str(override.input_line) for override in overrides if not override.is_hydra_override()]
+        found = points(arguments, loader, config)
         for point in found:
             composed(loader, config, point)
         context = HydraContext(config_loader=loader, callbacks=Callback())

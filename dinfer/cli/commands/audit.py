@@ -44,8 +44,6 @@ def run(args: Namespace) -> None:
 
 def measure(config: dict[str, Any], question: str | None) -> None:
     """Audits one recipe, prints what it found and writes it."""
-    from dinfer.analysis.audit import Audit, audit, plot
-
     question = text_of(config, "prompt", question)
     count, new_tokens = setting(config, "count", int), setting(config, "max_new_tokens", int)
     out = setting(config, "out", str | None)
@@ -56,6 +54,8 @@ def measure(config: dict[str, Any], question: str | None) -> None:
         questions = [p.question for p in generate("heldout", count, setting(config, "seed", int), families)]
     else:
         questions = [question]
+    from dinfer.analysis.audit import Audit, audit, plot
+
     writers = {"json": Audit.write} | ({"png": plot} if find_spec("matplotlib") else {})
     paths = [numbered(Path(f"{out}.{kind}")) for kind in writers] if out is not None else []
     for path in paths:

@@ -42,13 +42,13 @@ def run(args: Namespace) -> None:
 
 def demo(config: dict[str, Any], _text: str | None) -> None:
     """Solves one problem in view, then all of them with every decoder."""
-    from dinfer.cli.comparison import compare, table
-
     count, seed = setting(config, "count", int), setting(config, "seed", int)
     delay, new_tokens = setting(config, "delay", float), setting(config, "max_new_tokens", int)
     families = setting(config, "families", tuple[str, ...] | None)
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
+    from dinfer.cli.comparison import compare, table
+
     problems = generate("heldout", count, seed, families)
     decoders = decoders_of(config)
     with Report() as progress:

@@ -41,14 +41,14 @@ def run(args: Namespace) -> None:
 
 def generate(config: dict[str, Any], question: str | None) -> None:
     """Answers `question`, or else the prompt of the configuration."""
-    from dinfer.cli.stream import summary, write_answer
-    from dinfer.cli.watch import watch
-
     prompt = text_of(config, "prompt", question)
     if prompt is None:
         raise ValueError('a question is needed: dinfer generate "question"')
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
+    from dinfer.cli.stream import summary, write_answer
+    from dinfer.cli.watch import watch
+
     pipe = pipeline(config)
     if live or sys.stdout.isatty():
         ids = pipe.encode(prompt, chat=chat)

@@ -32,12 +32,12 @@ def run(args: Namespace) -> None:
 
 def infill(config: dict[str, Any], given: str | None) -> None:
     """Fills the gaps of `given`, or else of the text of the configuration."""
-    from dinfer.cli.stream import summary
-
     text = text_of(config, "text", given)
     if text is None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
     stop = setting(config, "stop", bool)
+    from dinfer.cli.stream import summary
+
     result = pipeline(config).infill(text, stop=stop)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
