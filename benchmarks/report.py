@@ -144,8 +144,8 @@ def peers() -> str:
         f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
         "rule and commits the leftmost masks. dInfer at commit "
         f"{report['peer_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
-        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its forwards. "
-        "A window step is one forward of a block, a full pass one of the whole canvas. The first call compiles. "
+        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
+        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call compiles. "
         f"{len(together)} runs of dInfer compiled beside each other (marked *), so their first calls are longer than "
         "alone; they were timed one at a time.",
         "",
