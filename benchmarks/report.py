@@ -145,9 +145,9 @@ def peers() -> str:
         "rule and commits the leftmost masks. dInfer at commit "
         f"{report['peer_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
         f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
-        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call compiles. "
-        f"{len(together)} runs of dInfer compiled beside each other (marked *), so their first calls are longer than "
-        "alone; they were timed one at a time.",
+        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
+        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
+        "are longer than alone; they were timed one at a time.",
         "",
         "| run | ms a forward, generation | window step | full pass | tokens/s | forwards | first call |",
         "| --- |" + " --- |" * 6,
