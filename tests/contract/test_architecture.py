@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.quantized": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
-        "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
-        "loading.safetensors_io", "loading.token_ids", "core.spec",
+        "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
+        "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec",
     },
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
@@ -78,9 +78,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "core.recipe", "engine", "analysis.pareto",
-        "analysis.metrics", "analysis.outputs", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry",
-        "analysis.trace", "analysis.tuning",
+        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "core.recipe", "engine",
+        "analysis.pareto", "analysis.metrics", "analysis.outputs", "pipeline", "analysis.plots", "demo",
+        "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
