@@ -26,9 +26,11 @@ from dinfer.core.registry import MODELS, options_of
 from dinfer.core.spec import ExpertLayout, Placement
 from dinfer.kernels.linear import round_rows
 from dinfer.layers.linear import QUANTIZED, roundable
-from dinfer.loading.checkpoint import check, family_of, layout, locate, place_of, read_config, read_spec
+from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
+from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.hub import locate
 from dinfer.loading.quantized import FIELD
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")

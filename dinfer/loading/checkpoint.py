@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: finding them, loading them strictly, and writing them.
+"""Hugging Face checkpoints: loading them strictly, and writing them.
 
 Only safetensors are read, and no code that comes with a checkpoint is ever run. A tensor that is missing, unknown,
 of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -19,54 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import MODELS, unknown
+from dinfer.core.registry import MODELS
 from dinfer.core.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
 from dinfer.kernels.linear import FLOAT8, check_float8
-from dinfer.loading.hub import download
+from dinfer.loading.files import CheckpointError, read_object, refuse
+from dinfer.loading.hub import locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.quantized import FIELD, Scales, scale_at, scale_block, scales_of
-from dinfer.loading.safetensors_io import (
-    FLOATS,
-    CheckpointError,
-    Stored,
-    read,
-    read_object,
-    read_slices,
-    refuse,
-    stored,
-)
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
-
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
-
-
-def boxed() -> list[str]:
-    """Names of the models that come inside the package."""
-    folder = resources.files("dinfer") / "demo" / "checkpoints"
-    if not folder.is_dir():
-        return []
-    return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
-
-
-def locate(name: str, revision: str | None = None, needed: str = "config.json") -> Path:
-    """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
-
-    `needed`: the file that makes a folder what is looked for.
-    """
-    path = Path(name).expanduser()
-    if revision is not None and (name in boxed() or path.is_dir()):
-        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
-    if name in boxed():
-        path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
-    elif not path.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            known = unknown("checkpoint", name, boxed())
-            raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
-        path = download(name, revision, WANTED)
-    if not (path / needed).is_file():
-        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
-    return path
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, read, read_object, refuse, stored_in
+from dinfer.loading.files import CheckpointError, read_object, refuse
+from dinfer.loading.safetensors_io import FLOATS, read, stored_in
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."

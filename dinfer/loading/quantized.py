@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
-from dinfer.loading.safetensors_io import FLOATS, NARROW, CheckpointError, Stored, read
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")

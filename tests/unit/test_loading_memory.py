@@ -24,7 +24,8 @@ import sys
 from pathlib import Path
 import torch
 from dinfer.core.spec import WHOLE, Rank
-from dinfer.loading.checkpoint import load_network, locate
+from dinfer.loading.checkpoint import load_network
+from dinfer.loading.hub import locate
 from dinfer.models.llada import Llada
 
 def memory(what):

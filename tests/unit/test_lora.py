@@ -14,7 +14,7 @@ from support.families import CONFIGS, family_for, random_model
 
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.pipeline import load
 
 CPU = torch.device("cpu")

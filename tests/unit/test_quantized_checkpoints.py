@@ -19,7 +19,8 @@ from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.linear import Linear
-from dinfer.loading.checkpoint import CheckpointError, load_network, place_of, save_network
+from dinfer.loading.checkpoint import load_network, place_of, save_network
+from dinfer.loading.files import CheckpointError
 from dinfer.models.llada import Llada
 
 CPU = torch.device("cpu")
