@@ -16,7 +16,8 @@ from dinfer.cli.main import main
 from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.loading.catalog import CATALOG
-from dinfer.loading.checkpoint import boxed, random_network
+from dinfer.loading.checkpoint import random_network
+from dinfer.loading.hub import boxed
 
 PRESETS = list(dict.fromkeys(entry.preset for entry in CATALOG))
 

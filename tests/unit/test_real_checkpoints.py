@@ -5,6 +5,7 @@ The folders under tests/configs/real are copies. To make weights for them, numbe
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -15,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import REAL
 from support.models import GEMMA, tiny_gemma
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from support.tokenizer import published_tokenizer
 
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import load
 
@@ -42,7 +43,6 @@ FACTS: dict[str, tuple[int | None, tuple[int, ...], int | None]] = {
     "inclusionAI__LLaDA2.0-flash/config.dfactory.json": (156895, (156892,), 32),
     "inclusionAI__LLaDA2.0-mini/config.json": (156895, (156892,), 32),
 }
-SPECIAL = {"<|mask|>": 156895, "<|endoftext|>": 156892, "<|startoftext|>": 156891, "<|role_end|>": 156900}  # LLaDA2's
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,23 +65,8 @@ def checkpoint(file: str, target: Path) -> Path:
         if not other.name.startswith("config"):
             (folder / other.name).write_bytes(other.read_bytes())
     if (folder / "tokenizer_config.json").is_file():
-        added = json.loads((folder / "tokenizer_config.json").read_text()).get("added_tokens_decoder") or {}
-        save_vocabulary(folder, {entry["content"]: int(token) for token, entry in added.items()} or SPECIAL)
+        published_tokenizer(folder)
     return folder
-
-
-def save_vocabulary(folder: Path, special: dict[str, int]) -> None:
-    """A tokenizer.json with a token for each byte, and the special tokens at their own ids."""
-    vocab = {letter: i for i, letter in enumerate(bytes_to_unicode().values())} | special
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    whole = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": token, "content": text} | flags for text, token in special.items()],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
 
 
 def test_every_config_is_tried() -> None:
@@ -108,6 +93,23 @@ def test_the_config_as_it_is_makes_a_network(file: str) -> None:
         network = family.network(read_spec(family, config))
     held = {place.parameter for place in family.weights(network.spec).values()}
     assert held == {name for name, _ in network.named_parameters()}
+
+
+@pytest.mark.parametrize("file", FACTS)
+def test_a_value_of_the_wrong_kind_is_an_error_of_one_line(file: str) -> None:
+    """Whatever the field: it is refused by name, or it is one that changes nothing."""
+    config = json.loads((REAL / file).read_text())
+    parts = [({}, config), *[({"text_config": config[part]}, config[part]) for part in config if part == "text_config"]]
+    family = MODELS.build({"name": family_of(config), "checkpoint": file.split("/")[0]})
+    for whole, part in parts:
+        for field, wrong in itertools.product(
+            part.keys() - {"model_type", "num_experts"}, ("abc", -1, None, [], {"x": 1})
+        ):
+            changed = {"text_config": part | {field: wrong}} if whole else {field: wrong}
+            try:
+                read_spec(family, config | changed)
+            except ValueError as error:
+                assert field in str(error) or field == "text_config"
 
 
 def test_what_no_file_says_is_published_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,6 +178,10 @@ def test_a_tied_head_may_be_there_all_the_same(tmp_path: Path) -> None:
 def test_early_revisions_of_stable_diffcoder_are_known() -> None:
     for name in ("SeedDiffcoderForCausalLM", "StableDiffcoderForCausalLM"):
         assert family_of({"model_type": "llama", "architectures": [name]}) == "stable_diffcoder"
+        code = {"AutoModelForCausalLM": f"modeling_seed_diffcoder.{name}"}
+        assert family_of({"model_type": "llama", "architectures": None, "auto_map": code}) == "stable_diffcoder"
+    with pytest.raises(CheckpointError, match="no family that dinfer knows"):
+        family_of({"model_type": "llama", "architectures": 5})
 
 
 def test_a_shared_expert_of_llada_moe_stands_beside_the_mlp() -> None:
