@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from dinfer.cli.explain import components, explained
+from dinfer.cli.explain import components, explained, tree_of
 from dinfer.core.registry import REGISTRIES, Registry
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
@@ -77,6 +77,4 @@ def compose(name: str, overrides: list[str]) -> dict[str, Any]:
 def values_of(config: DictConfig) -> dict[str, Any]:
     """The settings, with components that are complete. Raises ValueError."""
     components(config)
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return tree_of(config, resolve=True)

@@ -57,19 +57,25 @@ def components(config: DictConfig) -> dict[str, dict[str, Any]]:
         part = config.get(registry.kind)
         if not isinstance(part, DictConfig):
             raise ValueError(f"the configuration has no {registry.kind}: choose one with {registry.kind}=NAME")
-        found[registry.kind] = {str(key): value for key, value in OmegaConf.to_container(part, resolve=True).items()}
+        found[registry.kind] = tree_of(part, resolve=True)
         registry.check(found[registry.kind])
     return found
+
+
+def tree_of(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    """A node and all below it, as plain dicts and lists."""
+    tree = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
 
 
 def unknown_setting(key: str, parent: Any) -> UnknownName:
     """The error for a key that the node of the configuration above it does not have."""
     prefix, _, name = key.rpartition(".")
-    tree = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
-    assert isinstance(tree, dict)
+    tree = tree_of(parent, resolve=False) if isinstance(parent, DictConfig) else {}
     if not prefix:
         return unknown("setting", name, sorted(dotted(tree)))
-    known = [str(sibling) for sibling in tree if sibling != "name"]
+    known = [sibling for sibling in tree if sibling != "name"]
     if "name" in tree:
         return unknown(f"option of {prefix} {tree['name']!r}:", name, known)
     return unknown(f"setting of {prefix}:", name, known)

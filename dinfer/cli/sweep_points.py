@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import hydra
 from hydra.core.config_loader import ConfigLoader
@@ -56,7 +57,8 @@ def sweep(command: str, overrides: Sequence[Override], task: TaskFunction) -> No
         found = points(arguments, loader, config)
         for point in found:
             composed(loader, config, point)
-        context = HydraContext(config_loader=loader, callbacks=Callback())
+        # Hydra names a type that is internal; the public one has the same methods.
+        context = HydraContext(config_loader=loader, callbacks=Callback())  # type: ignore[arg-type]
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
         size, jobs = config.hydra.sweeper.max_batch_size or len(found), list[JobReturn]()
         for first in range(0, len(found), size):
@@ -98,7 +100,7 @@ def points(arguments: list[str], loader: ConfigLoader, config: DictConfig) -> li
     return [list(point) for point in found]
 
 
-def composed(loader: ConfigLoader, config: DictConfig, point: Sequence[str]) -> dict[str, dict[str, object]]:
+def composed(loader: ConfigLoader, config: DictConfig, point: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The components at a point. Raises ValueError."""
     with explained():
         return components(loader.load_sweep_config(config, list(point)))
