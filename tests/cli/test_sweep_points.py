@@ -7,7 +7,6 @@ from pathlib import Path
 import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
-from support.command_line import write_checkpoint
 
 from dinfer.cli import conf, sweep_points
 from dinfer.cli.main import main
@@ -16,17 +15,6 @@ from dinfer.cli.main import main
 def points(*arguments: str) -> list[list[str]]:
     with conf.session() as loader:
         return sweep_points.points(list(arguments), loader, hydra.compose("generate", return_hydra_config=True))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model.checkpoint={write_checkpoint(tmp_path_factory.mktemp('checkpoint'))}"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:

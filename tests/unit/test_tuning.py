@@ -166,7 +166,7 @@ def test_from_the_command_line_to_the_next_command(
         (["name=dual"], "is taken by a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
         (["count=0"], "count=0 must be at least 1"),
-        (["--max-drop"], "--max-drop needs a value"),
+        (["--max-drop"], "--max-drop: expected one argument"),
     ):
         with pytest.raises(SystemExit):
             main(["tune", *common, *line])
