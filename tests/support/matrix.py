@@ -130,6 +130,11 @@ LEGAL = legal()
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
+# `make test` runs the sample, `make test-all` every legal combination.
+every_recipe = pytest.mark.parametrize(
+    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
+)
+
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
 NEW = [19, 13, 8, 21, 3]
