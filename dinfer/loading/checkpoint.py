@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,8 @@ from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, wide
 from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # what describes a checkpoint
+WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
 
 
 def boxed() -> list[str]:
@@ -40,12 +41,16 @@ def boxed() -> list[str]:
     return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
 
 
-def locate(name: str, revision: str | None = None, needed: str = "config.json") -> Path:
+def locate(
+    name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED
+) -> Path:
     """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
 
-    `needed`: the file that makes a folder what is looked for.
+    `needed`: the file that makes a folder what is looked for. `wanted`: which files are downloaded.
     """
     path = Path(name).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint")
     if revision is not None and (name in boxed() or path.is_dir()):
         raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
     if name in boxed():
@@ -56,7 +61,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json") 
             raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
         from huggingface_hub import snapshot_download  # only here: loading a folder needs no network code
 
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     if not (path / needed).is_file():
         raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
     return path
@@ -115,7 +120,7 @@ def load_network(
     kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
     if FLOAT8 in kept.values():
         check_float8(device, f"{folder}: what it holds in float8", "quantize=int8, which rounds anew")
-    network = _empty(family, spec, dtype, device, kept)
+    network = empty_network(family, spec, dtype, device, kept)
     parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
     scale_of = scales.read()
     wide = 0
@@ -160,7 +165,7 @@ def rows_of(scale: Tensor, place: Placement) -> Tensor:
 
 def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
-    network = _empty(family, spec, dtype, device)
+    network = empty_network(family, spec, dtype, device)
     for name, parameter in network.named_parameters():
         if name.endswith(("norm.weight", "scale")):
             parameter.fill_(1.0)
@@ -171,7 +176,7 @@ def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, 
     return network
 
 
-def _empty(
+def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
     narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> Any:  # fmt: skip
@@ -206,19 +211,24 @@ def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[s
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def check(
-    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
-) -> None:
-    """CheckpointError that lists every tensor which is missing, not known, of another shape, or no float though it has
-    no scale."""
-    problems = [f"missing: {name}" for name in placements if name not in tensors]
-    problems += [f"unexpected: {name}" for name in tensors if name not in placements]
+def differences(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> Iterator[str]:
+    """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    yield from (f"missing: {name}" for name in placements if name not in tensors)
+    yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():
         found = tensors[name]
         if found.shape != placements[name].shape:
-            problems.append(f"shape of {name}: {found.shape}, must be {placements[name].shape}")
+            yield f"shape of {name}: {found.shape}, must be {placements[name].shape}"
         if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
-            problems.append(f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}")
+            yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
     if scales is not None:
-        problems += scales.problems(tensors)
-    refuse(problems, f"the tensors in {folder} do not fit its config.json")
+        yield from scales.problems(tensors)
+
+
+def check(
+    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> None:
+    """CheckpointError that lists the differences."""
+    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its config.json")
