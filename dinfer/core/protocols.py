@@ -22,36 +22,16 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
-from dinfer.core.spec import ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.kernels.deferred import Sum
 from dinfer.kernels.random import noise
 from dinfer.kernels.rotary import HeadNorm, Table
 from dinfer.kernels.token_stats import Draw, TokenStats
 
 __all__ = [
-    "Attend",
-    "BlockAfter",
-    "BlockView",
-    "CachePolicy",
-    "Component",
-    "Decoder",
-    "Draw",
-    "Iteration",
-    "Model",
-    "ModelFamily",
-    "ModelSpec",
-    "Moved",
-    "Options",
-    "Phase",
-    "Placement",
-    "Proposal",
-    "RowCursors",
-    "Sampling",
-    "SelfConditioned",
-    "State",
-    "StepShape",
-    "TokenStats",
-    "Window",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
+    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
+    "SelfConditioned", "State", "StepShape", "TokenStats", "Window",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -184,9 +164,7 @@ class ModelFamily(Component):
 
     unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
-    tokenizer: ClassVar[str | None] = (
-        None  # class of transformers for checkpoints whose own is code that comes with them
-    )
+    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
 
     @classmethod
     @abstractmethod
@@ -202,8 +180,12 @@ class ModelFamily(Component):
         """The network, a `Model`; on whatever device is torch's default."""
 
     @abstractmethod
-    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes; `fused`: one tensor for all experts of a layer."""
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes."""
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        """Tied weights under other names, which some programs save too, and the names in `weights` that they repeat."""
+        return {}
 
 
 class Decoder(Component):
@@ -325,7 +307,10 @@ class CachePolicy(Component):
 
     @abstractmethod
     def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas."""
+        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas.
+
+        The step stores `state` after every pass, also after those that decode nothing.
+        """
 
     def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
@@ -371,7 +356,7 @@ class Iteration(Component):
         """The active region `[start, end)` a new request begins with. Host side."""
 
     def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
-        """What the model is fed. [B, W, D]"""
+        """What the model is fed. [B, W, D] Reads `state` and never changes it: a prefill does not store it."""
         return model.embed(tokens_BW)
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:

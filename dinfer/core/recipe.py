@@ -94,6 +94,21 @@ class Recipe:
                     f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
                 )
 
+    def check(self, options: Sequence[float]) -> None:
+        """Raises ValueError for a list of options that `resolve` does not return. It may leave out the last ones."""
+        if type(options) is not list or len(options) > len(self.request_options):
+            names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
+            raise ValueError(
+                f"a request's options={options!r:.80} must be a list of at most {len(self.request_options)} numbers, "
+                f"as Recipe.resolve returns it: {names}"
+            )
+        given: dict[str, Any] = {}
+        for o, value in zip(self.request_options, options, strict=False):
+            whole = type(o.default) is int and type(value) is float and value.is_integer()
+            if type(value) is bool or value != o.default:
+                given[f"{o.kind}.{o.name}"] = int(value) if whole else value
+        self.resolve(given)
+
     def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
         """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
         values = [*options, *(o.default for o in self.request_options[len(options) :])]

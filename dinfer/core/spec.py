@@ -126,11 +126,17 @@ class ModelSpec:
         return self.mask_id
 
 
+ExpertLayout = Literal["separate", "fused", "merged"]
+"""How a checkpoint stores a layer's experts: three tensors each; gate and up of all of them in one tensor, down in
+another (dInfer's converter); or a tensor for each of the three, with all experts (dFactory)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a checkpoint's tensor goes: into a parameter of the network, from `row` on.
 
-    A tensor of three dimensions fills as many rows as its first two have together.
+    A tensor of three dimensions holds a matrix for each expert. The parameter's rows are cut into as many equal parts,
+    one behind the other, and each matrix fills its own part from `row` on.
     """
 
     parameter: str

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS, unknown
-from dinfer.core.spec import ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
@@ -111,7 +110,7 @@ def load_network(
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
     tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
-    tensors, scales = scales_of(tensors, block)
+    tensors, scales = scales_of(without_copies(tensors, family.copies(spec)), block)
     placements = layout(family, spec, tensors)
     check(folder, tensors, placements, scales)
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
@@ -130,7 +129,8 @@ def load_network(
             if name in scale_of:
                 scale = scale_of[name].to(device)
                 if parameters[place.parameter].dtype == tensor.dtype:
-                    rows_of(buffers[f"{place.parameter}_scale"], place).copy_(scale.flatten())
+                    part = scales_of_place(buffers[f"{place.parameter}_scale"], place)
+                    part.copy_(scale.reshape(() if scale.numel() == 1 else part.shape))
                 else:
                     tensor, wide = widened(tensor.to(device), scale, block), wide + 1
             merged = tensor if adapter is None else adapter.merged(name, tensor, device)
@@ -144,23 +144,39 @@ def load_network(
     return network
 
 
+def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors less those that repeat others (`ModelFamily.copies`). CheckpointError for one with other values."""
+    both = {copy: name for copy, name in copies.items() if copy in tensors and name in tensors}
+    problems = [
+        f"{copy} differs from {name}"
+        for copy, name in both.items()
+        if not torch.equal(*(next(read(tensors, [one]))[1] for one in (copy, name)))
+    ]
+    refuse(problems, "the model has one tensor where the checkpoint has two, which must be equal")
+    return {name: tensor for name, tensor in tensors.items() if name not in both}
+
+
 def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
     """The names and shapes that a checkpoint must have, as its experts are stored."""
-    separate, fused = family.weights(spec), family.weights(spec, fused=True)
-    return fused if len(tensors.keys() & fused.keys()) > len(tensors.keys() & separate.keys()) else separate
+    layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
+    return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
     """The part of a parameter that a checkpoint's tensor fills, in the tensor's shape."""
-    parameter = parameters[place.parameter]
-    rows = math.prod(place.shape) // math.prod(parameter.shape[1:])
-    return parameter.detach().narrow(0, place.row, rows).view(place.shape)
+    return _part(parameters[place.parameter].detach(), place, place.shape)
 
 
-def rows_of(scale: Tensor, place: Placement) -> Tensor:
-    """The scales of the outputs that a checkpoint's tensor fills, one behind the other."""
-    outputs = math.prod(scale.shape[1:])  # of each row of the parameter
-    return scale.flatten().narrow(0, place.row * outputs, math.prod(place.shape[:-1]))
+def scales_of_place(scale: Tensor, place: Placement) -> Tensor:
+    """The scales of the outputs that a checkpoint's tensor fills, in the shape of these outputs."""
+    return _part(scale, place, place.shape[:-1])
+
+
+def _part(whole: Tensor, place: Placement, shape: tuple[int, ...]) -> Tensor:
+    """What a placement fills of a parameter or of its scales, in that shape."""
+    experts = place.shape[:-2]
+    rows = len(experts)  # the dimension of a matrix's rows
+    return whole.view(*experts, -1, *shape[rows + 1 :]).narrow(rows, place.row, shape[rows])
 
 
 def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:

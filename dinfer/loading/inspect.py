@@ -108,7 +108,8 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     block = scale_block(config)
     if family is None or found.spec is None:
         return
-    names = [name for name in names if not name.startswith(family.unused)]
+    copies = {copy for copy, name in family.copies(found.spec).items() if name in names}
+    names = [name for name in names if name not in copies and not name.startswith(family.unused)]
     placements = layout(family, found.spec, dict.fromkeys(names))
     found.expected, found.parameters = len(placements), sum(math.prod(place.shape) for place in placements.values())
     found.active = found.parameters - _idle(found.spec)
@@ -123,7 +124,7 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
         found.memory = _memory(found, family, tensors, placements, scales)
 
 
-def _stored(found: Inspection) -> tuple[list[str], dict[str, Stored]]:
+def _stored(found: Inspection) -> tuple[dict[str, None], dict[str, Stored]]:
     """The names of all tensors that the files hold, and the headers of those whose files are at hand."""
     headers: dict[str, Stored] = {}
     if (found.folder / INDEX).is_file():

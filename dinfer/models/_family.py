@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import option
-from dinfer.core.spec import ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
 
@@ -43,8 +43,11 @@ class Names:
     expert_gate: str = "model.layers.{i}.mlp.experts.{e}.gate_proj"
     expert_up: str = "model.layers.{i}.mlp.experts.{e}.up_proj"
     expert_down: str = "model.layers.{i}.mlp.experts.{e}.down_proj"
-    fused_gate_up: str = "model.layers.{i}.mlp.w1"  # the full name; all experts of a layer, as dInfer's converter does
+    fused_gate_up: str = "model.layers.{i}.mlp.w1"  # these five are full names, of all experts of a layer
     fused_down: str = "model.layers.{i}.mlp.w2"
+    merged_gate: str = "model.layers.{i}.mlp.experts.gate_proj"
+    merged_up: str = "model.layers.{i}.mlp.experts.up_proj"
+    merged_down: str = "model.layers.{i}.mlp.experts.down_proj"
     shared_gate: str = "model.layers.{i}.mlp.shared_experts.gate_proj"
     shared_up: str = "model.layers.{i}.mlp.shared_experts.up_proj"
     shared_down: str = "model.layers.{i}.mlp.shared_experts.down_proj"
@@ -109,8 +112,12 @@ class HubFamily(HubCheckpoint):
     def network(self, spec: ModelSpec) -> Transformer:
         return Transformer(spec)
 
-    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
-        return dict(placements(spec, self.names(), fused))
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        return dict(placements(spec, self.names(), experts))
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        names = self.names()
+        return {f"{names.head}.weight": f"{names.embedding}.weight"} if spec.tied_head else {}
 
     def tokens(self, config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
         """The special tokens, as fields of `ModelSpec`."""
@@ -129,12 +136,7 @@ class HubFamily(HubCheckpoint):
             if hidden % heads:
                 raise ValueError(f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
             head_dim = hidden // heads
-        theta, rope = config.get("rope_theta"), config.get("rope_parameters") or {}  # where transformers 5 keeps it
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
-        if theta is None:
-            theta = rope["rope_theta"]
-        fraction = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+        fraction = config.get("partial_rotary_factor")
         local = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
         if local:
             raise ValueError(f"config.json: layer_types={local[0]!r} is not supported; only 'full_attention' is")
@@ -146,7 +148,7 @@ class HubFamily(HubCheckpoint):
             "kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": head_dim,
             "norm_eps": config["rms_norm_eps"],
-            "rope_theta": theta,
+            "rope_theta": config["rope_theta"],
             "rope_dim": None if fraction in (None, 1) else int(head_dim * fraction),
             "tied_head": bool(config.get("tie_word_embeddings")),
             "max_length": config["max_position_embeddings"],
@@ -158,7 +160,7 @@ class HubFamily(HubCheckpoint):
 class BlockFamily(HubFamily):
     """A family of block-causal models."""
 
-    trained: ClassVar[int] = 32  # length of the attention blocks of checkpoints whose config is silent about it
+    published_block: ClassVar[int] = 32  # length of the attention blocks of checkpoints whose config is silent about it
 
     block: int | None = option(None, "length of the attention blocks; null: as the checkpoint was trained")
 
@@ -169,21 +171,39 @@ class BlockFamily(HubFamily):
 
     def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
         """Length of the attention blocks."""
-        return self.block or config.get(field) or self.trained
+        return self.block or config.get(field) or self.silent_block()
+
+    def silent_block(self) -> int:
+        """The length for a checkpoint whose config.json has none."""
+        return self.published_block
 
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step",
+    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
+    "max_sequence_length", "mlp_ratio",
 )  # fmt: skip
 SIZES_OR_NULL = (
     "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
-    "dense_intermediate_size",
+    "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size",
 )  # fmt: skip
 COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
-FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias")
+FLAGS = (
+    "tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias",
+    "weight_tying",
+)  # fmt: skip
+AT_MOST = (
+    ("num_experts_per_tok", "num_experts"), ("topk_group", "n_group"), ("vocab_size", "embedding_size"),
+    ("first_k_dense_replace", "num_hidden_layers"), ("rotary_dim", "head_dim"),
+)  # fmt: skip
+"""Fields of which the first must not exceed the second."""
+DIVIDES = (
+    ("num_key_value_heads", "num_attention_heads"), ("n_group", "num_experts"), ("n_heads", "d_model"),
+    ("n_kv_heads", "n_heads"),
+)  # fmt: skip
+"""Fields of which the second must be a multiple of the first."""
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
@@ -215,12 +235,48 @@ def check_kinds(config: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json: {name}={value!r} must be a list")
 
 
+def check_fit(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for two fields that contradict each other."""
+    for rule, pairs in (("at most", AT_MOST), ("a divisor of", DIVIDES)):
+        for name, other in pairs:
+            value, bound = config.get(name), config.get(other)
+            if value and bound and (value > bound if pairs is AT_MOST else bound % value):
+                raise ValueError(f"config.json: {name}={value} must be {rule} {other}={bound}")
+    layers = config.get("num_hidden_layers")
+    for name in ("layer_types", "moe_layer_freq"):
+        if config.get(name) is not None and len(config[name]) != layers:
+            raise ValueError(f"config.json: {name} has {len(config[name])} entries for num_hidden_layers={layers}")
+
+
+def complete(
+    config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]], absent: Mapping[str, Any]
+) -> dict[str, Any]:
+    """config.json with the values of `absent` for its fields that are absent or null, after all checks.
+
+    What transformers 5 writes into `rope_parameters` comes out on the top level. Raises ValueError as `expect` does.
+    """
+    expect(config, expected)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+    named = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
+    for name, value in named.items():
+        if config.get(name) not in (None, value):
+            raise ValueError(f"config.json: {name}={config[name]} contradicts rope_parameters.{name}={value}")
+    config = {**config, **named}
+    for name in NUMBERS:
+        if name in absent and config.get(name, absent[name]) is None:
+            raise ValueError(f"config.json: {name}=None must be a number above 0")
+    return {**absent, **{name: value for name, value in config.items() if value is not None}}
+
+
 def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for a field of the wrong kind, or whose value would make another network.
+    """Raises ValueError for a field of the wrong kind, at odds with another, or that would make another network.
 
     None among the allowed values: absent or null.
     """
     check_kinds(config)
+    check_fit(config)
     for name, allowed in fields.items():
         if config.get(name) not in allowed:
             raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
@@ -228,26 +284,28 @@ def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> 
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "rope_scaling": (None,),
+    "rope_scaling": (None, {"type": "default"}, {"rope_type": "default"}),
     "use_sliding_window": (False, None),
     "clip_qkv": (None,),
     "quantization_config": (None,),
 }
 """What transformers' names have to say for the core to be the network that is meant."""
+QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+"""What the config classes that grew from Qwen's take for fields that are absent."""
 
 
-def placements(spec: ModelSpec, names: Names, fused: bool) -> Iterator[tuple[str, Placement]]:
+def placements(spec: ModelSpec, names: Names, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:
     """Every tensor that a checkpoint of this spec must have, and where it goes."""
     yield f"{names.embedding}.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
     yield f"{names.norm}.weight", Placement("norm.weight", (spec.hidden,))
     if not spec.tied_head:
         yield f"{names.head}.weight", Placement("head.weight", (spec.vocab, spec.hidden))
     for i in range(spec.layers):
-        for name, place in _layer(spec, names, i, fused):
+        for name, place in _layer(spec, names, i, layout):
             yield name.replace("{i}", str(i)), place
 
 
-def _layer(spec: ModelSpec, names: Names, layer: int, fused: bool) -> Iterator[tuple[str, Placement]]:
+def _layer(spec: ModelSpec, names: Names, layer: int, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:
     ours, d, e = f"blocks.{layer}", spec.hidden, spec.head_dim
     q, kv = spec.heads * e, spec.kv_heads * e
     yield f"{names.attn_norm}.weight", Placement(f"{ours}.attn_norm.weight", (d,))
@@ -270,11 +328,15 @@ def _layer(spec: ModelSpec, names: Names, layer: int, fused: bool) -> Iterator[t
     yield f"{names.router}.weight", Placement(f"{ours}.mlp.router.weight", (experts.experts, d))
     if experts.bias:
         yield names.choice_bias, Placement(f"{ours}.mlp.choice_bias", (experts.experts,))
-    m = experts.width
-    if fused:
-        yield names.fused_gate_up, Placement(f"{ours}.mlp.gate_up", (experts.experts, 2 * m, d))
-        yield names.fused_down, Placement(f"{ours}.mlp.down", (experts.experts, d, m))
-    for e in range(0 if fused else experts.experts):
+    x, m = experts.experts, experts.width
+    if layout == "fused":
+        yield names.fused_gate_up, Placement(f"{ours}.mlp.gate_up", (x, 2 * m, d))
+        yield names.fused_down, Placement(f"{ours}.mlp.down", (x, d, m))
+    if layout == "merged":
+        yield names.merged_gate, Placement(f"{ours}.mlp.gate_up", (x, m, d))
+        yield names.merged_up, Placement(f"{ours}.mlp.gate_up", (x, m, d), m)
+        yield names.merged_down, Placement(f"{ours}.mlp.down", (x, d, m))
+    for e in range(x if layout == "separate" else 0):
         gate, up, down = (
             name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down)
         )

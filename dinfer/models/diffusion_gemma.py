@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertSpec, LocalAttention, ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
 from dinfer.layers.gemma import Gemma
 from dinfer.models._family import HubCheckpoint, expect
 
@@ -18,6 +18,7 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
 }
 LOCAL, FULL = "sliding_attention", "full_attention"
+DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 
 
 @MODELS.register("diffusion_gemma")
@@ -81,9 +82,16 @@ class DiffusionGemma(HubCheckpoint):
             **self.stops({"eos_token_id": text.get("eos_token_id"), **config}, text["vocab_size"]),
         )
 
-    def weights(self, spec: ModelSpec, fused: bool = False) -> dict[str, Placement]:
-        """As the published checkpoints store it, where the experts of a layer are always one tensor."""
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        """As the published checkpoints store it, whatever the layout: experts of a layer are always fused."""
         return dict(_placements(spec))
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        """The LM head, and the encoder's side of all that it shares with the decoder."""
+        own = (f"{DECODER}.self_conditioning.", f"{ENCODER}.")
+        shared = (name for name in self.weights(spec) if not name.startswith(own) and not name.endswith("layer_scalar"))
+        encoder = {name.replace(DECODER, ENCODER): name for name in shared}
+        return encoder | {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
 
 
 def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
@@ -120,14 +128,14 @@ def _local(text: Mapping[str, Any]) -> LocalAttention:
 
 def _placements(spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
     """Every tensor of the text part. Encoder and decoder share all, under the decoder's names, but a scalar a layer."""
-    theirs = "model.decoder"
+    theirs = DECODER
     yield f"{theirs}.embed_tokens.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
     yield f"{theirs}.norm.weight", Placement("norm.weight", (spec.hidden,))
     yield f"{theirs}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
     yield from _mlp(f"{theirs}.self_conditioning", "conditioning.mlp", spec)
     for layer in range(spec.layers):
         ours, name = f"blocks.{layer}", f"layers.{layer}"
-        yield f"model.encoder.language_model.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 0)
+        yield f"{ENCODER}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 0)
         yield f"{theirs}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 1)
         yield from _block(f"{theirs}.{name}", ours, spec, layer)
 

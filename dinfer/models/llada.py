@@ -60,11 +60,7 @@ class Llada(HubFamily):
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
         hidden, heads = config["d_model"], config["n_heads"]
-        if not heads or hidden % heads:
-            raise ValueError(f"config.json: d_model={hidden} must be a multiple of n_heads={heads}")
         kv_heads = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
-        if heads % kv_heads:
-            raise ValueError(f"config.json: n_heads={heads} must be a multiple of n_kv_heads={kv_heads}")
         vocab = config.get("embedding_size") or config["vocab_size"]
         return ModelSpec(
             family="llada",

@@ -46,7 +46,10 @@ class Host:
             prompt=request.start, options=request.options, stops=request.stops,
         )  # fmt: skip
 
-    def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
+    def step(
+        self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None,
+        settles: bool = False,
+    ) -> None:  # fmt: skip
         """A step that is wide enough for every row, whatever phase that is in."""
         every = -(-self.capacity // self.page)
         shape = StepShape(
@@ -54,6 +57,7 @@ class Host:
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
             most=max(self.recipe.most(request.options) for request in self.requests),
             guided=any(self.recipe.guided(request.options) for request in self.requests),
+            settles=settles,
         )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 

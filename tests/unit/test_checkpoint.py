@@ -188,8 +188,8 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
         ({"scale_logits": True}, "scale_logits=True"),
         ({"input_emb_norm": True}, "input_emb_norm=True"),
         ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
-        ({"n_heads": 5}, "d_model=32 must be a multiple of n_heads=5"),
-        ({"n_kv_heads": 3}, "n_heads=4 must be a multiple of n_kv_heads=3"),
+        ({"n_heads": 5}, "n_heads=5 must be a divisor of d_model=32"),
+        ({"n_kv_heads": 3}, "n_kv_heads=3 must be a divisor of n_heads=4"),
         ({"n_heads": 32, "n_kv_heads": 32}, "head_dim=1 even"),
         (
             {"mask_token_id": None},
@@ -199,8 +199,13 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
         ({"mask_token_id": 38}, "mask_id=38 none of them"),
         ({"eos_token_id": None}, r"no eos_token_id.* \[126081\], is outside the vocabulary of 40. Give model.stop_ids"),
         ({"n_heads": 0}, "n_heads=0"),
-        ({"n_layers": 0}, "layers=0 must be an integer, at least 1"),
-        ({"mlp_hidden_size": 48.5}, "mlp=48.5 must be an integer"),
+        ({"n_layers": 0}, "n_layers=0 must be an integer, at least 1"),
+        ({"d_model": "abc"}, r"config\.json: d_model='abc' must be an integer"),
+        (
+            {"vocab_size": 900, "embedding_size": 800},
+            "vocab_size=900 must be at most embedding_size=800",
+        ),
+        ({"mlp_hidden_size": 48.5}, "mlp_hidden_size=48.5 must be an integer"),
     ],
 )
 def test_config_values_that_are_not_supported(folder: Path, fields: dict[str, Any], message: str) -> None:

@@ -99,5 +99,5 @@ def test_audit_and_trace_run_with_them() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"runtime\.kv='int8' must be one of model, fp8"):
+    with pytest.raises(ValueError, match=r"runtime\.kv='int8' must be 'model' or 'fp8'"):
         Runtime(kv="int8")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_experts_and_fused_projections_have_adapters_too(tmp_path: Path) -> None
     pattern = "|".join(name.replace(".", r"\.") for name in names)
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(ADAPTER | {"target_modules": pattern}))
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    adapted = MODELS.build({"name": "llada2", "adapter": str(tmp_path / "adapter")})
+    adapted = replace(family, adapter=str(tmp_path / "adapter"))
     network = load_network(tmp_path / "base", adapted, dtype=None, device=CPU)
     changed = {}
     for (name, got), before in zip(network.named_parameters(), model.parameters(), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 from benchmarks.full_size import measured
 from benchmarks.shapes import LLADA2_MINI, LLADA_8B
 from dinfer.core.registry import MODELS
+from dinfer.core.spec import ExpertLayout
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of
 
@@ -70,12 +71,12 @@ def test_sdar_8b() -> None:
 
 @pytest.mark.parametrize("config", [LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read("dream_7b"), read("sdar_8b")])
 def test_a_checkpoint_fills_every_parameter(config: dict[str, Any]) -> None:
-    """In either layout: every row is somebody's, and nobody's twice."""
+    """In every layout: every row is somebody's, and nobody's twice."""
     family = MODELS.build(family_of(config))
     spec, parameters = family.spec(config), dict(network(config).named_parameters())
-    for fused in (False, True):
+    for experts in get_args(ExpertLayout):
         filled = dict.fromkeys(parameters, 0)
-        for place in family.weights(spec, fused=fused).values():
+        for place in family.weights(spec, experts).values():
             filled[place.parameter] += torch.Size(place.shape).numel()
         assert filled == {name: p.numel() for name, p in parameters.items()}
 

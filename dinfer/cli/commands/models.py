@@ -43,7 +43,7 @@ def run(args: list[str]) -> None:
     family = None
     for preset, entries in presets.items():
         if family != (family := entries[0].family):
-            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.summary(family)}"))
+            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
         console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
     console.print(
         Text("to run the first of a group: model=NAME; another one: model.checkpoint=HUB_NAME too", "bright_black")
