@@ -185,7 +185,8 @@ def _as_expected(
     """Tensors of which only the names are known, each as the network wants it."""
     quantized = config.get(FIELD) or {}
     narrow = "I8" if str(quantized.get("format")).startswith("int") else "F8_E4M3"
-    owners = {f"{name}{end}": name for name in placements for end in SCALES} if quantized else {}
+    matrices = [name for name, place in placements.items() if quantized and len(place.shape) > 1]
+    owners = {f"{name}{end}": name for name in matrices for end in SCALES}
     names, plain = [*names], next(name for name, one in FLOATS.items() if one == dtype)
     narrowed = {owners[name] for name in names if name in owners}
     found = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.command_line import write_checkpoint
-from support.real_configs import copied
+from support.real_configs import FOLDERS, copied
 
 from dinfer.core.registry import MODELS
 from dinfer.layers.linear import QUANTIZED, quantize
@@ -28,7 +28,10 @@ PUBLISHED: dict[str, tuple[int, int | None, tuple[int, ...], int | None, str | N
     "JetLM__SDAR-4B-Chat": (4411424256, 151669, (151643, 151645), 4, "tokenizer_config.json"),
     "JetLM__SDAR-8B-Chat": (8190735360, 151669, (151643, 151645), 4, "tokenizer_config.json"),
     "google__diffusiongemma-26B-A4B-it": (25250986812, None, (1, 106, 50), None, None),
-}  # fmt: skip
+    "inclusionAI__LLaDA2.0-flash": (102889705216, 156895, (156892,), 32, "published default of the family"),
+    "inclusionAI__LLaDA2.0-mini": (16255643392, 156895, (156892,), 32, "published default of the family"),
+}
+BIASES = {"inclusionAI__LLaDA2.0-flash": 31 * 256, "inclusionAI__LLaDA2.0-mini": 19 * 256}  # kept in float32  # fmt: skip
 
 
 def inspected(folder: Path, **given: Any) -> Inspection:
@@ -46,14 +49,12 @@ def test_a_published_checkpoint_is_what_its_index_says(name: str, tmp_path: Path
     assert found.spec is not None
     assert (found.spec.mask_id, found.spec.stop_ids, found.spec.causal_block) == (mask, stops, block)
     assert next((token.source for token in found.tokens if token.role == "mask"), None) == source
-    assert found.memory["none"] == 2 * parameters
+    assert found.memory["none"] == 2 * (parameters + BIASES.get(name, 0))
     sizes = [found.memory[kind] for kind in ("none", "fp8", "int8", "int4")]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
 
 
 def test_every_real_folder_is_tested() -> None:
-    from support.real_configs import FOLDERS
-
     assert {*PUBLISHED} == {*FOLDERS}
 
 
