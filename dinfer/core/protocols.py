@@ -58,7 +58,7 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
-    most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
+    top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
 
@@ -236,10 +236,10 @@ class Sampling(Component):
         """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
         return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
 
-    def most(self, options: Mapping[str, float], vocab: int) -> int:
-        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all. Host side.
+    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted. Host side.
 
-        So the step need not sort the vocabulary.
+        The step then sorts so many tokens and not the whole vocabulary.
         """
         return 0
 
@@ -248,10 +248,10 @@ class Sampling(Component):
         """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
 
     @abstractmethod
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 
-        `most`: the largest of `Sampling.most` of the rows, or more.
+        `top`: the largest `top_candidates` of the rows, or more.
         """
 
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:

@@ -119,9 +119,9 @@ class Recipe:
         """Whether a request with these options needs steps that sample."""
         return self.sampling.asks(self.sampling_of(options))
 
-    def most(self, options: Sequence[float]) -> int:
-        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all."""
-        return self.sampling.most(self.sampling_of(options), self.model.spec.vocab)
+    def top_candidates(self, options: Sequence[float]) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted."""
+        return self.sampling.top_candidates(self.sampling_of(options), self.model.spec.vocab)
 
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""

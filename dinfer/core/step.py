@@ -173,7 +173,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
     return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
 

@@ -214,7 +214,7 @@ class Engine:
         fresh = self._pages.allocate(need - len(shared))
         state, row.pages, row.published = self._state, shared + fresh, len(shared)
         row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
-        row.most = self.recipe.most(request.options)
+        row.top_candidates = self.recipe.top_candidates(request.options)
         row.seen = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[: row.seen], row.pages[row.seen :])
@@ -328,7 +328,8 @@ class Engine:
             scored = sum([row.masks[row.cursors.end] - row.cursors.committed for row in rows])
         return StepShape(
             phase, len(rows), step.width, iteration.blocks, block, pages,
-            sampled=sampled, guided=guided, settles=step.settles, most=max([row.most for row in rows]),
+            sampled=sampled, guided=guided, settles=step.settles,
+            top_candidates=max([row.top_candidates for row in rows]),
             scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ from dinfer.layers.linear import QUANTIZED, roundable, rounded
 from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
 from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import (
-    FLOATS, INDEX, SINGLE, CheckpointError, Stored, read_object, refuse_absent, stored_in, weight_map,
+    FLOATS, INDEX, SINGLE, CheckpointError, Stored, read_object, refuse_absent, stored, stored_in, weight_map,
 )  # fmt: skip
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 
@@ -135,9 +135,8 @@ def _stored(found: Inspection) -> tuple[dict[str, None], dict[str, Stored]]:
     elif (found.folder / SINGLE).is_file():
         where = dict.fromkeys(stored_in(found.folder / SINGLE), SINGLE)
     else:
-        pickles = sorted(path.name for end in ("bin", "pt", "pth") for path in found.folder.glob(f"*.{end}"))
-        if pickles:
-            raise CheckpointError(f"{found.folder} has no safetensors, and pickles are not read: {pickles[0]}")
+        if any(found.folder.glob("*.bin")):
+            stored(found.folder)  # says why pickles are not read
         found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
         return [], headers
     files = sorted(set(where.values()))

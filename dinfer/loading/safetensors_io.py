@@ -105,7 +105,11 @@ def _shards(folder: Path) -> Iterator[Path]:
     elif (folder / SINGLE).is_file():
         yield folder / SINGLE
     else:
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "*.bin"
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE} nor {INDEX}. Weights in pickles ({found}) are not read: a pickle may run "
+            "code. Save the model as safetensors with the program that wrote it."
+        )
 
 
 def refuse_absent(folder: Path, names: Sequence[str]) -> None:

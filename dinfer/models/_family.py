@@ -184,14 +184,15 @@ SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
-    "max_sequence_length", "mlp_ratio",
+    "max_sequence_length", "mlp_ratio", "top_k_experts",
 )  # fmt: skip
 SIZES_OR_NULL = (
     "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
     "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size",
+    "global_head_dim", "num_global_key_value_heads", "sliding_window",
 )  # fmt: skip
 COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
-NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
+NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor", "final_logit_softcapping")
 FLAGS = (
     "tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias",
     "weight_tying",
@@ -199,13 +200,22 @@ FLAGS = (
 AT_MOST = (
     ("num_experts_per_tok", "num_experts"), ("topk_group", "n_group"), ("vocab_size", "embedding_size"),
     ("first_k_dense_replace", "num_hidden_layers"), ("rotary_dim", "head_dim"),
+    ("top_k_experts", "num_experts"),
 )  # fmt: skip
 """Fields of which the first must not exceed the second."""
 DIVIDES = (
     ("num_key_value_heads", "num_attention_heads"), ("n_group", "num_experts"), ("n_heads", "d_model"),
-    ("n_kv_heads", "n_heads"),
+    ("n_kv_heads", "n_heads"), ("num_global_key_value_heads", "num_attention_heads"),
 )  # fmt: skip
 """Fields of which the second must be a multiple of the first."""
+
+
+def part_of(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """A field that is an object, empty if it is absent or null. ValueError for another kind."""
+    value = config.get(field)
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"config.json: {field}={value!r:.80} must be an object")
+    return value or {}
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
@@ -216,10 +226,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
             if not (null and value is None) and (type(value) is not int or not least <= value <= MOST):
                 allowed = f"an integer, {least} to {MOST}{', or null' if null else ''}"
                 raise ValueError(f"config.json: {name}={value!r} must be {allowed}")
-    rope = config.get("rope_parameters")
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"config.json: rope_parameters={rope!r} must be an object")
-    for part in (config, rope or {}):
+    for part in (config, part_of(config, "rope_parameters")):
         for name in NUMBERS:
             value = part.get(name, 1.0)
             if name != "rms_norm_eps" and value is None:

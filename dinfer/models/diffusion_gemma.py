@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
 from dinfer.layers.gemma import Gemma
-from dinfer.models._family import HubCheckpoint, expect
+from dinfer.models._family import HubCheckpoint, check_kinds, expect, part_of
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -31,7 +31,7 @@ class DiffusionGemma(HubCheckpoint):
 
     paper = "DiffusionGemma, transformers 5.23"
     unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-    published_stops: ClassVar[tuple[int, ...]] = (1, 106)
+    published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
 
@@ -43,15 +43,15 @@ class DiffusionGemma(HubCheckpoint):
         return Gemma(spec)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        text = config["text_config"]
+        text = part_of(config, "text_config")
         expect(text, EXPECTED)
-        kinds, ropes = text["layer_types"], text["rope_parameters"]
-        if len(kinds) != text["num_hidden_layers"] or kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+        kinds, full = text["layer_types"] or [None], part_of(part_of(text, "rope_parameters"), FULL)
+        if kinds[-1] != FULL or not all(kind in (LOCAL, FULL) for kind in kinds):
             raise ValueError(
                 f"config.json: layer_types={kinds} must name {LOCAL} or {FULL} for each of num_hidden_layers="
                 f"{text['num_hidden_layers']}, and {FULL} for the last"
             )
-        expect(ropes[FULL], {"rope_type": ("proportional",), "factor": (None, 1.0)})
+        expect(full, {"rope_type": ("proportional",), "factor": (None, 1.0)})
         head_dim, kv_heads = _heads(text, FULL)
         return ModelSpec(
             family="diffusion_gemma",
@@ -63,8 +63,8 @@ class DiffusionGemma(HubCheckpoint):
             head_dim=head_dim,
             mlp=text["intermediate_size"],
             norm_eps=text["rms_norm_eps"],
-            rope_theta=ropes[FULL]["rope_theta"],
-            rope_pairs=int(ropes[FULL].get("partial_rotary_factor", 1.0) * head_dim // 2),
+            rope_theta=full["rope_theta"],
+            rope_pairs=int(full.get("partial_rotary_factor", 1.0) * head_dim // 2),
             qk_norm=True,
             local=_local(text) if LOCAL in kinds else None,
             softcap=text["final_logit_softcapping"],
@@ -97,12 +97,11 @@ class DiffusionGemma(HubCheckpoint):
 def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
     """Head size and key heads of the layers of a kind, which must be alike."""
     if "per_layer_config" in text:
-        own = text["per_layer_config"]
-        found = {
-            tuple((own.get(str(i)) or {}).get(name) or text[name] for name in ("head_dim", "num_key_value_heads"))
-            for i, other in enumerate(text["layer_types"])
-            if other == kind
-        }
+        layers = [str(i) for i, other in enumerate(text["layer_types"]) if other == kind]
+        own = [part_of(part_of(text, "per_layer_config"), layer) for layer in layers]
+        for part in own:
+            check_kinds(part)
+        found = {tuple(part.get(name) or text[name] for name in ("head_dim", "num_key_value_heads")) for part in own}
     elif kind == FULL:
         found = {(text["global_head_dim"], text.get("num_global_key_value_heads") or text["num_key_value_heads"])}
     else:
@@ -114,7 +113,7 @@ def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
 
 
 def _local(text: Mapping[str, Any]) -> LocalAttention:
-    rope = text["rope_parameters"][LOCAL]
+    rope = part_of(part_of(text, "rope_parameters"), LOCAL)
     expect(rope, {"rope_type": ("default",), "partial_rotary_factor": (None, 1.0)})
     head_dim, kv_heads = _heads(text, LOCAL)
     return LocalAttention(
