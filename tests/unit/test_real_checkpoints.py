@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import REAL
 from support.models import GEMMA, tiny_gemma
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from support.tokenizer import published_tokenizer
 
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
@@ -42,7 +42,6 @@ FACTS: dict[str, tuple[int | None, tuple[int, ...], int | None]] = {
     "inclusionAI__LLaDA2.0-flash/config.dfactory.json": (156895, (156892,), 32),
     "inclusionAI__LLaDA2.0-mini/config.json": (156895, (156892,), 32),
 }
-SPECIAL = {"<|mask|>": 156895, "<|endoftext|>": 156892, "<|startoftext|>": 156891, "<|role_end|>": 156900}  # LLaDA2's
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,23 +64,8 @@ def checkpoint(file: str, target: Path) -> Path:
         if not other.name.startswith("config"):
             (folder / other.name).write_bytes(other.read_bytes())
     if (folder / "tokenizer_config.json").is_file():
-        added = json.loads((folder / "tokenizer_config.json").read_text()).get("added_tokens_decoder") or {}
-        save_vocabulary(folder, {entry["content"]: int(token) for token, entry in added.items()} or SPECIAL)
+        published_tokenizer(folder)
     return folder
-
-
-def save_vocabulary(folder: Path, special: dict[str, int]) -> None:
-    """A tokenizer.json with a token for each byte, and the special tokens at their own ids."""
-    vocab = {letter: i for i, letter in enumerate(bytes_to_unicode().values())} | special
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    whole = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": token, "content": text} | flags for text, token in special.items()],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
 
 
 def test_every_config_is_tried() -> None:
