@@ -178,7 +178,6 @@ class BlockFamily(HubFamily):
         return self.published_block
 
 
-MOST = 2**31 - 1  # of a size
 TENSORS = 2**20  # layers times experts
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -223,8 +222,8 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
         for name in names:
             value = config.get(name, least)
-            if not (null and value is None) and (type(value) is not int or not least <= value <= MOST):
-                allowed = f"an integer, {least} to {MOST}{', or null' if null else ''}"
+            if not (null and value is None) and (type(value) is not int or not least <= value < 2**31):
+                allowed = f"an integer, at least {least} and below 2**31{', or null' if null else ''}"
                 raise ValueError(f"config.json: {name}={value!r} must be {allowed}")
     for part in (config, part_of(config, "rope_parameters")):
         for name in NUMBERS:

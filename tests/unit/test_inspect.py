@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.command_line import write_checkpoint
-from support.real_configs import FOLDERS, copied
+from support.families import CONFIGS, family_for
+from support.models import GEMMA
+from support.real_configs import FOLDERS, REAL, copied
 
 from dinfer.core.registry import MODELS
 from dinfer.layers.linear import QUANTIZED, quantize
-from dinfer.loading.checkpoint import load_network, locate
+from dinfer.loading.checkpoint import load_network, locate, read_spec
 from dinfer.loading.inspect import Inspection, inspect
 
 INDEX = "model.safetensors.index.json"
@@ -61,7 +65,7 @@ def test_every_real_folder_is_tested() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-llada2"])
 def test_memory_is_that_of_the_loaded_network(name: str) -> None:
     folder = locate(name)
-    found, family = inspected(folder), None
+    found = inspected(folder)
     for kind, narrow in {"none": None, **QUANTIZED}.items():
         family = MODELS.build({"name": found.family})
         network = load_network(folder, family, dtype=None, device=torch.device("cpu"), narrow=narrow)
@@ -197,7 +201,7 @@ def broken(folder: Path, how: str) -> None:
         ("model.safetensors", "is not a safetensors file"),
         ("tokenizer_config.json", "tokenizer_config.json is not JSON"),
         (INDEX, f"{INDEX} is not JSON"),
-        ("pickle", "pickles are not read: pytorch_model.bin"),
+        ("pickle", "Weights in pickles (pytorch_model.bin) are not read"),
         ("lost shard", f"{INDEX} names files that are not there: lost.safetensors"),
         ("map of numbers", "weight_map={'a': 1} must name a file for each tensor"),
         ("template", "chat_template.jinja: the chat template fails"),
@@ -220,3 +224,43 @@ def test_what_is_broken_is_a_problem(how: str, problem: str, tmp_path: Path) -> 
     assert any(problem in text for text in problems), problems
 
 
+WRONG: tuple[Any, ...] = (
+    None, "abc", -1, 0, 1, 3, 1.5, math.nan, math.inf, [], [None], ["a"], [[]], {}, {"a": 1}, True, 10**30, 2**31 - 1,
+)  # fmt: skip
+
+
+def changes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The object with each of its fields, and of those of objects in it, left out or of a wrong value."""
+    for name, value in config.items():
+        yield {other: config[other] for other in config if other != name}
+        yield from ({**config, name: wrong} for wrong in WRONG)
+        if isinstance(value, dict):
+            yield from ({**config, name: inner} for inner in changes(value))
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "diffusion_gemma"])
+def test_no_value_in_config_json_ends_in_another_error(name: str) -> None:
+    whole = (CONFIGS | {"diffusion_gemma": GEMMA})[name]
+    family, refused = family_for(whole), 0
+    for config in changes(whole):
+        if family.matches(config):
+            try:
+                dict(family.weights(read_spec(family, config)))
+            except ValueError:
+                refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+def test_no_value_in_the_other_files_ends_in_another_error(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    shutil.copytree(REAL / "JetLM__SDAR-4B-Chat", folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "unknown", "eos_token_id": 1, "mask_token_id": 2}))
+    whole = json.loads((folder / file).read_text())
+    decoder = whole.get("added_tokens_decoder", {})
+    short = whole | ({"added_tokens_decoder": dict([*decoder.items()][-2:])} if decoder else {})
+    for found in changes(short):
+        (folder / file).write_text(json.dumps(found))
+        assert isinstance(inspected(folder).problems, list)
