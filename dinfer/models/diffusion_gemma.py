@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
 from dinfer.layers.gemma import Gemma
-from dinfer.models._family import HubCheckpoint, check_kinds, expect, part_of
+from dinfer.models._config import complete, expect
+from dinfer.models._family import HubCheckpoint
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -18,6 +19,14 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
 }
 LOCAL, FULL = "sliding_attention", "full_attention"
+# What transformers' DiffusionGemmaTextConfig takes for fields that are absent.
+ABSENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0, "max_position_embeddings": 131072, "sliding_window": 512,
+    "global_head_dim": 512, "rope_parameters": {
+        LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
 DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 
 
@@ -43,15 +52,17 @@ class DiffusionGemma(HubCheckpoint):
         return Gemma(spec)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        text = part_of(config, "text_config")
-        expect(text, EXPECTED)
-        kinds, full = text["layer_types"] or [None], part_of(part_of(text, "rope_parameters"), FULL)
-        if kinds[-1] != FULL or not all(kind in (LOCAL, FULL) for kind in kinds):
-            raise ValueError(
-                f"config.json: layer_types={kinds} must name {LOCAL} or {FULL} for each of num_hidden_layers="
-                f"{text['num_hidden_layers']}, and {FULL} for the last"
-            )
-        expect(full, {"rope_type": ("proportional",), "factor": (None, 1.0)})
+        if not isinstance(text := config.get("text_config"), Mapping):
+            raise ValueError(f"config.json: text_config={text!r:.80} must be an object")
+        text = complete(text, EXPECTED, ABSENT)
+        layers = range(text["num_hidden_layers"])
+        text.setdefault("layer_types", [LOCAL if (layer + 1) % 6 else FULL for layer in layers])
+        kinds, ropes = text["layer_types"], text["rope_parameters"]
+        if kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+            raise ValueError(f"config.json: layer_types={kinds} must name {LOCAL} or {FULL}, and {FULL} for the last")
+        if missing := [kind for kind in {*kinds} if not isinstance(ropes.get(kind), Mapping)]:
+            raise ValueError(f"config.json: rope_parameters={ropes!r:.80} must have an object {missing[0]!r}")
+        expect(ropes[FULL], {"rope_type": ("proportional",), "factor": (None, 1.0)})
         head_dim, kv_heads = _heads(text, FULL)
         return ModelSpec(
             family="diffusion_gemma",
@@ -63,8 +74,8 @@ class DiffusionGemma(HubCheckpoint):
             head_dim=head_dim,
             mlp=text["intermediate_size"],
             norm_eps=text["rms_norm_eps"],
-            rope_theta=full["rope_theta"],
-            rope_pairs=int(full.get("partial_rotary_factor", 1.0) * head_dim // 2),
+            rope_theta=ropes[FULL]["rope_theta"],
+            rope_pairs=int(ropes[FULL].get("partial_rotary_factor", 1.0) * head_dim // 2),
             qk_norm=True,
             local=_local(text) if LOCAL in kinds else None,
             softcap=text["final_logit_softcapping"],
@@ -97,11 +108,12 @@ class DiffusionGemma(HubCheckpoint):
 def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
     """Head size and key heads of the layers of a kind, which must be alike."""
     if "per_layer_config" in text:
-        layers = [str(i) for i, other in enumerate(text["layer_types"]) if other == kind]
-        own = [part_of(part_of(text, "per_layer_config"), layer) for layer in layers]
-        for part in own:
-            check_kinds(part)
-        found = {tuple(part.get(name) or text[name] for name in ("head_dim", "num_key_value_heads")) for part in own}
+        own = text["per_layer_config"]
+        found = {
+            tuple((own.get(str(i)) or {}).get(name) or text[name] for name in ("head_dim", "num_key_value_heads"))
+            for i, other in enumerate(text["layer_types"])
+            if other == kind
+        }
     elif kind == FULL:
         found = {(text["global_head_dim"], text.get("num_global_key_value_heads") or text["num_key_value_heads"])}
     else:
@@ -113,7 +125,7 @@ def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
 
 
 def _local(text: Mapping[str, Any]) -> LocalAttention:
-    rope = part_of(part_of(text, "rope_parameters"), LOCAL)
+    rope = text["rope_parameters"][LOCAL]
     expect(rope, {"rope_type": ("default",), "partial_rotary_factor": (None, 1.0)})
     head_dim, kv_heads = _heads(text, LOCAL)
     return LocalAttention(

@@ -5,6 +5,7 @@ The folders under tests/configs/real are copies. To make weights for them, numbe
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_the_config_as_it_is_makes_a_network(file: str) -> None:
         network = family.network(read_spec(family, config))
     held = {place.parameter for place in family.weights(network.spec).values()}
     assert held == {name for name, _ in network.named_parameters()}
+
+
+@pytest.mark.parametrize("file", FACTS)
+def test_a_value_of_the_wrong_kind_is_an_error_of_one_line(file: str) -> None:
+    """Whatever the field: it is refused by name, or it is one that changes nothing."""
+    config = json.loads((REAL / file).read_text())
+    parts = [({}, config), *[({"text_config": config[part]}, config[part]) for part in config if part == "text_config"]]
+    family = MODELS.build({"name": family_of(config), "checkpoint": file.split("/")[0]})
+    for whole, part in parts:
+        for field, wrong in itertools.product(
+            part.keys() - {"model_type", "num_experts"}, ("abc", -1, None, [], {"x": 1})
+        ):
+            changed = {"text_config": part | {field: wrong}} if whole else {field: wrong}
+            try:
+                read_spec(family, config | changed)
+            except ValueError as error:
+                assert field in str(error) or field == "text_config"
 
 
 def test_what_no_file_says_is_published_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
