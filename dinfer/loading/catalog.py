@@ -99,7 +99,7 @@ CATALOG: tuple[Published, ...] = (
 
 
 def entry_of(name: str, family: str) -> Published | None:
-    """The entry of a checkpoint with this hub name or in a folder called so; else the first entry of its family."""
+    """The entry of the checkpoint with this hub name, or in a folder called like it."""
     parts = {re.split("__|--", part)[-1].casefold() for part in Path(name).parts}  # folders as the hub's cache has them
-    entries = [entry for entry in CATALOG if entry.family == family]
-    return next((one for one in entries if one.checkpoint.split("/")[1].casefold() in parts), next(iter(entries), None))
+    entries = (entry for entry in CATALOG if entry.family == family)
+    return next((entry for entry in entries if entry.checkpoint.split("/")[1].casefold() in parts), None)

@@ -41,9 +41,7 @@ def boxed() -> list[str]:
     return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
 
 
-def locate(
-    name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED
-) -> Path:
+def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
     """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
 
     `needed`: the file that makes a folder what is looked for. `wanted`: which files are downloaded.

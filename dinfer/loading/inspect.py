@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,16 @@ from dinfer.layers.linear import QUANTIZED, roundable, rounded
 from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
 from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import (
-    FLOATS, INDEX, SINGLE, CheckpointError, Stored, read_object, refuse_absent, stored, stored_in, weight_map,
+    FLOATS,
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    Stored,
+    read_object,
+    refuse_absent,
+    stored,
+    stored_in,
+    weight_map,
 )  # fmt: skip
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 
@@ -104,12 +114,12 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
 
 def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
     """Parameters, memory, and what is wrong with the tensors."""
-    names, headers = _stored(found)
+    stored, headers = _stored(found)
     block = scale_block(config)
     if family is None or found.spec is None:
         return
-    copies = {copy for copy, name in family.copies(found.spec).items() if name in names}
-    names = [name for name in names if name not in copies and not name.startswith(family.unused)]
+    copies = {copy for copy, name in family.copies(found.spec).items() if name in stored}
+    names = [name for name in stored if name not in copies and not name.startswith(family.unused)]
     placements = layout(family, found.spec, dict.fromkeys(names))
     found.expected, found.parameters = len(placements), sum(math.prod(place.shape) for place in placements.values())
     found.active = found.parameters - _idle(found.spec)
@@ -124,7 +134,7 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
         found.memory = _memory(found, family, tensors, placements, scales)
 
 
-def _stored(found: Inspection) -> tuple[dict[str, None], dict[str, Stored]]:
+def _stored(found: Inspection) -> tuple[Collection[str], dict[str, Stored]]:
     """The names of all tensors that the files hold, and the headers of those whose files are at hand."""
     headers: dict[str, Stored] = {}
     if (found.folder / INDEX).is_file():
@@ -150,7 +160,7 @@ def _stored(found: Inspection) -> tuple[dict[str, None], dict[str, Stored]]:
         if file not in absent:
             with found.noting():
                 headers |= stored_in(found.folder / file)
-    names = [*dict.fromkeys(name for name, file in where.items() if file in absent) | headers]
+    names = dict.fromkeys(name for name, file in where.items() if file in absent) | headers
     found.stored = len(names)
     return names, headers
 
@@ -232,22 +242,31 @@ def _memory(
     """Bytes of the network as loading makes it, by `quantize`; None where its layers cannot be rounded so."""
     assert found.spec is not None and found.dtype is not None
     memory: dict[str, int | None] = {}
+    network: Any = None
+    now = None
     for name, narrow in {"none": None, **QUANTIZED}.items():
         kept = scales.kept(tensors, placements, narrow, ())
-        network = empty_network(family, found.spec, found.dtype, torch.device("meta"), kept)
+        if kept != now:
+            network, now = empty_network(family, found.spec, found.dtype, torch.device("meta"), kept), kept
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         weights = roundable(network).items() if narrow is not None else ()
         try:
             for path, (module, own) in weights:
                 if path not in kept:
                     weight = module.get_parameter(own)
-                    values, scale = rounded(weight[:1], narrow)  # of one row, since to round them all takes long
-                    size += len(weight) * (values.nbytes + scale.nbytes) - weight.nbytes
+                    size += len(weight) * _row_bytes(weight.shape[1], narrow) - weight.nbytes
             memory[name] = size
         except ValueError as error:
             memory[name] = None
             found.unknown.append(str(error))
     return memory
+
+
+@cache
+def _row_bytes(width: int, narrow: torch.dtype) -> int:
+    """Bytes of one rounded row of a weight, its scales included."""
+    values, scale = rounded(torch.empty(1, width, device="meta"), narrow)
+    return values.nbytes + scale.nbytes
 
 
 def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
@@ -263,13 +282,13 @@ def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Itera
         stops = options | {stop.id: stop.source for stop in ids.stops}
         if spec.mask_id is not None:
             named = PUBLISHED if ids.mask is None else ids.mask.source
-            source = named if given.get("mask_id") is None else "model.mask_id"
-            yield Token("mask", spec.mask_id, texts.get(spec.mask_id), source)
+            named = named if given.get("mask_id") is None else "model.mask_id"
+            yield Token("mask", spec.mask_id, texts.get(spec.mask_id), named)
         for stop in spec.stop_ids:
             yield Token("stop", stop, texts.get(stop), stops.get(stop, PUBLISHED))
     for role, text in dict.fromkeys(named_roles(found.folder)):
-        token, file = known.get(text, (None, None))
-        yield Token(role, token if type(token) is int else None, text, file)
+        token, source = known.get(text, (None, ""))
+        yield Token(role, token if type(token) is int else None, text, source or None)
 
 
 def _render_chat(found: Inspection) -> None:
@@ -279,19 +298,21 @@ def _render_chat(found: Inspection) -> None:
     if (found.folder / TEMPLATE).is_file():
         file, template = TEMPLATE, (found.folder / TEMPLATE).read_text(encoding="utf-8")
     if isinstance(template, list):  # several, each with a name
-        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-    if isinstance(template, dict):
+        template = next((one for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
+        template = template and template.get("template")
+    elif isinstance(template, dict):
         template = template.get("default")
     if template is None:
         found.unknown.append(f"chat template: neither {TEMPLATE} nor {TOKENIZER} has one")
         return
     if not isinstance(template, str):
         raise CheckpointError(f"{file}: chat_template={template!r:.80} must be a text")
-    from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+    from transformers.utils import chat_template_utils  # slow to import
 
+    render: Any = chat_template_utils.render_jinja_template
     roles = {role: text for role, text in named_roles(found.folder) if role.endswith("_token")}
     try:
-        texts, _ = render_jinja_template([list(CHAT)], chat_template=template, add_generation_prompt=True, **roles)
+        texts, _ = render([list(CHAT)], chat_template=template, add_generation_prompt=True, **roles)
     except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
         raise CheckpointError(f"{file}: the chat template fails: {error}") from error
     found.template, found.chat = file, texts[0]

@@ -91,7 +91,7 @@ def named_roles(folder: Path) -> Iterator[tuple[str, str]]:
                 yield from ((role, text) for text in texts if text is not None)
 
 
-def vocabularies(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def vocabularies(folder: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Files and the ids of the texts in each, the smallest file first that suffices as a rule."""
     decoder = _part(_object(folder / TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
     yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}

@@ -33,7 +33,8 @@ class StableDiffcoder(BlockFamily):
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
         # The model_type is that of any Llama. Early revisions are of the class SeedDiffcoderForCausalLM.
-        return any("Diffcoder" in name for name in config.get("architectures") or ())
+        names = config.get("architectures")
+        return isinstance(names, list) and any("Diffcoder" in str(name) for name in names)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         config = complete(config, EXPECTED, ABSENT)

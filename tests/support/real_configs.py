@@ -24,7 +24,9 @@ def copied(name: str, target: Path) -> Path:
         head = " ".join(line for line in lines if line.startswith("#"))
         total, shards = re.search(r'"total_size": (\d+)', head), re.search(r"(\d+) shards", head)
         names = [name for line in lines if not line.startswith("#") for name in expanded(line)]
-        files = [f"model-{i + 1:05}-of-{int(shards[1]):05}.safetensors" for i in range(int(shards[1]))] if shards else []
+        files = (
+            [f"model-{i + 1:05}-of-{int(shards[1]):05}.safetensors" for i in range(int(shards[1]))] if shards else []
+        )
         where = dict(zip(names, itertools.cycle(files or ["model.safetensors"]), strict=False))
         index = {"metadata": {"total_size": int(total[1])} if total else {}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))

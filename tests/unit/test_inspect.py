@@ -20,22 +20,21 @@ from dinfer.core.registry import MODELS
 from dinfer.layers.linear import QUANTIZED, quantize
 from dinfer.loading.checkpoint import load_network, locate, read_spec
 from dinfer.loading.inspect import Inspection, inspect
+from dinfer.loading.token_ids import PUBLISHED as DEFAULT
 
 INDEX = "model.safetensors.index.json"
 # parameters, mask, stops, block, and the file that names the mask
 PUBLISHED: dict[str, tuple[int, int | None, tuple[int, ...], int | None, str | None]] = {
     "Dream-org__Dream-v0-Instruct-7B": (7615616512, 151666, (151643,), None, "config.json"),
-    "Efficient-Large-Model__Fast_dLLM_v2_1.5B": (
-        1543714304, 151665, (151645,), 32, "published default of the family",
-    ),
+    "Efficient-Large-Model__Fast_dLLM_v2_1.5B": (1543714304, 151665, (151645,), 32, DEFAULT),
     "GSAI-ML__LLaDA-8B-Instruct": (8015581184, 126336, (126081,), None, "config.json"),
     "JetLM__SDAR-4B-Chat": (4411424256, 151669, (151643, 151645), 4, "tokenizer_config.json"),
     "JetLM__SDAR-8B-Chat": (8190735360, 151669, (151643, 151645), 4, "tokenizer_config.json"),
     "google__diffusiongemma-26B-A4B-it": (25250986812, None, (1, 106, 50), None, None),
-    "inclusionAI__LLaDA2.0-flash": (102889705216, 156895, (156892,), 32, "published default of the family"),
-    "inclusionAI__LLaDA2.0-mini": (16255643392, 156895, (156892,), 32, "published default of the family"),
+    "inclusionAI__LLaDA2.0-flash": (102889705216, 156895, (156892,), 32, DEFAULT),
+    "inclusionAI__LLaDA2.0-mini": (16255643392, 156895, (156892,), 32, DEFAULT),
 }
-BIASES = {"inclusionAI__LLaDA2.0-flash": 31 * 256, "inclusionAI__LLaDA2.0-mini": 19 * 256}  # kept in float32  # fmt: skip
+BIASES = {"inclusionAI__LLaDA2.0-flash": 31 * 256, "inclusionAI__LLaDA2.0-mini": 19 * 256}
 
 
 def inspected(folder: Path, **given: Any) -> Inspection:
@@ -180,7 +179,10 @@ def broken(folder: Path, how: str) -> None:
     elif how == "pickle":
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     elif how == "lost shard":
-        where = {"model.transformer.wte.weight": "model.safetensors", "model.transformer.ln_f.weight": "lost.safetensors"}
+        where = {
+            "model.transformer.wte.weight": "model.safetensors",
+            "model.transformer.ln_f.weight": "lost.safetensors",
+        }
         (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     elif how == "map of numbers":
         (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))

@@ -23,6 +23,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -48,8 +49,8 @@ def run(args: list[str]) -> None:
             raise unknown("flag", flag, ["--json", "--help"])
     if len(names) != 1:
         raise ValueError(f"give one folder or name of a checkpoint, not {len(names)}: dinfer inspect tiny")
-    dotted = OmegaConf.to_container(OmegaConf.from_dotlist([option.removeprefix(OPTION) for option in options]))
-    given = {"checkpoint": names[0]} | preset_of(names[0]) | {str(key): value for key, value in dict(dotted).items()}
+    dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([option.removeprefix(OPTION) for option in options]))
+    given = {"checkpoint": names[0]} | preset_of(names[0]) | dotted
     name = str(given["checkpoint"])
     found = inspect(locate(name, given.get("revision"), wanted=SMALL), given)
     if given.get("adapter"):
@@ -91,17 +92,21 @@ def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, s
     """The overrides that run the checkpoint as its authors do, as `use`, and the components that they choose."""
     if found.family is None or found.spec is None:
         return {}
-    schema, local = Schema("generate"), Path(name).expanduser().exists()
-    entry = entry_of(str(found.folder.resolve()) if local else name, found.family)
-    preset = name if name in schema.choices("model") and name not in MODELS.names() else entry and entry.preset
+    schema, entry = Schema("generate"), None
+    preset = name if name in schema.choices("model") and name not in MODELS.names() else None
     if preset is None:
-        return {}
+        path = str(found.folder.resolve()) if Path(name).expanduser().exists() else name
+        default = MODELS.build(found.family).checkpoint
+        entry = entry_of(path, found.family) or entry_of(default, found.family)
+        if entry is None:
+            return {}
+        preset = entry.preset
     own, block = options_of_preset(preset), found.spec.causal_block
     overrides = [f"model={preset}"]
     if name not in (preset, own["checkpoint"], own.get("adapter"), found.family):
         overrides.append(f"model.checkpoint={name}")
     overrides += options
-    if entry is not None and block is not None and block != entry.block and name not in boxed():
+    if entry is not None and block not in (None, entry.block):
         overrides.append(f"iteration.block={block}")
     parts = schema.chosen({"model": preset})
     return {"use": shlex.join(overrides)} | {kind: parts[kind] for kind in GROUPS if kind != "model"}
@@ -147,39 +152,38 @@ def show(name: str, found: Inspection, use: dict[str, str]) -> None:
     table.add_column(overflow="fold")
     for label, text in lines(found, use):
         table.add_row(label, Text(printable(text), "red" if label == "problem" else ""))
-    verdict = ("would not load", "bold red") if found.problems else ("nothing speaks against loading it", "bold green")
-    console.print(Text.assemble((printable(name), "bold"), ": ", verdict))
+    good = ("nothing speaks against loading it", "bold green")
+    console.print(Text(printable(name), "bold", overflow="fold"))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    console.print(Text.assemble(("would not load or answer", "bold red") if found.problems else good))
 
 
 def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Labels and texts."""
     if found.family is not None:
-        yield "family", f"{found.family}: {MODELS.summary(found.family)}"
+        yield "family", f"{found.family}: {MODELS.describe(found.family).summary}"
     if found.parameters is not None and found.active is not None:
         active = f", {found.active:,} of them for each token" if found.active < found.parameters else ""
         yield "parameters", f"{found.parameters:,}{active}"
     if found.memory:
         dtype = str(found.dtype).removeprefix("torch.")
-        sizes = [f"{kind} {size / 2**30:.2f} GiB" for kind, size in found.memory.items() if size is not None]
-        yield "memory", f"{', '.join(sizes)} (quantize; none is {dtype})"
+        sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]
+        yield "memory", f"{', '.join(sizes)} (by quantize; none is {dtype})"
     if (spec := found.spec) is not None:
         yield "attention", attention(spec) + ("; logits predict the next token" if spec.shift else "")
         yield "positions", f"{spec.max_length:,}"
         if spec.mask_id is None:
             yield "mask", "none: open positions hold uniform noise"
-    tokens: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
     for token in found.tokens:
         label = token.role if token.role in ("mask", "stop") else "special"
-        source = token.source or "id not known"
-        role = f"{token.role} " if label == "special" else ""
         text = " ".join(str(part) for part in (token.id, token.text) if part is not None)
-        tokens.setdefault((label, source), []).append(f"{role}{text}")
-    for (label, source), texts in tokens.items():
-        yield label, f"{', '.join(texts)} ({source})"
+        rows.setdefault((label, token.source or "id not known"), {}).setdefault(token.role, []).append(text)
+    for (label, source), roles in rows.items():
+        texts = [("" if role == label else f"{role} ") + ", ".join(texts) for role, texts in roles.items()]
+        yield label, f"{'; '.join(texts)} ({source})"
     if found.chat is not None:
-        yield "chat", f"{found.chat}"
-        yield "", f"({found.template})"
+        yield "chat", f"({found.template})\n{found.chat}"
     if use:
         yield "recipe", use["use"]
         yield "", " ".join(f"{kind}={choice}" for kind, choice in use.items() if kind != "use")
