@@ -22,19 +22,9 @@ from dinfer.core.registry import MODELS
 from dinfer.core.spec import ModelSpec, Placement
 from dinfer.layers.linear import QUANTIZED, roundable, rounded
 from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
+from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
-from dinfer.loading.safetensors_io import (
-    FLOATS,
-    INDEX,
-    SINGLE,
-    CheckpointError,
-    Stored,
-    read_object,
-    refuse_absent,
-    stored,
-    stored_in,
-    weight_map,
-)  # fmt: skip
+from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 
 CHAT = (
@@ -254,7 +244,7 @@ def _memory(
             for path, (module, own) in weights:
                 if path not in kept:
                     weight = module.get_parameter(own)
-                    size += len(weight) * _row_bytes(weight.shape[1], narrow) - weight.nbytes
+                    size += weight.shape[:-1].numel() * _row_bytes(weight.shape[-1], narrow) - weight.nbytes
             memory[name] = size
         except ValueError as error:
             memory[name] = None

@@ -18,7 +18,8 @@ from support.real_configs import FOLDERS, REAL, copied
 
 from dinfer.core.registry import MODELS
 from dinfer.layers.linear import QUANTIZED, quantize
-from dinfer.loading.checkpoint import load_network, locate, read_spec
+from dinfer.loading.checkpoint import load_network, read_spec
+from dinfer.loading.hub import locate
 from dinfer.loading.inspect import Inspection, inspect
 from dinfer.loading.token_ids import PUBLISHED as DEFAULT
 

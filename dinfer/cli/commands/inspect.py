@@ -33,7 +33,7 @@ from dinfer.cli.errors import FAILED
 from dinfer.core.registry import MODELS, unknown
 from dinfer.core.spec import ModelSpec
 from dinfer.loading.catalog import CATALOG, entry_of
-from dinfer.loading.checkpoint import SMALL, boxed, locate
+from dinfer.loading.hub import SMALL, boxed, locate
 from dinfer.loading.inspect import Inspection, inspect
 
 OPTION = "model."
