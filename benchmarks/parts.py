@@ -1,4 +1,4 @@
-"""Where the time of a window step goes, by kernel and by part, from torch's profiler.
+"""Where the time of a denoising step goes, by kernel and by part, from torch's profiler.
 
 A kernel that is launched early begins while the one before still runs, and waits for it. So `us`, from beginning to
 end, counts some time twice and may sum to more than the step; `own_us` begins where the kernels before have ended, and
@@ -93,9 +93,14 @@ def _short(kernel: str) -> str:
 
 
 def longest(shapes: Sequence[StepShape]) -> tuple[int, int]:
-    """The longest run of launches `[first, end)` of the most frequent window step, cut to `LONGEST`."""
-    windows = [shape for shape in shapes if shape.phase == Phase.WINDOW]
-    common = max(set(windows), key=windows.count)
+    """The longest run of launches `[first, end)` of the most frequent window step, cut to `LONGEST`.
+
+    A recipe without a cache has no window steps. Its full passes are what counts.
+    """
+    decoding = [shape for shape in shapes if shape.phase == Phase.WINDOW] or [
+        shape for shape in shapes if shape.phase == Phase.FULL
+    ]
+    common = max(set(decoding), key=decoding.count)
     first, runs = 0, []
     for shape, group in groupby(shapes):
         count = len(list(group))

@@ -38,6 +38,7 @@ from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
+from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
 from dinfer.loading.checkpoint import random_network
 
 
@@ -130,12 +131,14 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
         graphs=device.type == "cuda", positions=given.positions, compile=given.compile, kv=given.kv,
     )  # fmt: skip
     if given.model:
-        base = dinfer.load(given.model, device=device, dtype=given.dtype)
+        base = dinfer.load(given.model, device=device, dtype=given.dtype, quantize=given.quantize)
         model, tokenizer = base.model, base.tokenizer
     else:
         family, spec = shape(given.shape)
         torch.manual_seed(0)
         model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
+        if given.quantize:
+            quantize(model, quantized_dtype(given.quantize))
         tokenizer = None
     causal = model.spec.causal_block is not None
     iteration = {
@@ -184,6 +187,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle", action="store_true")
     parser.add_argument("--gather", action="store_true")
     parser.add_argument("--stagger", action="store_true")
+    parser.add_argument("--quantize", choices=QUANTIZED)
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")

@@ -1,21 +1,49 @@
-"""dinfer: modular inference for diffusion language models."""
+"""dinfer: modular inference for diffusion language models.
 
+Each public name is imported when it is first used, so that `import dinfer` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
+    from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+    from dinfer.engine.async_engine import AsyncEngine
+    from dinfer.engine.engine import Runtime
+    from dinfer.engine.request import Counts, NonFiniteLogits
+    from dinfer.pipeline import Pipeline, Result, load
+    from dinfer.pipeline.infilling import Infilled
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
 # anything else wants the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
-from dinfer.engine.async_engine import AsyncEngine
-from dinfer.engine.engine import Runtime
-from dinfer.engine.request import Counts, NonFiniteLogits
-from dinfer.pipeline import Pipeline, Result, load
-from dinfer.pipeline.infilling import Infilled
 
 __version__ = "0.1.0"
 __all__ = [
     "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts", "IncompatibleRecipe",
     "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "compose", "load",
 ]  # fmt: skip
+_MODULES = {
+    "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
+    "core.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.engine": ("Runtime",),
+    "engine.request": ("Counts", "NonFiniteLogits"),
+    "pipeline": ("Pipeline", "Result", "load"),
+    "pipeline.infilling": ("Infilled",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return vars(importlib.import_module(f"dinfer.{module}"))[name]
+    raise AttributeError(f"module 'dinfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

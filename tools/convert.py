@@ -1,9 +1,9 @@
-"""Writes a checkpoint with the experts of each layer in two tensors or each in three of its own again, or in 8 bits.
+"""Writes a checkpoint with the experts of each layer stored in another way, or in 8 bits.
 
-    python -m tools.convert IN OUT [--experts fused|separate] [--quantize fp8|int8]
+    python -m tools.convert IN OUT [--experts fused|merged|separate] [--quantize fp8|int8]
 
-Loading needs neither: both layouts are read as they are, and `quantize=` rounds after loading. Fused is the layout of
-dInfer's converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), with far fewer tensors. Values are
+Loading needs neither: all layouts are read as they are, and `quantize=` rounds after loading. Fused is the layout of
+dInfer's converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), merged that of dFactory. Values are
 copied bit for bit. With --quantize, what `quantize=` would round is written rounded, each output at a scale of its own,
 as "compressed-tensors": half the file, and loading needs no memory for the weights before they are rounded. IN is a
 folder or hub name.
@@ -16,19 +16,21 @@ import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import Placement
+from dinfer.core.registry import MODELS, options_of
+from dinfer.core.spec import ExpertLayout, Placement
 from dinfer.kernels.linear import round_rows
 from dinfer.layers.linear import QUANTIZED, roundable
-from dinfer.loading.checkpoint import check, family_of, layout, locate, read_config, read_spec
+from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
+from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.hub import locate
 from dinfer.loading.quantized import FIELD
-from dinfer.loading.safetensors_io import CheckpointError, Stored, read, read_object, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -36,28 +38,31 @@ INDEX = "model.safetensors.index.json"
 
 
 def convert(
-    source: Path, target: Path, *, fused: bool | None = None, quantize: str | None = None, shard: int = SHARD
+    source: Path, target: Path, *, experts: ExpertLayout | None = None, quantize: str | None = None, shard: int = SHARD
 ) -> None:
     """Reads the checkpoint in one folder and writes it to another, new one. Raises CheckpointError.
 
-    `fused`: None leaves experts as they are stored. `quantize`: "fp8" or "int8".
+    `experts`: None leaves experts as they are stored. `quantize`: "fp8" or "int8".
     """
     config = read_config(source)
-    family = MODELS.build({"name": family_of(config), "checkpoint": str(source)})
+    name = family_of(config)
+    unneeded = {"block": 1, "mask_id": 0, "stop_ids": [1]}  # no tensor depends on these
+    options = {info.name: unneeded[info.name] for info in options_of(MODELS.get(name)) if info.name in unneeded}
+    family = MODELS.build({"name": name, "checkpoint": str(source)} | options)
     spec = read_spec(family, config)
     tensors = stored(source)
     have = layout(family, spec, tensors)
-    want = have if fused is None else family.weights(spec, fused=fused)
+    want = have if experts is None else family.weights(spec, experts)
     check(source, tensors, have)
-    if have == want and fused is not None:
-        raise CheckpointError(f"{source} has no experts, or they are {'fused' if fused else 'separate'} already")
+    if have == want and experts is not None:
+        raise CheckpointError(f"{source} has no experts, or they are {experts} already")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new folder")
     target.mkdir(parents=True, exist_ok=True)
     for path in {path for pattern in COPIED for path in source.glob(pattern)}:
         if path.name != INDEX:
             shutil.copy2(path, target / path.name)
-    made = regrouped(tensors, have, want, bool(fused))
+    made = regrouped(tensors, have, want)
     if quantize is not None:
         with torch.device("meta"):
             narrow = roundable(family.network(spec)).keys()
@@ -68,23 +73,22 @@ def convert(
 
 
 def regrouped(
-    tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement], fused: bool
+    tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the layout that is wanted; what the two have in common first."""
     yield from read(tensors, [name for name in tensors if name in want])
-    whole, parts = (want, have) if fused else (have, want)
-    pieces: dict[str, list[str]] = {}
-    for name in sorted(parts.keys() - whole.keys(), key=lambda name: parts[name].row):
-        pieces.setdefault(parts[name].parameter, []).append(name)
-    for name in sorted(whole.keys() - parts.keys()):
-        own = pieces[whole[name].parameter]
-        if not fused:
-            rows = next(read(tensors, [name]))[1].flatten(0, 1)
-            yield from ((piece, rows.narrow(0, parts[piece].row, parts[piece].shape[0]).clone()) for piece in own)
-        elif len(dtypes := {tensors[piece].dtype for piece in own}) > 1:
-            raise CheckpointError(f"the experts for {name} are of different dtypes, {', '.join(sorted(dtypes))}")
-        else:
-            yield name, torch.cat([tensor.clone() for _, tensor in read(tensors, own)]).view(whole[name].shape)
+    for parameter in dict.fromkeys(have[name].parameter for name in have.keys() - want.keys()):
+        own = [name for name in sorted(have) if have[name].parameter == parameter]
+        if len(dtypes := {tensors[name].dtype for name in own}) > 1:
+            raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
+        size = sum(torch.Size(tensors[name].shape).numel() for name in own)
+        flat, first = torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]), have[own[0]]
+        whole = {parameter: flat.view(first.experts, -1, first.shape[-1])}
+        for name, tensor in read(tensors, own):
+            place_of(whole, have[name]).copy_(tensor)
+        yield from (
+            (name, place_of(whole, place).clone()) for name, place in want.items() if place.parameter == parameter
+        )
 
 
 def rounded(
@@ -137,14 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT", type=Path)
-    parser.add_argument("--experts", choices=("fused", "separate"))
+    parser.add_argument("--experts", choices=get_args(ExpertLayout))
     parser.add_argument("--quantize", choices=("fp8", "int8"))
     given = parser.parse_args()
     if given.experts is None and given.quantize is None:
         parser.error("nothing to do: give --experts, --quantize or both")
-    fused = None if given.experts is None else given.experts == "fused"
     try:
-        convert(locate(given.source), given.target, fused=fused, quantize=given.quantize)
+        convert(locate(given.source), given.target, experts=given.experts, quantize=given.quantize)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -29,6 +29,7 @@ from dinfer.kernels.canvas import padded
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this
+PARTS = 10**6  # `ratio` is counted in integers of one part in this: host and device must not round differently
 
 
 @CACHES.register("adaptive")
@@ -53,6 +54,10 @@ class AdaptiveCache(CachePolicy):
         check_range("cache", self, "prompt_interval", "response_interval", least=0)
         check_range("cache", self, "ratio", least=0, most=1)
 
+    @property
+    def _parts(self) -> int:
+        return round(self.ratio * PARTS)
+
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
         return {
@@ -69,7 +74,7 @@ class AdaptiveCache(CachePolicy):
             return length
         if self.response_interval and forwards % self.response_interval == 0:
             return length - min(prompt, first)
-        return min(end - first + int((length - prompt) * self.ratio), length - min(prompt, first))
+        return min(end - first + (length - prompt) * self._parts // PARTS, length - min(prompt, first))
 
     def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
         tokens_BS = canvas.tokens_NS.index_select(0, lanes.slot_B)
@@ -83,7 +88,7 @@ class AdaptiveCache(CachePolicy):
         else:
             drift_BS = state["rate"] * (forwards_B1 - state["when"]) + FARTHEST * (tokens_BS != state["seen"])
             order_BS = drift_BS.masked_fill(~others_BS, -1.0).sort(dim=-1, descending=True, stable=True).indices
-            budget_B1 = ((length_B1 - prompt_B1) * self.ratio).to(torch.int64)
+            budget_B1 = (length_B1 - prompt_B1) * self._parts // PARTS
             chosen_BS = torch.zeros_like(others_BS).scatter(1, order_BS, (pos_S < budget_B1).expand_as(order_BS))
             if self.response_interval:
                 chosen_BS = chosen_BS | (forwards_B1 % self.response_interval == 0)

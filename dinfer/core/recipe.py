@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
+from dinfer.core.registry import (
+    CACHES,
+    DECODERS,
+    ITERATIONS,
+    SAMPLINGS,
+    Registry,
+    brief,
+    check_types,
+    options_of,
+    unknown,
+)
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
@@ -72,6 +82,14 @@ class Recipe:
             )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
+    @property
+    def parts(self) -> str:
+        """The components and their options in a line; of the sampling's many, those that are not at their defaults."""
+        return f"{self.iteration}, {self.decoder}, {self.cache}, {brief(self.sampling)}"
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.model.spec.family}, {self.parts})"
+
     def _check(self, values: Mapping[str, float]) -> None:
         """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
         for name, value in values.items():
@@ -94,6 +112,21 @@ class Recipe:
                     f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
                 )
 
+    def check(self, options: Sequence[float]) -> None:
+        """Raises ValueError for a list of options that `resolve` does not return. It may leave out the last ones."""
+        if type(options) is not list or len(options) > len(self.request_options):
+            names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
+            raise ValueError(
+                f"a request's options={options!r:.80} must be a list of at most {len(self.request_options)} numbers, "
+                f"as Recipe.resolve returns it: {names}"
+            )
+        given: dict[str, Any] = {}
+        for o, value in zip(self.request_options, options, strict=False):
+            whole = type(o.default) is int and type(value) is float and value.is_integer()
+            if type(value) is bool or value != o.default:
+                given[f"{o.kind}.{o.name}"] = int(value) if whole else value
+        self.resolve(given)
+
     def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
         """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
         values = [*options, *(o.default for o in self.request_options[len(options) :])]
@@ -104,9 +137,9 @@ class Recipe:
         """Whether a request with these options needs steps that sample."""
         return self.sampling.asks(self.sampling_of(options))
 
-    def most(self, options: Sequence[float]) -> int:
-        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all."""
-        return self.sampling.most(self.sampling_of(options), self.model.spec.vocab)
+    def top_candidates(self, options: Sequence[float]) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted."""
+        return self.sampling.top_candidates(self.sampling_of(options), self.model.spec.vocab)
 
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""

@@ -1,9 +1,9 @@
 """Five name -> component tables, and the fields that make a component's options.
 
 A component is a frozen dataclass: its fields are its configuration, and it owns no mutable state.
-A module registers its components when it is imported; a registry imports every module of its package on first
-use, so no central list is edited. Other distributions add components through entry points in the groups
-`dinfer.model`, `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
+A module registers its components when it is imported. A registry finds the modules of its package itself, so no
+central list is edited. Other distributions add components through entry points in the groups `dinfer.model`,
+`dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import importlib
 import importlib.metadata
 import inspect
 import math
-import pkgutil
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dinfer.core.describe import Description, OptionInfo, modules
+
 T = TypeVar("T", bound=type)
+entry_points = cache(importlib.metadata.entry_points)
 
 
 class UnknownName(ValueError):
@@ -38,22 +40,20 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request})
 
 
-@dataclass(frozen=True, slots=True)
-class OptionInfo:
-    """One option as `dinfer list` shows it."""
-
-    name: str
-    default: Any
-    help: str
-    per_request: bool
-
-
 def options_of(component: Any) -> list[OptionInfo]:
     """The options of a component or of its class, in the order of definition."""
+    hints = get_type_hints(component if isinstance(component, type) else type(component))
     return [
-        OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False))
+        OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False), hints[f.name])
         for f in dataclasses.fields(component)
     ]
+
+
+def brief(component: Any) -> str:
+    """The class of a component, and its options that are not at their defaults."""
+    given = ((info.name, getattr(component, info.name), info.default) for info in options_of(component))
+    options = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+    return f"{type(component).__name__}({options})"
 
 
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
@@ -93,8 +93,9 @@ def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = 
 
 def check_types(kind: str, component: Any) -> None:
     """Raises ValueError for an option of another type than declared, in a component that Python code built itself."""
-    values = {info.name: getattr(component, info.name) for info in options_of(component)}
-    typed(get_type_hints(type(component)), values, prefix=f"{kind}.")
+    infos = options_of(component)
+    values = {info.name: getattr(component, info.name) for info in infos}
+    typed({info.name: info.hint for info in infos}, values, prefix=f"{kind}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -122,15 +123,19 @@ def _words(hint: Any) -> str:
 
 
 class Registry(Generic[T]):
-    """`Registry("decoder", "dinfer.decoders")` holds every component of that package by name."""
+    """`Registry("decoder", "dinfer.decoders")` holds every component of that package by name.
+
+    Names and descriptions are read from the source. A module is imported when a component of it is needed.
+    """
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind
         self._package = package
         self._table: dict[str, T] = {}
-        self._loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
+        """A class decorator. Raises ValueError for a name that another class has."""
+
         def add(cls: T) -> T:
             known = self._table.setdefault(name, cls)
             if known is not cls:
@@ -139,43 +144,67 @@ class Registry(Generic[T]):
 
         return add
 
+    @cached_property
+    def _written(self) -> dict[str, tuple[str, Description]]:
+        """The module and the description of what can be read from the source. Imports the modules that cannot be."""
+        found: dict[str, tuple[str, Description]] = {}
+        for module in modules(self._package, f"{self.kind.upper()}S"):
+            if isinstance(module, str):
+                importlib.import_module(module)
+            else:
+                found |= {name: (module.name, description) for name, description in module.registered.items()}
+        return found
+
+    @cached_property
+    def _installed(self) -> importlib.metadata.EntryPoints:
+        """Components of other distributions."""
+        return entry_points().select(group=f"dinfer.{self.kind}")
+
     def names(self) -> list[str]:
-        if not self._loaded:
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
-            for entry in importlib.metadata.entry_points(group=f"dinfer.{self.kind}"):
-                self.register(entry.name)(entry.load())
-            self._loaded = True
-        return sorted(self._table)
+        return sorted({*self._written, *self._installed.names, *self._table})
 
     def get(self, name: str) -> T:
+        """The class of that name. Raises UnknownName."""
         if name not in self.names():
             raise unknown(self.kind, name, self.names())
+        if name in self._written:
+            importlib.import_module(self._written[name][0])  # it registers the class, and refuses another of its name
+        for entry in self._installed.select(name=name):
+            self.register(name)(entry.load())
         return self._table[name]
+
+    def describe(self, name: str) -> Description:
+        """Summary, paper and options of a component, which is not imported for that. Raises UnknownName."""
+        if name in self._written and name not in self._table:
+            return self._written[name][1]
+        cls: Any = self.get(name)
+        return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
+
+    def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.
+
+        Whether values are in range, the component says when it is built.
+        """
+        given = dict(config)
+        if "name" not in given:
+            raise ValueError(f"{self.kind} needs a `name`, one of: {', '.join(self.names())}")
+        name = given.pop("name")
+        hints = {info.name: info.hint for info in self.describe(name).options}
+        for key in given:
+            if key not in hints:
+                raise unknown(f"option of {self.kind} {name!r}:", key, list(hints))
+        return name, typed(hints, given, prefix=f"{self.kind}.")
 
     def build(self, config: Mapping[str, Any] | str | Any) -> Any:
         """A component from its name, from a mapping `{"name": ..., option: ...}`, or as it is."""
         if isinstance(config, str):
             config = {"name": config}
-        if not isinstance(config, Mapping):
-            if isinstance(config, tuple(self._table[n] for n in self.names())):
-                return config
-            raise TypeError(f"{self.kind} must be a name, a mapping or a {self.kind} component, not {config!r}")
-        given = dict(config)
-        if "name" not in given:
-            raise ValueError(f"{self.kind} needs a `name`, one of: {', '.join(self.names())}")
-        name = given.pop("name")
-        cls = self.get(name)
-        allowed = [info.name for info in options_of(cls)]
-        for key in given:
-            if key not in allowed:
-                raise unknown(f"option of {self.kind} {name!r}:", key, allowed)
-        return cls(**typed(get_type_hints(cls), given, prefix=f"{self.kind}."))
-
-    def summary(self, name: str) -> str:
-        """First line of the component's docstring."""
-        return inspect.cleandoc(self.get(name).__doc__ or "").split("\n")[0]
+        if isinstance(config, Mapping):
+            name, options = self.check(config)
+            return self.get(name)(**options)
+        if isinstance(config, tuple(self._table.values())):
+            return config
+        raise TypeError(f"{self.kind} must be a name, a mapping or a {self.kind} component, not {config!r}")
 
 
 MODELS: Registry = Registry("model", "dinfer.models")

@@ -67,12 +67,13 @@ class BatchState:
     ) -> BatchState:  # fmt: skip
         """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
 
-        `block` is L; None: what the iteration says for a generation of `length`.
+        `block` is L; None: what the iteration says for a generation of `length`. It is never longer than `length`:
+        a block ends where the canvas does.
         """
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
-        block = block or iteration.block_length(length)
+        block = min(block or iteration.block_length(length), length)
         block_state = recipe.decoder.fresh_state(spec, block)
         return cls(
             block=block,

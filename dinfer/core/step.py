@@ -18,11 +18,12 @@ from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.core.stats import Draw, TokenStats
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
 from dinfer.kernels.rows import take
-from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
+from dinfer.kernels.token_stats import token_stats
 
 Interval = tuple[Tensor, Tensor]
 
@@ -53,10 +54,11 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     kept_B = lanes.kept_B if window.kept_B is None else window.kept_B
     if window.settled_B is not None:
-        settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
-        if shape.phase == Phase.PREFILL:  # the keys are all that is wanted of it: no LM head, nothing to decode
+        settled_B = settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
+        state.cache.store(slot_B, cache_state, settled_B)
+        if shape.phase == Phase.PREFILL:  # it computes keys only: no LM head, nothing to decode
             return
-        lanes.live_B = lanes.live_B & (window.settled_B < 0)
+        lanes.live_B = lanes.live_B & ~settled_B
     lanes.kept_B = kept_B
 
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
@@ -118,8 +120,11 @@ def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, I
     return interval_BW, local_interval(interval_BW, pos_BW, lanes.start_B, spec.local.window), context_BW
 
 
-def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> None:
-    """Stores the cursors of rows that had keys computed and decode nothing; a prefill goes on where keys are left."""
+def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> Tensor:
+    """Stores the cursors of rows whose keys were computed and which decode nothing, and says which these are.
+
+    A prefill continues in the next step where keys are missing. bool [B]
+    """
     rest_B = (settled_B < kept_B) & (phase == Phase.PREFILL)
     passed = replace(
         lanes,
@@ -129,6 +134,7 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
         phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
     )
     canvas.store(passed)
+    return passed.live_B
 
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
@@ -168,7 +174,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
     return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
 

@@ -153,8 +153,9 @@ class Engine:
             self._release(slot)
 
     def _check(self, request: Request) -> None:
-        """Raises ValueError for a request that no empty engine has room for, or with tokens that are none."""
+        """Raises ValueError for a request that can never run here, and says why."""
         request.check(self.recipe.model.spec.vocab)
+        self.recipe.check(request.options)
         need, most = self._need(request), self.runtime.pages
         if self.runtime.max_length is not None and request.length > self.runtime.max_length:
             raise ValueError(
@@ -171,15 +172,19 @@ class Engine:
         """Pages that a request takes up."""
         return -(-request.length // self.runtime.page) * (1 + self.recipe.guided(request.options))
 
+    def _block(self, request: Request) -> int:
+        """Length of the longest active block. A block ends where the canvas does, however long the option says."""
+        return min(self.recipe.iteration.block_length(request.length - request.start), request.length)
+
     def _grow(self) -> None:
         """Makes sure that there is room for what waits; a larger state replaces the old one, and its graphs."""
         requests, runtime = [row.request for row in self._waiting], self.runtime
-        block = self.recipe.iteration.block_length(max(r.length - r.start for r in requests))
+        block = max(map(self._block, requests))
         branches = 1 + any(self.recipe.guided(request.options) for request in requests)
         slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
         if runtime.max_length is not None:
             slots, length = runtime.rows, runtime.max_length
-            block = max(block, self.recipe.iteration.block_length(length))
+            block = max(block, min(self.recipe.iteration.block_length(length), length))
         want, have = (slots, length, block, branches), self._room
         if all(map(int.__le__, want, have)):
             return
@@ -199,7 +204,7 @@ class Engine:
         if len(self._rows) == slots:
             return False
         need, slot = self._need(request), next(s for s in range(slots) if s not in self._rows)
-        fits = request.length <= length and self.recipe.iteration.block_length(request.length - request.start) <= block
+        fits = request.length <= length and self._block(request) <= block
         if not fits or (shared := self._shared(row)) is None:
             return False
         self._pages.share(shared)  # first, so that they are not handed out anew
@@ -209,7 +214,7 @@ class Engine:
         fresh = self._pages.allocate(need - len(shared))
         state, row.pages, row.published = self._state, shared + fresh, len(shared)
         row.sampled, row.guided = self.recipe.sampled(request.options), self.recipe.guided(request.options)
-        row.most = self.recipe.most(request.options)
+        row.top_candidates = self.recipe.top_candidates(request.options)
         row.seen = need // 2 if row.guided else need
         state.kv.wipe(fresh)
         state.kv.assign(slot, row.pages[: row.seen], row.pages[row.seen :])
@@ -314,13 +319,17 @@ class Engine:
 
     def _shape(self, phase: Phase, step: Step) -> StepShape:
         rows, iteration, block = [self._rows[slot] for slot in step.slots], self.recipe.iteration, self._state.block
-        sampled, guided = any([row.sampled for row in rows]), any([row.guided for row in rows])
+        guided, pages = any([row.guided for row in rows]), max([row.seen for row in rows])
+        if phase == Phase.PREFILL:  # draws and scores nothing, so one graph serves whatever the rows draw later
+            return StepShape(phase, len(rows), step.width, iteration.blocks, block, pages, guided=guided)
+        sampled = any([row.sampled for row in rows])
         positions, scored = len(rows) * iteration.blocks * block, 0
         if positions >= MANY and not sampled and not guided and self.recipe.scores_open:
             scored = sum([row.masks[row.cursors.end] - row.cursors.committed for row in rows])
         return StepShape(
-            phase, len(rows), step.width, iteration.blocks, block, max([row.seen for row in rows]),
-            sampled=sampled, guided=guided, settles=step.settles, most=max([row.most for row in rows]),
+            phase, len(rows), step.width, iteration.blocks, block, pages,
+            sampled=sampled, guided=guided, settles=step.settles,
+            top_candidates=max([row.top_candidates for row in rows]),
             scored=scored if 0 < scored < positions else 0,
         )  # fmt: skip
 
@@ -383,16 +392,7 @@ class Engine:
     def _completion(self, row: Row, seen: list[int]) -> Completion:
         now, spec = row.cursors, self.recipe.model.spec
         tokens = [token if token >= 0 else spec.eos_id for token in seen]
-        filled = [token for token, masked in zip(tokens, row.request.masked, strict=False) if masked]
-        end = next((i for i, token in enumerate(filled) if token in spec.stop_ids), len(filled))
-        stopped = row.request.stops and end < len(filled)
-        output = filled[:end] if stopped else filled
-        counts = Counts(
-            forwards=now.forwards,
-            prefills=now.forwards - now.steps,
-            refreshes=now.refreshes,
-            committed=now.committed,
-            tokens=len(output),
-            seconds=time.perf_counter() - row.began,
-        )
+        output, stopped = row.request.answer(tokens, spec.stop_ids)
+        seconds = time.perf_counter() - row.began
+        counts = Counts(now.forwards, now.forwards - now.steps, now.refreshes, now.committed, len(output), seconds)
         return Completion(tokens, output, stopped, counts)

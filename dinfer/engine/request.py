@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from dinfer.core.canvas import Phase
@@ -41,10 +42,39 @@ class Request:
         return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
     def check(self, vocab: int) -> None:
-        """Raises ValueError for a token outside the vocabulary: kernels would read whatever is there."""
+        """Raises ValueError for a request that no engine can run, and names the field."""
+        for name, each in (("prompt", int), ("gaps", bool)):
+            value = getattr(self, name)
+            if value is None and name == "gaps":
+                continue
+            if type(value) is not list or not all(type(item) is each for item in value):
+                what = "token ids (integers)" if each is int else "true or false for each token of the prompt"
+                raise ValueError(f"a request's {name} must be a list of {what}, not {value!r:.80}")
+        for name in ("new_tokens", "spare"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"a request's {name}={value!r:.80} must be an integer, 0 or more")
+        if type(self.stops) is not bool:
+            raise ValueError(f"a request's stops={self.stops!r:.80} must be true or false")
+        if not self.prompt:
+            raise ValueError("a request's prompt is empty: give at least one token")
+        if self.gaps is not None and len(self.gaps) != len(self.prompt):
+            raise ValueError(
+                f"a request's gaps has {len(self.gaps)} values for a prompt of {len(self.prompt)} tokens: give one for "
+                "each"
+            )
+        if not self.new_tokens and not any(self.gaps or ()):
+            raise ValueError("a request has nothing to decode: give new_tokens, or gaps with an open position")
         given = (token for token, masked in zip(self.prompt, self.masked, strict=False) if not masked)
         if (outside := next((token for token in given if not 0 <= token < vocab), None)) is not None:
             raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
+
+    def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
+        """The generated tokens before the first stop token, and whether there is one."""
+        filled = [token for token, masked in zip(canvas, self.masked, strict=False) if masked]
+        end = next((i for i, token in enumerate(filled) if token in stop_ids), len(filled))
+        stopped = self.stops and end < len(filled)
+        return filled[:end] if stopped else filled, stopped
 
     @property
     def start(self) -> int:

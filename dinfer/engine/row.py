@@ -20,7 +20,7 @@ class Row:
     pages: list[int] = field(default_factory=list)
     began: float = 0.0
     sampled: bool = False  # its steps have to draw tokens
-    most: int = 0  # of how many most likely tokens it draws from some; 0: from all
+    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
     guided: bool = False  # it has a second branch
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     need: Need = field(default_factory=lambda: Need(0))  # what a step computes for it, given

@@ -124,11 +124,12 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
     if wide > 64 and shape.lanes <= lanes * 3 // 4:  # lanes that fill up are computed too
         lanes = lanes * 3 // 4
-    most = min(max(_power_of_2(shape.most), 64), vocab) if shape.most else 0
+    top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)
     scored = -(-shape.scored // share) * share
-    return replace(shape, lanes=lanes, width=wide, pages=pages, most=most, scored=scored if scored < positions else 0)
+    scored = scored if scored < positions else 0
+    return replace(shape, lanes=lanes, width=wide, pages=pages, top_candidates=top, scored=scored)
 
 
 def _power_of_2(count: int) -> int:

@@ -34,6 +34,11 @@ class SelfConditionedSweep(AlignedSweep):
     block: int = option(256, "length of a canvas, in tokens")
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
+        if self.block > spec.max_length:
+            return (
+                f"iteration.block={self.block} is decoded as a whole, but the model has {spec.max_length} positions. "
+                "Use the length that the model was trained with."
+            )
         if spec.self_conditioning:
             return None
         return (

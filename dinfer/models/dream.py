@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, HubFamily, expect
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import HubFamily
 
 
 @MODELS.register("dream")
@@ -30,7 +31,7 @@ class Dream(HubFamily):
         return config.get("model_type") == "Dream"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, PLAIN)
+        config = complete(config, PLAIN, QWEN)
         return ModelSpec(
             family="dream",
             mlp=config["intermediate_size"],

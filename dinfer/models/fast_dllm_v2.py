@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, expect
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import BlockFamily
 
 
 @MODELS.register("fast_dllm_v2")
@@ -32,7 +33,7 @@ class FastDllmV2(BlockFamily):
         return config.get("model_type") == "Fast_dLLM_Qwen"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, PLAIN)
+        config = complete(config, PLAIN, QWEN)
         return ModelSpec(
             family="fast_dllm_v2",
             mlp=config["intermediate_size"],

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import HubFamily, Names, expect
+from dinfer.models._config import expect
+from dinfer.models._family import HubFamily, Names
 
 # Fields that would change the network if they differed. None: absent or null.
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -60,11 +61,7 @@ class Llada(HubFamily):
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         expect(config, EXPECTED)
         hidden, heads = config["d_model"], config["n_heads"]
-        if not heads or hidden % heads:
-            raise ValueError(f"config.json: d_model={hidden} must be a multiple of n_heads={heads}")
         kv_heads = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
-        if heads % kv_heads:
-            raise ValueError(f"config.json: n_heads={heads} must be a multiple of n_kv_heads={kv_heads}")
         vocab = config.get("embedding_size") or config["vocab_size"]
         return ModelSpec(
             family="llada",
@@ -77,7 +74,7 @@ class Llada(HubFamily):
             mlp=config.get("mlp_hidden_size") or config["mlp_ratio"] * hidden,
             norm_eps=config["rms_norm_eps"],
             rope_theta=config["rope_theta"],
-            tied_head=config["weight_tying"],
+            tied_head=bool(config["weight_tying"]),
             max_length=config["max_sequence_length"],
             **self.tokens(config, vocab),
         )

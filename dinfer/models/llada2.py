@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, Names, expect
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import BlockFamily, Names
 
 EXPECTED = PLAIN | {
     "use_bias": (False, None),
@@ -17,6 +18,12 @@ EXPECTED = PLAIN | {
     "norm_softmax": (False, None),
     "score_function": ("sigmoid", None),
 }
+# What the authors' config class takes for fields that are absent.
+ABSENT = {
+    "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16384, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "num_shared_experts": 0, "first_k_dense_replace": 0, "moe_router_enable_expert_bias": True, "norm_topk_prob": True,
+}  # fmt: skip
 ATTENTION = "model.layers.{i}.attention"
 
 
@@ -33,7 +40,7 @@ class Llada2(BlockFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        return config.get("model_type") == "llada2_moe"
+        return config.get("model_type") in ("llada2_moe", "llada2_moe_veomni")  # the latter is dFactory's
 
     def names(self) -> Names:
         return Names(
@@ -42,7 +49,7 @@ class Llada2(BlockFamily):
         )  # fmt: skip
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, EXPECTED)
+        config = complete(config, EXPECTED, ABSENT)
         fields = self.body(config)
         rotary, rope_dim = config.get("rotary_dim"), fields["rope_dim"] or fields["head_dim"]
         if rotary is not None and rotary != rope_dim:
@@ -54,22 +61,22 @@ class Llada2(BlockFamily):
         return ModelSpec(
             family="llada2",
             mlp=config["intermediate_size"],
-            qk_norm=bool(config.get("use_qk_norm")),
+            qk_norm=config["use_qk_norm"],
             causal_block=self.attention_block(config),
             experts=ExpertSpec(
                 experts=config["num_experts"],
                 chosen=config["num_experts_per_tok"],
                 width=config["moe_intermediate_size"],
                 scores="sigmoid",
-                normalize=config.get("norm_topk_prob", True),
-                scale=config.get("routed_scaling_factor") or 1.0,
-                bias=bool(config.get("moe_router_enable_expert_bias", True)),
+                normalize=config["norm_topk_prob"],
+                scale=config["routed_scaling_factor"],
+                bias=config["moe_router_enable_expert_bias"],
                 # Where blocks choose their experts (2.2), they do so among all of them.
                 groups=1 if capacity else config["n_group"],
                 groups_chosen=1 if capacity else config["topk_group"],
                 capacity=capacity,
-                shared=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
-                dense=tuple(range(config.get("first_k_dense_replace") or 0)),
+                shared=config["moe_intermediate_size"] * config["num_shared_experts"],
+                dense=tuple(range(config["first_k_dense_replace"])),
             ),
             **fields,
         )

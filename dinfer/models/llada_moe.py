@@ -7,19 +7,21 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, HubFamily, Names, expect
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import HubFamily, Names
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None),
     "moe_router_enable_expert_bias": (False, None),
     "moe_router_score_function": ("softmax", None),
     "norm_topk_prob": (None, False),
-    "router_num_group": (None,),
-    "router_topk_group": (None,),
+    "router_num_group": (None, -2),  # -2: the default of the authors' config class
+    "router_topk_group": (None, -2),
     "routed_scaling_factor": (1, None),
     "partial_rotary_factor": (1, None),
 }
-SHARED = "model.layers.{i}.mlp.shared_expert"
+ABSENT = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}  # as in the authors' config class
+SHARED = "model.layers.{i}.shared_expert"
 
 
 @MODELS.register("llada_moe")
@@ -36,7 +38,7 @@ class LladaMoe(HubFamily):
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
         # The dense LLaDA has the same model_type.
-        return config.get("model_type") in ("llada", "llada_moe") and "num_experts" in config
+        return config.get("model_type") in ("llada", "llada_moe", "lladamoe") and "num_experts" in config
 
     def names(self) -> Names:
         return Names(
@@ -44,10 +46,10 @@ class LladaMoe(HubFamily):
         )
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, EXPECTED)
+        config = complete(config, EXPECTED, ABSENT)
         layers, mixed = config["num_hidden_layers"], config.get("moe_layer_freq")
         mixed = [1] * layers if mixed is None else mixed
-        if not isinstance(mixed, list) or len(mixed) != layers or any(flag not in (0, 1) for flag in mixed):
+        if len(mixed) != layers or any(flag not in (0, 1) for flag in mixed):
             raise ValueError(f"config.json: moe_layer_freq={mixed!r} must be a 0 or 1 for each of {layers} layers")
         return ModelSpec(
             family="llada_moe",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, expect
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import BlockFamily
 
+SUFFIX = re.compile(r"-b([1-9][0-9]*)$")
+OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")
 EXPECTED = PLAIN | {"attention_bias": (False, None)}
 
 
@@ -19,7 +24,6 @@ class Sdar(BlockFamily):
 
     paper = "SDAR, arXiv:2510.06303"
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
-    trained: ClassVar[int] = 4
     published_mask: ClassVar[int] = 151669
     published_stops: ClassVar[tuple[int, ...]] = (151643, 151645)
 
@@ -30,8 +34,10 @@ class Sdar(BlockFamily):
         return config.get("model_type") in ("sdar", "sdar_moe")
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, EXPECTED)
+        config = complete(config, EXPECTED, QWEN)
         mixed = config["model_type"] == "sdar_moe" or "num_experts" in config
+        if not mixed:
+            config.setdefault("head_dim", 128)
         return ModelSpec(
             family="sdar",
             mlp=config["intermediate_size"],
@@ -39,6 +45,20 @@ class Sdar(BlockFamily):
             causal_block=self.attention_block(config),
             experts=_experts(config) if mixed else None,
             **self.body(config),
+        )
+
+    def silent_block(self) -> int:
+        """As the name says: N of those that end in -bN, and 4 of the others that were published."""
+        path = Path(self.checkpoint).expanduser().absolute()
+        cached = [part for part in path.parts if part.startswith("models--")]  # a folder of the hub's cache
+        for name in (path.name, *cached):
+            if found := SUFFIX.search(name):
+                return int(found[1])
+            if OF_FOUR.search(name):
+                return 4
+        raise ValueError(
+            f"config.json has no block_size, and the name {path.name!r} does not say it as SDAR-8B-Chat-b32 does. "
+            "Give model.block, the length of the attention blocks that the checkpoint was trained with"
         )
 
 

@@ -7,8 +7,14 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, expect
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import BlockFamily
 
+ABSENT = {
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}  # as LlamaConfig
 EXPECTED = PLAIN | {"attention_bias": (False, None), "mlp_bias": (False, None)}
 
 
@@ -18,7 +24,7 @@ class StableDiffcoder(BlockFamily):
     """Stable-DiffCoder checkpoints: a Llama body, block-causal."""
 
     paper = "Stable-DiffCoder, arXiv:2601.15892"
-    trained: ClassVar[int] = 4
+    published_block: ClassVar[int] = 4
     published_mask: ClassVar[int] = 5
     published_stops: ClassVar[tuple[int, ...]] = (2,)
 
@@ -26,11 +32,11 @@ class StableDiffcoder(BlockFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        # The model_type is that of any Llama.
-        return any("StableDiffcoder" in name for name in config.get("architectures") or ())
+        # The model_type is that of any Llama. Early revisions are of the class SeedDiffcoderForCausalLM.
+        return "DiffcoderForCausalLM" in f"{config.get('architectures')} {config.get('auto_map')}"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        expect(config, EXPECTED)
+        config = complete(config, EXPECTED, ABSENT)
         return ModelSpec(
             family="stable_diffcoder",
             mlp=config["intermediate_size"],

@@ -16,16 +16,18 @@ LONGEST = 400
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {"analysis", "core", "loading", "pipeline"}
 
-CORE = {"core.canvas", "core.protocols", "kernels", "core.spec"}
+CORE = {"core.canvas", "core.protocols", "kernels", "core.spec", "core.stats"}
 COMPONENT = CORE | {"core.registry"}
 # What each unit may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
-    "kernels": set(),
+    "core.stats": set(),
+    "kernels": {"core.stats"},
     "core.canvas": {"kernels"},
-    "core.registry": set(),
+    "core.describe": set(),
+    "core.registry": {"core.describe"},
     "demo": set(),
     "core.spec": set(),
-    "core.protocols": {"core.canvas", "kernels", "core.spec"},
+    "core.protocols": {"core.canvas", "core.spec", "core.stats"},
     "layers": {"core.protocols", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
@@ -34,26 +36,38 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT,
     "models": COMPONENT | {"layers", "loading.token_ids"},
     "core.recipe": {"core.protocols", "core.registry"},
-    "loading.safetensors_io": set(),
+    "loading.files": set(),
+    "loading.safetensors_io": {"loading.files"},
     "loading.catalog": set(),
-    "loading.token_ids": {"loading.safetensors_io"},
-    "loading.lora": {"loading.safetensors_io", "core.spec"},
-    "loading.quantized": {"loading.safetensors_io", "core.spec"},
+    "loading.hub": {"loading.files", "core.registry"},
+    "loading.token_ids": {"loading.files"},
+    "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
+    "loading.quantized": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
-        "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
-        "loading.safetensors_io", "loading.token_ids", "core.spec",
+        "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
+        "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec",
+    },
+    "loading.inspect": {
+        "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
+        "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
-    "engine": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.state", "core.step"},
+    "engine": {
+        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
+        "core.step",
+    },
     "pipeline.infilling": {"engine"},
+    "pipeline.chat": set(),
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
+    "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
-        "loading.checkpoint", "core.recipe", "engine", "pipeline.infilling", "layers", "core.registry",
+        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling", "layers",
+        "core.registry",
     },
     "pipeline": {"pipeline.pipeline"},
     "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
@@ -68,9 +82,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.catalog", "loading.checkpoint", "core.recipe", "engine", "analysis.pareto",
-        "analysis.metrics", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace",
-        "analysis.tuning",
+        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
+        "core.spec", "engine", "analysis.pareto", "analysis.metrics", "analysis.outputs", "pipeline",
+        "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
@@ -81,11 +95,11 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"analysis.audit", "analysis.plots"},
     "optuna": {"analysis.tuning"},
     "triton": {"kernels"},
-    "transformers": {"pipeline.pipeline"},
+    "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
-    "huggingface_hub": {"loading.checkpoint"},
+    "huggingface_hub": {"loading.hub"},
     "numpy": {"analysis.metrics"},
-    "jinja2": set(),
+    "jinja2": {"loading.inspect"},
     "vllm": set(),
     "sglang": set(),
     "lm_eval": set(),
@@ -180,6 +194,28 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT.keys() - {"parity"})
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports within functions and for types alone count too, so kernels and their Triton twins have levels as well."""
+    modules = {module_of(path): path for path in FILES if path.name != "__init__.py"}
+    below = {name: set(imports(path.read_text())) & modules.keys() - {name} for name, path in modules.items()}
+    while ready := [name for name, others in below.items() if not others & below.keys()]:
+        below = {name: others for name, others in below.items() if name not in ready}
+    assert not below, f"a cycle among {sorted(below)}"
+
+
+def test_only_kernels_look_inside_what_kernels_defer() -> None:
+    types = "dinfer.kernels.types"
+    for path in (path for path in FILES if unit_of_file(path) != "kernels"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in nodes if node.module == types for alias in node.names}
+        assert not names & {"Parts", "Rounded"}, path
+        assert not names or unit_of_file(path) == "layers", path
+
+
 @pytest.mark.parametrize("path", ALL, ids=relative)
 def test_no_file_is_too_long(path: Path) -> None:
     lines = path.read_text().count("\n")
@@ -197,18 +233,14 @@ def test_no_error_is_swallowed(path: Path) -> None:
 
 
 def test_importing_dinfer_is_light() -> None:
-    heavy = ["triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers", "jinja2"]
+    """Nor does it cost anything to learn the name and the options of a component."""
+    heavy = [
+        "torch", "numpy", "triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers",
+        "jinja2",
+    ]  # fmt: skip
     code = (
-        "import sys, torch; before = set(sys.modules); import dinfer; "
-        f"print(*[m for m in {heavy} if m in set(sys.modules) - before])"
+        "import sys, dinfer; [r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
+        f"print(*[m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.split() == []
-
-
-def test_components_load_on_first_use() -> None:
-    code = (
-        "import sys, dinfer; loaded = [m for m in sys.modules if m.startswith('dinfer.decoders.')]; "
-        "assert not loaded, loaded; assert 'threshold' in dinfer.DECODERS.names()"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,7 +1,9 @@
-"""A tiny config.json of every family, with every field that makes a difference, and networks with random weights."""
+"""A tiny config.json of every family, with the fields that published ones have, and networks with random weights."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,41 +12,67 @@ from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of, random_network
-from support.models import CONFIG
+from support.models import CONFIG, EOS, MASK
 
-BODY: dict[str, Any] = {
+REAL = Path(__file__).parents[1] / "configs" / "real"
+NUMBERS = {
     "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 100.0, "max_position_embeddings": 256,
-    "tie_word_embeddings": False, "eos_token_id": 38, "mask_token_id": 39, "intermediate_size": 48,
+    "intermediate_size": 48, "rope_theta": 100.0, "max_position_embeddings": 256, "bos_token_id": EOS,
+    "eos_token_id": EOS, "pad_token_id": EOS, "mask_token_id": MASK,
 }  # fmt: skip
-LLADA2 = BODY | {
-    "model_type": "llada2_moe", "head_dim": 8, "use_qk_norm": True, "partial_rotary_factor": 0.5, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 4, "topk_group": 2, "num_shared_experts": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "block_size": 4,
-}  # fmt: skip
+
+
+def shrunk(folder: str, **numbers: Any) -> dict[str, Any]:
+    """A published config.json with other numbers in the fields that it has."""
+    config = json.loads((REAL / folder / "config.json").read_text())
+    assert numbers.keys() <= config.keys()
+    return {name: (NUMBERS | numbers).get(name, value) for name, value in config.items()}
+
+
+LLADA2 = shrunk(
+    "inclusionAI__LLaDA2.0-mini", head_dim=8, rotary_dim=4, num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=12, n_group=4, topk_group=2,
+)  # fmt: skip
+SDAR = shrunk("JetLM__SDAR-8B-Chat", head_dim=16)
+# Of these two families there is no published config.json to shrink: what is known of their fields.
+LLADA_MOE = {
+    "model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "attention_bias": False, "clip_qkv": None,
+    "dense_intermediate_size": 48, "expert_intermediate_size": 16, "hidden_act": "silu", "moe_layer_freq": [0, 1, 1],
+    "norm_topk_prob": None, "num_experts": 4, "num_experts_per_tok": 2, "partial_rotary_factor": 1,
+    "qk_layernorm": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "shared_expert_intermediate_size": None,
+    "tie_word_embeddings": False,
+} | NUMBERS | {"num_key_value_heads": 4}  # fmt: skip
+DIFFCODER = {
+    "model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"], "attention_bias": False, "mlp_bias": False,
+    "head_dim": 8, "hidden_act": "silu", "pretraining_tp": 1, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "tie_word_embeddings": False,
+} | NUMBERS  # fmt: skip
+for lacking in (LLADA_MOE, DIFFCODER):
+    del lacking["mask_token_id"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "llada": CONFIG,
-    "llada_moe": BODY | {
-        "model_type": "llada", "num_key_value_heads": 4, "qk_layernorm": True, "num_experts": 4,
-        "num_experts_per_tok": 2, "expert_intermediate_size": 16, "dense_intermediate_size": 48,
-        "moe_layer_freq": [0, 1, 1],
-    },
+    "llada_moe": LLADA_MOE,
     "llada2": LLADA2,
-    "llada2.2": LLADA2 | {"expert_capacity": 3},
-    "dream": BODY | {"model_type": "Dream"},
-    "sdar": BODY | {"model_type": "sdar", "head_dim": 16},
-    "sdar_moe": BODY | {
+    "llada2.2": LLADA2 | {"expert_capacity": 3, "block_size": 4},
+    "dream": shrunk("Dream-org__Dream-v0-Instruct-7B"),
+    "sdar": SDAR,
+    "sdar_moe": SDAR | {
         "model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "norm_topk_prob": True, "mlp_only_layers": [1],
+        "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
     },
-    "fast_dllm_v2": BODY | {"model_type": "Fast_dLLM_Qwen", "bd_size": 8, "tie_word_embeddings": True},
-    "stable_diffcoder": BODY | {"model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"]},
+    "fast_dllm_v2": shrunk("Efficient-Large-Model__Fast_dLLM_v2_1.5B", bd_size=8, layer_types=["full_attention"] * 3),
+    "stable_diffcoder": DIFFCODER,
 }  # fmt: skip
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts" in config]
 
 
 def family_for(config: dict[str, Any]) -> ModelFamily:
-    return MODELS.build(family_of(config))
+    """The family, with options for what config.json is silent about and the files of a tiny model do not say."""
+    name = family_of(config)
+    options: dict[str, Any] = {} if config.get("eos_token_id") or "text_config" in config else {"stop_ids": [EOS]}
+    options |= {} if config.get("mask_token_id") or "text_config" in config else {"mask_id": MASK}
+    options |= {"block": 4} if name == "llada2" and "block_size" not in config else {}
+    return MODELS.build({"name": name} | options)
 
 
 def random_model(name: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Transformer:

@@ -46,14 +46,18 @@ class Host:
             prompt=request.start, options=request.options, stops=request.stops,
         )  # fmt: skip
 
-    def step(self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None) -> None:
+    def step(
+        self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None,
+        settles: bool = False,
+    ) -> None:  # fmt: skip
         """A step that is wide enough for every row, whatever phase that is in."""
         every = -(-self.capacity // self.page)
         shape = StepShape(
             phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
-            most=max(self.recipe.most(request.options) for request in self.requests),
+            top_candidates=max(self.recipe.top_candidates(request.options) for request in self.requests),
             guided=any(self.recipe.guided(request.options) for request in self.requests),
+            settles=settles,
         )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 

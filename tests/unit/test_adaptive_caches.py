@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.host import Host
 from support.matrix import engine_for
 from support.models import tiny_model
 from torch import Tensor
 
+from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.request import Request, Update
@@ -123,6 +125,21 @@ def test_adaptive_computes_what_drifted_most(variant: str, prompts: int, respons
             rate[p] = round(distance * 2**20) / 2**20 / max(forward - when[p], 1)
             when[p], seen[p], values[p] = forward, tokens[p], new
     assert windows > 3
+
+
+def test_the_share_that_is_recomputed_is_the_same_for_host_and_device() -> None:
+    """29% of 100 is 29 in float32 and 28 in float64; the row then never fitted the step that the host launched."""
+    cache = {"name": "adaptive", "ratio": 0.29, "response_interval": 0}
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 32}, decoder="threshold", cache=cache)
+    host = Host(recipe, [Request([1, 2, 3], 100)])
+    host.step(Phase.FULL, host.slots)
+    cursors = Cursors._make(host.state.canvas.cursors_NC[host.slots[0], : len(Cursors._fields)].tolist())
+    width = recipe.cache.width(
+        recipe.model.spec, Phase.WINDOW, kept=cursors.kept, prompt=cursors.prompt, forwards=cursors.forwards,
+        start=cursors.start, end=cursors.end, length=cursors.length,
+    )  # fmt: skip
+    host.step(Phase.WINDOW, host.slots, width=width)
+    assert host.forwards() == [2]
 
 
 @pytest.mark.parametrize("cache", [{"name": "delayed", "interval": 1}, {"name": "adaptive", "prompt_interval": 1}])

@@ -156,6 +156,19 @@ def test_a_long_prompt_does_not_hold_up_rows_that_decode() -> None:
     assert [phases[names[1]] for phases in rounds] == [Phase.PREFILL] * 12
 
 
+def test_prefills_of_equal_work_are_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their rows will draw: a prefill draws nothing, so it needs no graph of its own."""
+    recipe = block_recipe()
+    given = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5}]
+    monkeypatch.setattr("dinfer.engine.engine.MANY", 1)
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    for options in given:
+        completions(engine_for(recipe), [Request([*range(1, 10)], 8, recipe.resolve(options))])
+    prefills = [shape for shape in shapes if shape.phase == Phase.PREFILL]
+    assert len(prefills) == len(given) and len(set(prefills)) == 1
+
+
 @pytest.mark.parametrize("pages", [18, 21, 40])
 def test_requests_wait_for_pages(pages: int) -> None:
     recipe = LEGAL[0].recipe()

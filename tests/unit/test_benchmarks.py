@@ -16,8 +16,9 @@ from benchmarks import dataset, parts, single, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
+from benchmarks.peers import ours, work
 from benchmarks.prompts import Prompt, read_prompts
-from benchmarks.shapes import shape
+from benchmarks.shapes import SHAPES, shape
 from dinfer.core.canvas import Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
@@ -236,6 +237,8 @@ def test_the_longest_run_of_window_steps_is_profiled() -> None:
     wide, full = replace(narrow, width=64), replace(narrow, phase=Phase.FULL)
     assert longest([full, narrow, wide, narrow, narrow, narrow, full, narrow]) == (3, 6)
     assert longest([full, *[narrow] * 99]) == (1, 1 + parts.LONGEST)
+    prefill = replace(narrow, phase=Phase.PREFILL)
+    assert longest([prefill, prefill, full]) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -254,11 +257,32 @@ def test_a_step_is_timed(options: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "between kernels" in capsys.readouterr().out
 
 
+def test_steps_without_a_cache_are_full_passes(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    step.main(
+        ["--shape", "small", "--cache", "none", *["--device", "cpu", "--prompt", "8", "--new", "8", "--out"], str(out)]
+    )
+    found = json.loads(out.read_text())
+    assert (found["eager"]["width"], found["eager"]["steps"][0]["phase"]) == (16, "FULL")
+    assert found["profile"]["steps"] == found["eager"]["steps"][0]["launches"] == 8
+
+
 def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> None:
     out = tmp_path / "throughput.json"
-    args = "--shape small-llada2 --device cpu --in-flight 2 --rounds 1 --prompt 32 --new 32 --spread"
+    args = "--shape small-llada2 --device cpu --in-flight 2 --rounds 1 --prompt 32 --new 32 --spread --quantize int8"
     throughput.main([*args.split(), "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["setting"]["spread"] and found["runs"][0]["requests"] == 2
+    assert found["setting"]["quantize"] == "int8"
     with pytest.raises(SystemExit):
         throughput.main(["--spread", "--model", "tiny"])
+
+
+def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None:
+    """As many forwards as the peer runs: in each block one over the canvas, then windows, four tokens a step."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["small"]))
+    line = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path / "out.json"), "--device", "cpu"]
+    ours.main([*line, "--prompt", "8", "--new", "16", "--block", "8", "--repeats", "2"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["forwards"] == 16 / work.RATE and found["same_tokens"] and len(found["all_s"]) == 2
+    assert {width: row["forwards"] for width, row in found["by_width"].items()} == {"24": 2, "8": 2}

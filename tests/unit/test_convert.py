@@ -14,7 +14,8 @@ from support.families import CONFIGS, EXPERTS, family_for, random_model
 from dinfer.layers.linear import QUANTIZED
 from dinfer.layers.linear import quantize as quantize_network
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.safetensors_io import CheckpointError, read, stored
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import read, stored
 from tools import convert as tool
 
 
@@ -37,19 +38,23 @@ def contents(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
 def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
     """Through shards of any size; the fused checkpoint is the same model."""
     source = checkpoint(tmp_path / "source", name)
-    tool.convert(source, tmp_path / "fused", fused=True, shard=9000)
-    tool.convert(tmp_path / "fused", tmp_path / "back", fused=False, shard=7000)
+    tool.convert(source, tmp_path / "fused", experts="fused", shard=9000)
+    tool.convert(tmp_path / "fused", tmp_path / "merged", experts="merged", shard=8000)
+    tool.convert(tmp_path / "merged", tmp_path / "back", experts="separate", shard=7000)
     assert contents(tmp_path / "back") == contents(source)
     fused = stored(tmp_path / "fused")
     assert "model.layers.2.mlp.w1" in fused and not any(".experts." in key for key in fused)
     assert len(list((tmp_path / "fused").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "fused" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.size for tensor in fused.values())
+    assert "model.layers.2.mlp.experts.gate_proj" in stored(tmp_path / "merged")
     for folder in ("fused", "back"):
         assert (tmp_path / folder / "chat_template.jinja").read_text() == "x"
         assert not (tmp_path / folder / "modeling_x.py").exists()
     family, cpu = family_for(CONFIGS[name]), torch.device("cpu")
-    networks = [load_network(tmp_path / f, family, dtype=None, device=cpu) for f in ("source", "fused", "back")]
+    networks = [
+        load_network(tmp_path / f, family, dtype=None, device=cpu) for f in ("source", "fused", "merged", "back")
+    ]
     for other in networks[1:]:
         assert all(map(torch.equal, networks[0].parameters(), other.parameters()))
 
@@ -59,11 +64,12 @@ def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_weights_in_8_bits_are_those_that_loading_rounds(name: str, quantize: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", name)
     tool.convert(source, tmp_path / "apart", quantize=quantize, shard=9000)
-    tool.convert(source, tmp_path / "fused", quantize=quantize, fused=True)
+    tool.convert(source, tmp_path / "fused", quantize=quantize, experts="fused")
+    tool.convert(source, tmp_path / "merged", quantize=quantize, experts="merged")
     family, cpu = family_for(CONFIGS[name]), torch.device("cpu")
     want = load_network(source, family, dtype=None, device=cpu)
     quantize_network(want, QUANTIZED[quantize])
-    for folder in ("apart", "fused"):
+    for folder in ("apart", "fused", "merged"):
         got = load_network(tmp_path / folder, family, dtype=None, device=cpu)
         for mine, theirs in ((got.named_parameters(), want.parameters()), (got.named_buffers(), want.buffers())):
             for (what, tensor), other in zip(mine, theirs, strict=True):
@@ -86,7 +92,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "moe", "llada2")
     with pytest.raises(CheckpointError, match="they are separate already"):
-        tool.convert(source, tmp_path / "out", fused=False)
+        tool.convert(source, tmp_path / "out", experts="separate")
     with pytest.raises(CheckpointError, match="has no experts"):
-        tool.convert(checkpoint(tmp_path / "dense", "dream"), tmp_path / "out", fused=True)
+        tool.convert(checkpoint(tmp_path / "dense", "dream"), tmp_path / "out", experts="fused")
     assert not (tmp_path / "out").exists()

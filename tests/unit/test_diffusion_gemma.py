@@ -22,7 +22,8 @@ from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
-from dinfer.loading.checkpoint import CheckpointError, load_network, save_network
+from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parity.uniform import Recorded
 from dinfer.pipeline import Pipeline
@@ -243,6 +244,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     for given, reason in (
         ({"iteration": "smooth"}, "adds what it expects to the mask token, and this model has none"),
         ({"iteration": "block_diffusion"}, "Use iteration=self_conditioned or blockwise"),
+        ({"iteration": SWEEP | {"block": 10**9}}, "block=1000000000 is decoded as a whole, but .* 256 positions"),
         ({"sampling": {"name": "standard", "guidance": 1.0}}, "this model has no mask token. Leave it"),
         ({"model": tiny_model(), "decoder": "threshold"}, "this one was not trained for that"),
         ({"model": tiny_model(), "iteration": "blockwise"}, "decoder=renoise puts uniform noise"),
@@ -276,8 +278,8 @@ def changed(**text: Any) -> dict[str, Any]:
         (changed(hidden_activation="relu"), "hidden_activation='relu' is not supported"),
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
         (changed(layer_types=["full_attention", "sliding_attention"]), "full_attention for the last"),
-        (changed(layer_types=["full_attention"]), "for each of num_hidden_layers=2"),
-        (changed(sliding_window=0), "window=0 of the local layers"),
+        (changed(layer_types=["full_attention"]), "layer_types has 1 entries for num_hidden_layers=2"),
+        (changed(sliding_window=0), "sliding_window=0 must be an integer, at least 1"),
     ],
 )
 def test_a_config_that_means_another_network_is_refused(config: dict[str, Any], message: str) -> None:

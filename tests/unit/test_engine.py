@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from support.matrix import completions, engine_for, outcome
@@ -176,9 +179,25 @@ def test_pages_are_shared_until_the_last_owner_lets_go() -> None:
     assert sorted(pages.allocate(4)) == list(range(RESERVED, RESERVED + 4))
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"page": 0}, {"page": -1}])
-def test_runtime_refuses_nonsense(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 0}, "rows=0 must be at least 1"),
+        ({"page": 0}, "page=0 must be between 1 and 4096"),
+        ({"page": 10**9}, "page=1000000000 must be between 1 and 4096"),
+        ({"pages": -1}, "pages=-1 must be at least 1"),
+        ({"rows": 1.5}, r"rows=1\.5 must be an integer"),
+        ({"rows": math.nan}, "rows=nan must be an integer"),
+        ({"rows": "8"}, "rows='8' must be an integer"),
+        ({"rows": True}, "rows=True must be an integer"),
+        ({"max_length": 2.0}, r"max_length=2\.0 must be an integer or null"),
+        ({"graphs": "x"}, "graphs='x' must be true or false"),
+        ({"share": 1}, "share=1 must be true or false"),
+        ({"kv": None}, "kv=None must be 'model' or 'fp8'"),
+    ],
+)
+def test_runtime_refuses_nonsense(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"runtime\.{message}"):
         Runtime(**wrong)
 
 
@@ -193,3 +212,63 @@ def test_a_prompt_with_a_token_that_is_none_is_refused(token: int) -> None:
     with pytest.raises(ValueError, match=f"holds token {token}, which is not in the vocabulary of 40"):
         engine.add(Request([1, token], 4, [0.6, 1]))
     engine.add(Request([1, token], 4, [0.6, 1], gaps=[False, True]))  # what is in a gap is replaced
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"new_tokens": 0}, "nothing to decode"),
+        ({"new_tokens": 0, "spare": 4}, "nothing to decode"),
+        ({"new_tokens": 0, "gaps": [False] * 3}, "nothing to decode"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"new_tokens": -1}, "new_tokens=-1 must be an integer, 0 or more"),
+        ({"new_tokens": 4.0}, r"new_tokens=4\.0 must be an integer"),
+        ({"spare": -4}, "spare=-4 must be an integer, 0 or more"),
+        ({"gaps": [True]}, "gaps has 1 values for a prompt of 3 tokens"),
+        ({"gaps": [False] * 4}, "gaps has 4 values for a prompt of 3 tokens"),
+        ({"gaps": [0, 1, 0]}, "gaps must be a list of true or false"),
+        ({"prompt": "abc"}, "prompt must be a list of token ids"),
+        ({"prompt": [1, 2.0, 3]}, "prompt must be a list of token ids"),
+        ({"prompt": [1, True, 3]}, "prompt must be a list of token ids"),
+        ({"stops": 1}, "stops=1 must be true or false"),
+        ({"options": [0.6, 1] * 20}, "options=.* must be a list of at most"),
+        ({"options": {"threshold": 0.6}}, "options=.* must be a list of at most"),
+        ({"options": [1.5]}, r"decoder\.threshold=1\.5 must be a probability"),
+        ({"options": [math.nan]}, r"decoder\.threshold=nan must be a probability"),
+        ({"options": ["a"]}, r"decoder\.threshold='a' must be of type float"),
+        ({"options": [0.6, 1.5]}, r"decoder\.least=1\.5 must be of type int"),
+    ],
+)
+def test_what_can_never_run_is_refused_when_it_is_added(fields: dict[str, Any], message: str) -> None:
+    engine = engine_for(poisoned_recipe())
+    engine.add(CLEAN[0])
+    with pytest.raises(ValueError, match=message):
+        engine.add(Request(**({"prompt": [1, 2, 3], "new_tokens": 4} | fields)))
+    done = [update.completion for _ in range(99) if engine.busy for update in engine.step()]
+    assert done[-1] is not None and not engine.busy
+
+
+@pytest.mark.parametrize("block", [10**6, 10**9, 2**40])
+@pytest.mark.parametrize(
+    ("iteration", "variant", "fields"),
+    [
+        ({"name": "blockwise"}, "bidirectional", {}),
+        ({"name": "blockwise", "align": True}, "bidirectional", {}),
+        ({"name": "smooth"}, "bidirectional", {}),
+        ({"name": "block_diffusion"}, "block_causal", {}),
+        ({"name": "block_diffusion", "lead": True}, "block_causal", {"shift": 1}),
+    ],
+)
+def test_a_block_longer_than_the_canvas_is_one_block(
+    iteration: dict[str, Any], variant: str, fields: dict[str, Any], block: int
+) -> None:
+    """It takes no more memory than the canvas: a rank among the positions of a block is a square of its length."""
+    model = tiny_model(variant, **fields)
+
+    def run(length: int) -> list[tuple]:
+        grid = {"block": length} | ({"lead": length} if "lead" in iteration else {})
+        recipe = compose(model, iteration=iteration | grid, decoder={"name": "threshold", "least": 2}, cache="none")
+        engine = engine_for(recipe)
+        return outcomes(engine, CLEAN)
+
+    assert run(block) == run(32)

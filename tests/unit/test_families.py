@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import BODY, CONFIGS, EXPERTS, LLADA2, family_for, random_model
+from support.families import CONFIGS, EXPERTS, LLADA2, family_for, random_model
 from support.matrix import completions, engine_for
 
 from dinfer.core.kv import RESERVED, KVPool
@@ -17,7 +17,7 @@ from dinfer.core.recipe import compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2
 from dinfer.models.sdar import Sdar
@@ -106,26 +106,27 @@ def test_both_layouts_of_experts_load(name: str, tmp_path: Path) -> None:
 
 
 def test_attention_blocks_are_read_from_the_config_unless_given() -> None:
+    given = {"mask_id": 39, "stop_ids": [38]}
     for family, config, field, silent in (
         (Llada2, LLADA2, "block_size", 32),
         (Sdar, CONFIGS["sdar"], "block_size", 4),
         (StableDiffcoder, CONFIGS["stable_diffcoder"], "block_size", 4),
         (FastDllmV2, CONFIGS["fast_dllm_v2"], "bd_size", 32),
     ):
-        assert family().spec(config | {field: 16}).causal_block == 16
-        assert family().spec(config | {field: None}).causal_block == silent
-        assert family(block=2).spec(config | {field: 16}).causal_block == 2
+        assert family(**given).spec(config | {field: 16}).causal_block == 16
+        assert family(**given).spec(config | {field: None}).causal_block == silent
+        assert family(block=2, **given).spec(config | {field: 16}).causal_block == 2
         with pytest.raises(ValueError, match=r"model\.block=0 must be at least 1"):
             family(block=0)
 
 
 def test_block_routing_is_read_from_the_config() -> None:
-    experts = Llada2().spec(CONFIGS["llada2.2"]).experts
+    experts = family_for(LLADA2).spec(CONFIGS["llada2.2"]).experts
     assert experts and (experts.capacity, experts.groups) == (3, 1)
 
 
 def test_the_mask_of_fast_dllm_v2_is_the_published_constant_unless_named() -> None:
-    config = CONFIGS["fast_dllm_v2"] | {"vocab_size": 151936, "mask_token_id": None}
+    config = CONFIGS["fast_dllm_v2"] | {"vocab_size": 151936}
     assert FastDllmV2().spec(config).mask_id == 151665
     assert FastDllmV2().spec(config | {"mask_token_id": 7}).mask_id == 7
     assert FastDllmV2(mask_id=9).spec(config).mask_id == 9
@@ -133,7 +134,7 @@ def test_the_mask_of_fast_dllm_v2_is_the_published_constant_unless_named() -> No
 
 def test_a_llama_is_not_a_diffusion_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        json.dumps(BODY | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        json.dumps(CONFIGS["stable_diffcoder"] | {"architectures": ["LlamaForCausalLM"]})
     )
     with pytest.raises(CheckpointError, match="no family that dinfer knows"):
         family_of(json.loads((tmp_path / "config.json").read_text()))
@@ -149,12 +150,48 @@ def test_positions_that_would_be_stretched_are_refused(name: str) -> None:
     assert family.spec(plain).rope_theta == 100.0
 
 
+CHECKED = {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "eos_token_id",
+    "mask_token_id",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_group",
+    "topk_group",
+    "num_shared_experts",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "partial_rotary_factor",
+    "expert_capacity",
+    "block_size",
+    "bd_size",
+    "dense_intermediate_size",
+    "expert_intermediate_size",
+    "moe_layer_freq",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "qk_layernorm",
+    "tie_word_embeddings",
+    "use_qk_norm",
+    "layer_types",
+}
 WRONG = ("x", -1, 0, 1.5, True, None, [], ["x"], {"x": 1})
 FLAGS = ("tie_word_embeddings", "qk_layernorm", "use_qk_norm", "norm_topk_prob")
 NULL = (
     "num_key_value_heads", "head_dim", "dense_intermediate_size", "moe_layer_freq", "mlp_only_layers", "block_size",
     "bd_size", "expert_capacity", "num_shared_experts", "first_k_dense_replace", "partial_rotary_factor",
-    "routed_scaling_factor", "eos_token_id", "mask_token_id", *FLAGS,
+    "routed_scaling_factor", "eos_token_id", "mask_token_id", "layer_types", *FLAGS,
 )  # fmt: skip
 RIGHT = [
     (1.5, ("rms_norm_eps", "rope_theta", "routed_scaling_factor")), (True, FLAGS), (None, NULL),
@@ -166,7 +203,7 @@ RIGHT = [
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llada"])
 def test_a_field_of_the_wrong_kind_is_refused_by_name(name: str) -> None:
     family, config = family_for(CONFIGS[name]), CONFIGS[name]
-    for field in config.keys() - {"model_type", "architectures"}:
+    for field in config.keys() & CHECKED:
         for wrong in WRONG:
             if any(type(wrong) is type(value) and field in fields for value, fields in RIGHT if wrong == value):
                 continue
@@ -179,7 +216,7 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(name: str) -> None:
     ("field", "value"),
     [
         ("hidden_act", "gelu"), ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("use_sliding_window", True),
-        ("layer_types", ["full_attention", "sliding_attention"]), ("quantization_config", {"bits": 4}),
+        ("layer_types", ["full_attention"] * 2 + ["sliding_attention"]), ("quantization_config", {"bits": 4}),
     ],
 )  # fmt: skip
 def test_another_network_is_refused_by_name(name: str, field: str, value: Any) -> None:
@@ -196,6 +233,10 @@ def test_a_mixture_without_its_size_is_refused() -> None:
 def test_a_fraction_of_rotated_entries_is_read_where_transformers_5_keeps_it() -> None:
     config = {name: value for name, value in LLADA2.items() if name not in ("partial_rotary_factor", "rope_theta")}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-    assert Llada2().spec(config) == Llada2().spec(LLADA2)
+    assert family_for(LLADA2).spec(config) == family_for(LLADA2).spec(LLADA2)
     with pytest.raises(ValueError, match=r"rotary_dim=8 and .* contradict"):
-        Llada2().spec(config | {"rotary_dim": 8})
+        family_for(LLADA2).spec(config | {"rotary_dim": 8})
+    with pytest.raises(ValueError, match=r"rope_theta=10.0 contradicts rope_parameters\.rope_theta=100\.0"):
+        family_for(LLADA2).spec(config | {"rope_theta": 10.0})
+    with pytest.raises(ValueError, match="partial_rotary_factor=None"):
+        family_for(LLADA2).spec(LLADA2 | {"partial_rotary_factor": None})

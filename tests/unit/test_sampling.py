@@ -132,8 +132,8 @@ def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
     recipe = recipe_for()
     for options, most in (({}, 0), ({"temperature": 1.0}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB),
                           ({"top_k": 3, "top_p": 0.5}, 3), ({"top_k": 10**6}, VOCAB)):  # fmt: skip
-        assert recipe.most(recipe.resolve(options)) == most
-    assert recipe_for("llada").most([]) == 0
+        assert recipe.top_candidates(recipe.resolve(options)) == most
+    assert recipe_for("llada").top_candidates([]) == 0
 
 
 def test_the_nucleus_by_hand() -> None:

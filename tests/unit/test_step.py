@@ -8,12 +8,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.host import Host
 from support.matrix import completions, engine_for, launched_ahead
-from support.models import EOS, MASK, VOCAB
+from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.caches.block import BlockCache
+from dinfer.core.canvas import Phase
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe, compose
+from dinfer.core.registry import ITERATIONS
+from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request, StalledRow
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8
@@ -176,3 +181,50 @@ def test_decoder_state_is_fresh_in_every_block_and_request() -> None:
         completions(engine, [Request(PROMPT, NEW), Request([1], 9), Request([1, 2], 4)])
     assert len(decoder.seen) == 2 * (NEW + 9 + 4)
     assert all(mine == theirs + 3 for mine, theirs in decoder.seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(BlockCache):
+    """Counts the windows that it is asked for."""
+
+    def fresh_state(self, spec: Any, length: int) -> State:
+        return {"passes": torch.zeros((), dtype=torch.int64)}
+
+    def window(self, lanes: Any, canvas: Any, spec: Any, shape: StepShape, state: State) -> Any:
+        state["passes"] += 1
+        return super().window(lanes, canvas, spec, shape, state)
+
+
+def test_passes_that_decode_nothing_keep_the_state_of_the_cache() -> None:
+    """A prefill in pieces, and a step in which one row settles its finished block while the other one decodes."""
+    model = tiny_model("block_causal", causal_block=BLOCK)
+    sweep = {"name": "block_diffusion", "block": BLOCK, "stop": "off"}
+    recipe = compose(model, iteration=sweep, decoder=Fixed(steps=1), cache=Counting())
+    host = Host(recipe, [Request([1] * 20, 16), Request([1] * 16, 16)])
+    first, second = host.slots
+    for phase, slots, width in (
+        (Phase.PREFILL, [first, second], BLOCK), (Phase.PREFILL, [second, first], 2 * BLOCK),
+        (Phase.WINDOW, [first], BLOCK), (Phase.WINDOW, [first, second], BLOCK),
+    ):  # fmt: skip
+        host.step(phase, slots, width=width, settles=phase == Phase.WINDOW)
+    assert host.forwards() == [4, 3] and host.steps() == [1, 1]
+    assert host.state.cache.rows["passes"][host.slots].tolist() == [4, 3]
+    host.run_at_random()
+    assert host.state.cache.rows["passes"][host.slots].tolist() == host.forwards()
+
+
+@pytest.mark.parametrize("name", ITERATIONS.names())
+def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) -> None:
+    """A pass that decodes nothing embeds too, and does not store that state."""
+    models = {"self_conditioned": "uniform", "block_diffusion": "block_causal"}
+    model, iteration = tiny_model(models.get(name, "bidirectional")), ITERATIONS.build(name)
+    recipe = compose(model, iteration=iteration, decoder="entropy_bound", cache="none")
+    host = Host(recipe, [Request([1] * 5, 16)])
+    host.step(Phase.FULL, host.slots)
+    slot_B = torch.tensor(host.slots)
+    lanes, state = host.state.canvas.lanes(slot_B, Phase.FULL), host.state.iteration.lanes(slot_B)
+    before = {key: tensor.clone() for key, tensor in state.items()}
+    pos_BW = torch.arange(sum(host.lengths))[None]
+    tokens_BW, _ = host.state.canvas.gather(slot_B, pos_BW)
+    iteration.embed(model, tokens_BW, pos_BW, lanes, state)
+    assert all(torch.equal(state[key], tensor) for key, tensor in before.items())

@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from dinfer.loading.checkpoint import save_network
 from dinfer.pipeline import load
 
+NAMED = "SDAR-4B-Chat"  # the name says how long the attention blocks of SDAR are
 QWEN = ["dream", "sdar", "sdar_moe", "fast_dllm_v2"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -34,9 +35,7 @@ def checkpoint(folder: Path, name: str) -> dict[str, Any]:
     vocab = letters | {"he": 256, "hel": 257}
     special = {str(258 + i): token for i, token in enumerate(SPECIAL)}
     mask, eos = 261, 258
-    config = CONFIGS[name] | {
-        "vocab_size": 262, "eos_token_id": eos, "mask_token_id": mask, "auto_map": {"AutoConfig": "code.Config"},
-    }  # fmt: skip
+    config = CONFIGS[name] | {"vocab_size": 262, "eos_token_id": eos, "mask_token_id": mask}
     family = family_for(config)
     network = random_model(name, float32, vocab_size=262, eos_token_id=eos, mask_token_id=mask)
     save_network(network, family, folder, config)
@@ -57,8 +56,8 @@ def checkpoint(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", QWEN)
 def test_a_vocabulary_with_a_class_of_its_own_is_read_without_it(name: str, tmp_path: Path) -> None:
-    checkpoint(tmp_path, name)
-    pipe = load(str(tmp_path), device="cpu")
+    checkpoint(tmp_path / NAMED, name)
+    pipe = load(str(tmp_path / NAMED), device="cpu")
     ids = pipe.encode("hel o")
     tokens = pipe.tokenizer.convert_ids_to_tokens(ids)
     assert tokens[:3] == ["<|im_start|>", "u", "s"] and tokens[6:10] == ["hel", "\u0120", "o", "<|im_end|>"]
@@ -66,12 +65,13 @@ def test_a_vocabulary_with_a_class_of_its_own_is_read_without_it(name: str, tmp_
     assert pipe.model.spec.mask_id == 261
     assert pipe.decode([257, 260, 258]) == "hel"
     assert pipe.generate("hel", max_new_tokens=4).prompt_ids[6:7] == [257]
-    assert not (tmp_path / "was_run").exists()
+    assert not (tmp_path / NAMED / "was_run").exists()
 
 
 @pytest.mark.parametrize("name", ["llada", "llada_moe", "llada2", "stable_diffcoder", *QWEN])
 def test_a_whole_tokenizer_is_read_as_it_is(name: str, tmp_path: Path) -> None:
     """Whatever class tokenizer_config.json names."""
+    tmp_path = tmp_path / NAMED
     save_network(random_model(name, float32), family_for(CONFIGS[name]), tmp_path, CONFIGS[name])
     save_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

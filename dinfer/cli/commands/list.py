@@ -56,7 +56,7 @@ def component(registry: Registry, name: str) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_column(min_width=NAMES + 2, no_wrap=True)
     head.add_column(overflow="fold")
-    head.add_row(Text(name, "bold cyan"), Text(registry.summary(name)))
+    head.add_row(Text(name, "bold cyan"), Text(registry.describe(name).summary))
     if cls.paper:
         head.add_row("", Text(cls.paper, "bright_black"))
     if registry is CACHES:

@@ -4,8 +4,8 @@ usage: dinfer models [family ...] [--json]
 
 For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`. `--json` is for
-programs.
+not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`;
+`dinfer inspect NAME_OR_FOLDER` says whether it does. `--json` is for programs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(args: list[str]) -> None:
     family = None
     for preset, entries in presets.items():
         if family != (family := entries[0].family):
-            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.summary(family)}"))
+            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
         console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
     console.print(
         Text("to run the first of a group: model=NAME; another one: model.checkpoint=HUB_NAME too", "bright_black")
