@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What tests recorded under "summary", and the seed; also from the workers of pytest-xdist, whose output is lost."""
+    """What tests recorded under "summary", those of pytest-xdist's workers too, whose output is lost; and the seed."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "summary":

@@ -32,6 +32,7 @@ from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request
 from dinfer.iterations.blockwise import Blockwise
 
+
 def alone(combination: Combination) -> list[tuple]:
     """What each request gives in an engine of its own."""
     recipe = combination.recipe()

@@ -46,7 +46,8 @@ class DeviceOnly(TorchDispatchMode):
         devices |= {t.device.type for t in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(t)}
         if devices - {"meta"}:
             raise CaptureRefused(f"{func.name()} touches {', '.join(sorted(devices))}")
-        if torch.is_tensor(out) and not any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns)):
+        written_or_shared = [part.alias_info for part in (*func._schema.arguments, *func._schema.returns)]
+        if torch.is_tensor(out) and not any(written_or_shared):
             self.made[call] = (out.shape, out.stride(), out.dtype)
         return out
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
         Runtime(compile="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
         pipeline(
-            {"model": "llada", "iteration": "blockwise", "decoder": "threshold", "cache": "none", "sampling": "standard"}
+            {"model": "llada", "iteration": "full", "decoder": "fixed", "cache": "none", "sampling": "standard"}
             | {"runtime": {"compile": "fast"}, "device": "cpu", "dtype": None, "quantize": None}
         )
     scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")

@@ -30,9 +30,7 @@ def script(steps: int, length: int, seed: int = 0, scale: float = 3.0) -> Tensor
     return table
 
 
-def decode(
-    decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]
-) -> list[list[tuple[Update, set[int]]]]:
+def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> list[list[tuple[Update, set[int]]]]:
     """For each request: every step of one block over the scripted logits, and which positions are decoded after it."""
     length = table.shape[1] - PROMPT
     iteration = {"name": "blockwise", "block": length, "stop": "off"}
