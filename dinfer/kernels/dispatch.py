@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -28,6 +29,11 @@ def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
         _tell(head_dim)
     able = able and tensor.dtype != torch.float64
     return tensor.is_cuda and choice == "triton" and able and not torch.is_grad_enabled()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one. Triton kernels, events and graphs go there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -13,8 +13,9 @@ import torch
 
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import MODELS
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import boxed, family_of, load_network, locate, read_config
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
 
