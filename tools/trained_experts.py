@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.spec import ModelSpec
-from dinfer.kernels.deferred import summed
+from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.layers.mlp import Experts
@@ -30,7 +30,7 @@ class TrainedExperts(Experts):
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         x_ND, count = x_BWD.flatten(0, 1), self.experts.experts
         with torch.autocast(x_BWD.device.type, enabled=False):  # routed as in inference
-            logits_NX = summed(wide_linear(x_ND, self.router.weight))
+            logits_NX = close(wide_linear(x_ND, self.router.weight))
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         weights_NX = torch.zeros_like(logits_NX).scatter(1, chosen_NC, weights_NC)
         self.load_X += (weights_NX.detach() > 0).sum(0)

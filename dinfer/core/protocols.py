@@ -23,10 +23,7 @@ from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
-from dinfer.kernels.deferred import Sum
-from dinfer.kernels.random import noise
-from dinfer.kernels.rotary import HeadNorm, Table
-from dinfer.kernels.token_stats import Draw, TokenStats
+from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
@@ -75,18 +72,17 @@ class Window:
 
 
 class Attend(Protocol):
-    """What a model needs beyond its inputs: positions, and attention over keys it does not have to know of."""
+    """What a model needs beside its inputs: positions, and attention over keys that it knows nothing of."""
 
     @property
     def pos_BW(self) -> Tensor: ...
     @property
     def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
 
-    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
-        """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
+    def __call__(self, layer: int, qkv: Any) -> Tensor:
+        """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
-        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads, and is maybe a sum that
-        is yet to be added up (`dinfer.kernels.deferred`).
+        `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
         ...
 
@@ -254,9 +250,9 @@ class Sampling(Component):
         `top`: the largest `top_candidates` of the rows, or more.
         """
 
+    @abstractmethod
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
-        return noise(seed, pos, step, vocab)
 
 
 class CachePolicy(Component):

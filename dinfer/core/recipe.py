@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
+from dinfer.core.registry import (
+    CACHES,
+    DECODERS,
+    ITERATIONS,
+    SAMPLINGS,
+    Registry,
+    brief,
+    check_types,
+    options_of,
+    unknown,
+)
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
@@ -71,6 +81,14 @@ class Recipe:
                 "Use iteration.stop=block."
             )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
+
+    @property
+    def parts(self) -> str:
+        """The components and their options in a line; of the sampling's many, those that are not at their defaults."""
+        return f"{self.iteration}, {self.decoder}, {self.cache}, {brief(self.sampling)}"
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.model.spec.family}, {self.parts})"
 
     def _check(self, values: Mapping[str, float]) -> None:
         """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""

@@ -18,11 +18,12 @@ from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.core.stats import Draw, TokenStats
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
 from dinfer.kernels.rows import take
-from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
+from dinfer.kernels.token_stats import token_stats
 
 Interval = tuple[Tensor, Tensor]
 

@@ -22,6 +22,7 @@ from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS, unknown
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.kernels.linear import FLOAT8, check_float8
+from dinfer.loading.hub import download
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, widened
@@ -53,9 +54,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json") 
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             known = unknown("checkpoint", name, boxed())
             raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
-        from huggingface_hub import snapshot_download  # only here: loading a folder needs no network code
-
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        path = download(name, revision, WANTED)
     if not (path / needed).is_file():
         raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
     return path
@@ -210,12 +209,14 @@ def _empty(
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 
-def save_network(network: Any, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
+def save_network(
+    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
+) -> None:
     """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both."""
     parameters = dict(network.named_parameters())
     tensors = {
         name: place_of(parameters, place).cpu().contiguous()
-        for name, place in family.weights(family.spec(config)).items()
+        for name, place in family.weights(family.spec(config), experts).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -102,4 +102,8 @@ def _shards(folder: Path) -> Iterator[Path]:
     elif single.is_file():
         yield single
     else:
-        raise CheckpointError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "*.bin"
+        raise CheckpointError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json. Weights in pickles ({found}) "
+            "are not read: a pickle may run code. Save the model as safetensors with the program that wrote it."
+        )

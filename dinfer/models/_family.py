@@ -1,10 +1,9 @@
-"""What model families have in common: options, the fields of a config.json, and the names of tensors as templates."""
+"""What model families have in common: options, special tokens, and the names of tensors as templates."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -74,7 +73,15 @@ class HubCheckpoint(ModelFamily):
         ids = listed(config.get("eos_token_id"), "eos_token_id") or published(
             "eos_token_id", self.published_stops, vocab, self.stop_ids, "model.stop_ids, the ids that end an answer"
         )
+        inside("config.json: eos_token_id", ids, vocab)
+        inside("model.stop_ids", self.stop_ids, vocab)
         return {"eos_id": ids[0], "stop_ids": tuple(dict.fromkeys(ids + self.stop_ids))}
+
+
+def inside(name: str, ids: Iterable[int], vocab: int) -> None:
+    """Raises ValueError for a token id that no token of the vocabulary has."""
+    if outside := [token for token in ids if token >= vocab]:
+        raise ValueError(f"{name}={outside[0]} is outside the vocabulary of {vocab}")
 
 
 def published(field: str, ids: tuple[int, ...], vocab: int, option: tuple[int, ...], remedy: str) -> tuple[int, ...]:
@@ -126,7 +133,12 @@ class HubFamily(HubCheckpoint):
             "mask_token_id", (self.published_mask,), vocab, (),
             "model.mask_id, the id of the token that stands for what is still to be decoded",
         )  # fmt: skip
-        return {"mask_id": mask[0], **self.stops(config, vocab)}
+        name = "config.json: mask_token_id" if self.mask_id is None else "model.mask_id"
+        inside(name, mask, vocab)
+        stops = self.stops(config, vocab)
+        if mask[0] in stops["stop_ids"]:
+            raise ValueError(f"{name}={mask[0]} is a stop token as well: eos_token_id={[*stops['stop_ids']]}")
+        return {"mask_id": mask[0], **stops}
 
     def body(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do, and the special tokens."""
@@ -176,122 +188,6 @@ class BlockFamily(HubFamily):
     def silent_block(self) -> int:
         """The length for a checkpoint whose config.json has none."""
         return self.published_block
-
-
-SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
-    "max_sequence_length", "mlp_ratio",
-)  # fmt: skip
-SIZES_OR_NULL = (
-    "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
-    "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size",
-)  # fmt: skip
-COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
-NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
-FLAGS = (
-    "tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias",
-    "weight_tying",
-)  # fmt: skip
-AT_MOST = (
-    ("num_experts_per_tok", "num_experts"), ("topk_group", "n_group"), ("vocab_size", "embedding_size"),
-    ("first_k_dense_replace", "num_hidden_layers"), ("rotary_dim", "head_dim"),
-)  # fmt: skip
-"""Fields of which the first must not exceed the second."""
-DIVIDES = (
-    ("num_key_value_heads", "num_attention_heads"), ("n_group", "num_experts"), ("n_heads", "d_model"),
-    ("n_kv_heads", "n_heads"),
-)  # fmt: skip
-"""Fields of which the second must be a multiple of the first."""
-
-
-def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of another kind than it has to be, which might pass for a default or a yes."""
-    for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
-        for name in names:
-            value = config.get(name, least)
-            if not (null and value is None) and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"config.json: {name}={value!r} must be an integer, at least {least}{', or null' if null else ''}"
-                )
-    rope = config.get("rope_parameters")
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"config.json: rope_parameters={rope!r} must be an object")
-    for part in (config, rope or {}):
-        for name in NUMBERS:
-            value = part.get(name, 1.0)
-            if name != "rms_norm_eps" and value is None:
-                continue
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(f"config.json: {name}={value!r} must be a number above 0")
-        if (part.get("partial_rotary_factor") or 0) > 1:
-            raise ValueError(f"config.json: partial_rotary_factor={part['partial_rotary_factor']} must be at most 1")
-    for name in FLAGS:
-        if type(value := config.get(name, False)) is not bool and value is not None:
-            raise ValueError(f"config.json: {name}={value!r} must be true or false")
-    for name in ("layer_types", "mlp_only_layers", "moe_layer_freq"):
-        if not isinstance(value := config.get(name), list | type(None)):
-            raise ValueError(f"config.json: {name}={value!r} must be a list")
-
-
-def check_fit(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for two fields that contradict each other."""
-    for rule, pairs in (("at most", AT_MOST), ("a divisor of", DIVIDES)):
-        for name, other in pairs:
-            value, bound = config.get(name), config.get(other)
-            if value and bound and (value > bound if pairs is AT_MOST else bound % value):
-                raise ValueError(f"config.json: {name}={value} must be {rule} {other}={bound}")
-    layers = config.get("num_hidden_layers")
-    for name in ("layer_types", "moe_layer_freq"):
-        if config.get(name) is not None and len(config[name]) != layers:
-            raise ValueError(f"config.json: {name} has {len(config[name])} entries for num_hidden_layers={layers}")
-
-
-def complete(
-    config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]], absent: Mapping[str, Any]
-) -> dict[str, Any]:
-    """config.json with the values of `absent` for its fields that are absent or null, after all checks.
-
-    What transformers 5 writes into `rope_parameters` comes out on the top level. Raises ValueError as `expect` does.
-    """
-    expect(config, expected)
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
-    named = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
-    for name, value in named.items():
-        if config.get(name) not in (None, value):
-            raise ValueError(f"config.json: {name}={config[name]} contradicts rope_parameters.{name}={value}")
-    config = {**config, **named}
-    for name in NUMBERS:
-        if name in absent and config.get(name, absent[name]) is None:
-            raise ValueError(f"config.json: {name}=None must be a number above 0")
-    return {**absent, **{name: value for name, value in config.items() if value is not None}}
-
-
-def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for a field of the wrong kind, at odds with another, or that would make another network.
-
-    None among the allowed values: absent or null.
-    """
-    check_kinds(config)
-    check_fit(config)
-    for name, allowed in fields.items():
-        if config.get(name) not in allowed:
-            raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
-
-
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None, {"type": "default"}, {"rope_type": "default"}),
-    "use_sliding_window": (False, None),
-    "clip_qkv": (None,),
-    "quantization_config": (None,),
-}
-"""What transformers' names have to say for the core to be the network that is meant."""
-QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-"""What the config classes that grew from Qwen's take for fields that are absent."""
 
 
 def placements(spec: ModelSpec, names: Names, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
 from dinfer.layers.gemma import Gemma
-from dinfer.models._family import HubCheckpoint, expect
+from dinfer.models._config import complete, expect
+from dinfer.models._family import HubCheckpoint
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -18,6 +19,14 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
 }
 LOCAL, FULL = "sliding_attention", "full_attention"
+# What transformers' DiffusionGemmaTextConfig takes for fields that are absent.
+ABSENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0, "max_position_embeddings": 131072, "sliding_window": 512,
+    "global_head_dim": 512, "rope_parameters": {
+        LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
 DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 
 
@@ -31,7 +40,7 @@ class DiffusionGemma(HubCheckpoint):
 
     paper = "DiffusionGemma, transformers 5.23"
     unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-    published_stops: ClassVar[tuple[int, ...]] = (1, 106)
+    published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
 
@@ -43,14 +52,16 @@ class DiffusionGemma(HubCheckpoint):
         return Gemma(spec)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        text = config["text_config"]
-        expect(text, EXPECTED)
+        if not isinstance(text := config.get("text_config"), Mapping):
+            raise ValueError(f"config.json: text_config={text!r:.80} must be an object")
+        text = complete(text, EXPECTED, ABSENT)
+        layers = range(text["num_hidden_layers"])
+        text.setdefault("layer_types", [LOCAL if (layer + 1) % 6 else FULL for layer in layers])
         kinds, ropes = text["layer_types"], text["rope_parameters"]
-        if len(kinds) != text["num_hidden_layers"] or kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
-            raise ValueError(
-                f"config.json: layer_types={kinds} must name {LOCAL} or {FULL} for each of num_hidden_layers="
-                f"{text['num_hidden_layers']}, and {FULL} for the last"
-            )
+        if kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+            raise ValueError(f"config.json: layer_types={kinds} must name {LOCAL} or {FULL}, and {FULL} for the last")
+        if missing := [kind for kind in {*kinds} if not isinstance(ropes.get(kind), Mapping)]:
+            raise ValueError(f"config.json: rope_parameters={ropes!r:.80} must have an object {missing[0]!r}")
         expect(ropes[FULL], {"rope_type": ("proportional",), "factor": (None, 1.0)})
         head_dim, kv_heads = _heads(text, FULL)
         return ModelSpec(

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, complete
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import BlockFamily
 
 ABSENT = {
     "rope_theta": 10000.0,

@@ -20,6 +20,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView, Draw, ModelSpec, Options, Sampling
 from dinfer.core.registry import SAMPLINGS, option
 from dinfer.kernels.nucleus import nucleus
+from dinfer.kernels.random import noise
 
 COLDEST = 1e-3  # of temperatures above 0: logits divided by it stay finite
 
@@ -83,6 +84,9 @@ class GumbelSampling(Sampling):
             logits_RLV[..., token].fill_(float("-inf"))
         _rule_out(logits_RLV, options["ban_eos"], (spec.eos_id,))
         return logits_RLV
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        return noise(seed, pos, step, vocab)
 
     def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
                spec: ModelSpec) -> Draw:  # fmt: skip

@@ -16,17 +16,18 @@ LONGEST = 400
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {"analysis", "core", "loading", "pipeline"}
 
-CORE = {"core.canvas", "core.protocols", "kernels", "core.spec"}
+CORE = {"core.canvas", "core.protocols", "kernels", "core.spec", "core.stats"}
 COMPONENT = CORE | {"core.registry"}
 # What each unit may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
-    "kernels": set(),
+    "core.stats": set(),
+    "kernels": {"core.stats"},
     "core.canvas": {"kernels"},
     "core.describe": set(),
     "core.registry": {"core.describe"},
     "demo": set(),
     "core.spec": set(),
-    "core.protocols": {"core.canvas", "kernels", "core.spec"},
+    "core.protocols": {"core.canvas", "core.spec", "core.stats"},
     "layers": {"core.protocols", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
@@ -37,11 +38,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.recipe": {"core.protocols", "core.registry"},
     "loading.safetensors_io": set(),
     "loading.catalog": set(),
+    "loading.hub": {"loading.safetensors_io"},
     "loading.token_ids": {"loading.safetensors_io"},
     "loading.lora": {"loading.safetensors_io", "core.spec"},
     "loading.quantized": {"loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
-        "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
+        "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized", "core.registry",
         "loading.safetensors_io", "loading.token_ids", "core.spec",
     },
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
@@ -53,11 +55,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.step",
     },
     "pipeline.infilling": {"engine"},
+    "pipeline.chat": set(),
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
+    "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
-        "loading.checkpoint", "core.recipe", "engine", "pipeline.infilling", "layers", "core.registry",
+        "loading.checkpoint", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling", "layers",
+        "core.registry",
     },
     "pipeline": {"pipeline.pipeline"},
     "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
@@ -73,8 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "analysis.audit", "loading.catalog", "loading.checkpoint", "core.recipe", "engine", "analysis.pareto",
-        "analysis.metrics", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace",
-        "analysis.tuning",
+        "analysis.metrics", "analysis.outputs", "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
@@ -85,9 +90,9 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"analysis.audit", "analysis.plots"},
     "optuna": {"analysis.tuning"},
     "triton": {"kernels"},
-    "transformers": {"pipeline.pipeline"},
+    "transformers": {"pipeline.pipeline", "pipeline.chat"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
-    "huggingface_hub": {"loading.checkpoint"},
+    "huggingface_hub": {"loading.hub"},
     "numpy": {"analysis.metrics"},
     "jinja2": set(),
     "vllm": set(),
@@ -182,6 +187,28 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
         depth |= {u: 1 + max((depth[below] for below in MAY_IMPORT[u]), default=0) for u in ready}
     siblings = {"decoders", "caches", "iterations", "models", "sampling"}
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT.keys() - {"parity"})
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports within functions and for types alone count too, so kernels and their Triton twins have levels as well."""
+    modules = {module_of(path): path for path in FILES if path.name != "__init__.py"}
+    below = {name: set(imports(path.read_text())) & modules.keys() - {name} for name, path in modules.items()}
+    while ready := [name for name, others in below.items() if not others & below.keys()]:
+        below = {name: others for name, others in below.items() if name not in ready}
+    assert not below, f"a cycle among {sorted(below)}"
+
+
+def test_only_kernels_look_inside_what_kernels_defer() -> None:
+    types = "dinfer.kernels.types"
+    for path in (path for path in FILES if unit_of_file(path) != "kernels"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in nodes if node.module == types for alias in node.names}
+        assert not names & {"Parts", "Rounded"}, path
+        assert not names or unit_of_file(path) == "layers", path
 
 
 @pytest.mark.parametrize("path", ALL, ids=relative)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatch
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
 import dinfer.loading.checkpoint as checkpoint
+import dinfer.loading.hub as hub
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import CheckpointError, load_network, locate, read_config, read_spec, save_network
 from dinfer.models.llada import Llada
@@ -146,7 +148,7 @@ def test_a_file_that_is_no_safetensors(folder: Path) -> None:
 
 def test_pickles_are_not_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* \(pytorch_model\.bin\) are not read"):
         reading(folder)
 
 
@@ -195,8 +197,8 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
             {"mask_token_id": None},
             r"no mask_token_id.* \[126336\], is outside the vocabulary of 40. Give model\.",
         ),
-        ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
-        ({"mask_token_id": 38}, "mask_id=38 none of them"),
+        ({"mask_token_id": 40}, r"config\.json: mask_token_id=40 is outside the vocabulary of 40"),
+        ({"mask_token_id": 38}, r"config\.json: mask_token_id=38 is a stop token as well: eos_token_id=\[38, 28\]"),
         ({"eos_token_id": None}, r"no eos_token_id.* \[126081\], is outside the vocabulary of 40. Give model.stop_ids"),
         ({"n_heads": 0}, "n_heads=0"),
         ({"n_layers": 0}, "n_layers=0 must be an integer, at least 1"),
@@ -252,6 +254,7 @@ def test_a_hub_name_downloads_data_and_never_code(monkeypatch: pytest.MonkeyPatc
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)
     monkeypatch.chdir(folder)  # where there is no folder of that name
     assert locate("GSAI-ML/LLaDA-8B-Base", "abc") == folder
     assert (asked["name"], asked["revision"]) == ("GSAI-ML/LLaDA-8B-Base", "abc")
@@ -263,6 +266,37 @@ def test_a_hub_name_downloads_data_and_never_code(monkeypatch: pytest.MonkeyPatc
     data = ["config.json", "model-00001-of-00006.safetensors", "tokenizer.json", "chat_template.jinja"]
     code = ["modeling_llada.py", "pytorch_model.bin", "x.pt", "x.pkl", "x.ckpt", "x.pth", "run.sh"]
     assert all(map(fetched, data)) and not any(map(fetched, code))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_without_network_the_error_names_the_model_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "getproxies", dict)
+    message = rf"GSAI-ML/LLaDA-1\.5 is not in .*, and {url} cannot be reached: .*hf download .*model\.checkpoint=FOL"
+    with pytest.raises(CheckpointError, match=message):
+        locate("GSAI-ML/LLaDA-1.5")
+
+
+def test_a_network_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would wait for ever is left behind."""
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub, "PATIENCE", 0.01)
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *args, **kwargs: Event().wait())
+    assert not hub.reachable("https://huggingface.co")
+
+
+def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "reachable", lambda url: False)
+    assert locate("a/b") == snapshot
 
 
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

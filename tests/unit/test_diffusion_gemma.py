@@ -278,7 +278,7 @@ def changed(**text: Any) -> dict[str, Any]:
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
         (changed(layer_types=["full_attention", "sliding_attention"]), "full_attention for the last"),
         (changed(layer_types=["full_attention"]), "layer_types has 1 entries for num_hidden_layers=2"),
-        (changed(sliding_window=0), "window=0 of the local layers"),
+        (changed(sliding_window=0), "sliding_window=0 must be an integer, at least 1"),
     ],
 )
 def test_a_config_that_means_another_network_is_refused(config: dict[str, Any], message: str) -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import dinfer
 import dinfer.loading.quantized
-from dinfer.kernels.linear import FLOAT8, round_rows, widened
+from dinfer.kernels.deferred import widened
+from dinfer.kernels.linear import round_rows
+from dinfer.kernels.types import FLOAT8
 from dinfer.layers.linear import Linear
 from dinfer.loading.checkpoint import CheckpointError, load_network, place_of, save_network
 from dinfer.models.llada import Llada

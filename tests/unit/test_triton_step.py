@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
-from dinfer.core.protocols import Proposal  # noqa: E402
+from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats  # noqa: E402
-from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
