@@ -73,7 +73,7 @@ class Loop:
             self._moved.popleft()
         while self._ended:
             row = self._ended.popleft()
-            self.updates.append((row, replace(row.update(self.recipe.model.spec), error=row.error)))
+            self.updates.append((row, replace(row.update(self.recipe), error=row.error)))
 
     def _launch(self) -> None:
         """Admits what there is room for, and launches the steps of a round."""
@@ -145,7 +145,7 @@ class Loop:
             self._moved.append((row, canvas))
 
     def _tell(self, row: Row) -> None:
-        self.updates.append((row, row.update(self.recipe.model.spec, self._moved[0][1])))
+        self.updates.append((row, row.update(self.recipe, self._moved[0][1])))
 
     def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
         """Does some work for each row. An error ends the row that it comes from."""

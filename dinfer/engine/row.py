@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from dinfer.core.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.recipe import Recipe
-from dinfer.core.spec import ModelSpec
 from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 
@@ -92,18 +91,19 @@ class Row:
             )
         return None
 
-    def update(self, spec: ModelSpec, canvas: list[int] | None = None) -> Update:
+    def update(self, recipe: Recipe, canvas: list[int] | None = None) -> Update:
         """What the caller hears of a step. `canvas`: the tokens after it, ~token where a position is still open."""
         step, now, tokens, masked, done = self.before, self.cursors, None, None, None
         if canvas is not None and self.snapshots:
             tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
         if canvas is not None and now.phase == Phase.IDLE:
-            done = self._completion(canvas, spec)
+            done = self._completion(canvas, recipe)
         return Update(
             self.index, now.forwards, Phase(step.phase), (step.start, step.end), tokens, masked, done, now.block
         )
 
-    def _completion(self, canvas: list[int], spec: ModelSpec) -> Completion:
+    def _completion(self, canvas: list[int], recipe: Recipe) -> Completion:
+        spec = recipe.model.spec
         tokens = [token if token >= 0 else spec.eos_id for token in canvas]
         output, stopped = self.request.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began

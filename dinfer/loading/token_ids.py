@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dinfer.loading.safetensors_io import CheckpointError, read_object
+from dinfer.loading.files import CheckpointError, read_object
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 PUBLISHED = "published default of the family"

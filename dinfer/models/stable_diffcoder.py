@@ -33,7 +33,7 @@ class StableDiffcoder(BlockFamily):
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
         # The model_type is that of any Llama. Early revisions are of the class SeedDiffcoderForCausalLM.
-        return any("Diffcoder" in name for name in config.get("architectures") or ())
+        return "DiffcoderForCausalLM" in f"{config.get('architectures')} {config.get('auto_map')}"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         config = complete(config, EXPECTED, ABSENT)

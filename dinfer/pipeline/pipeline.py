@@ -17,7 +17,8 @@ from dinfer.core.registry import MODELS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.checkpoint import boxed, family_of, load_network, locate, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
 

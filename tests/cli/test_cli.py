@@ -14,7 +14,7 @@ import pytest
 from support.command_line import CommandLine, install, write_checkpoint
 
 from dinfer.demo.problems import generate
-from dinfer.loading.checkpoint import boxed
+from dinfer.loading.hub import boxed
 
 SUMMARY = re.compile(r"^(\d+) tokens, (\d+) forwards, \d+\.\d\d tokens per forward \(TPF\), \d+\.\d\d s$", re.MULTILINE)
 ESCAPE = "\x1b"

@@ -18,6 +18,7 @@ from support.matrix import completions, engine_for, launched_ahead, outcome
 from support.models import tiny_model
 
 import dinfer.kernels.dispatch
+from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
 from dinfer.core.protocols import ModelSpec, Phase, StepShape
 from dinfer.core.recipe import Recipe, compose
@@ -27,6 +28,7 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CursorReader
 from dinfer.engine.request import Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime
+from dinfer.layers.linear import quantize
 from dinfer.pipeline import Pipeline
 
 BAD = 21  # the length of the request that something goes wrong with
@@ -362,6 +364,17 @@ def test_a_device_is_made_the_current_one_where_there_are_several(monkeypatch: p
         assert asked == []
     with dinfer.kernels.dispatch.on_device(torch.device("cuda", 1)):
         assert asked == [torch.device("cuda", 1)]
+
+
+def test_a_network_that_is_called_directly_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(dinfer.kernels.dispatch, "on_device", lambda device: asked.append(device) or nullcontext())
+    model = tiny_model(dtype=torch.float32)
+    model.score([[1, 2, 3]])
+    log_likelihoods(model, [([1], [2, 3])], samples=2)
+    greedy(model, [([1], [2])])
+    quantize(model, torch.int8)
+    assert asked == [model.device] * 4
 
 
 def test_one_failing_request_of_a_list_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
-from dinfer.loading.checkpoint import CheckpointError, load_network, save_network
+from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parity.uniform import Recorded
 from dinfer.pipeline import Pipeline

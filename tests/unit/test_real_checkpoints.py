@@ -20,7 +20,7 @@ from support.tokenizer import published_tokenizer
 
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import load
 
@@ -178,6 +178,10 @@ def test_a_tied_head_may_be_there_all_the_same(tmp_path: Path) -> None:
 def test_early_revisions_of_stable_diffcoder_are_known() -> None:
     for name in ("SeedDiffcoderForCausalLM", "StableDiffcoderForCausalLM"):
         assert family_of({"model_type": "llama", "architectures": [name]}) == "stable_diffcoder"
+        code = {"AutoModelForCausalLM": f"modeling_seed_diffcoder.{name}"}
+        assert family_of({"model_type": "llama", "architectures": None, "auto_map": code}) == "stable_diffcoder"
+    with pytest.raises(CheckpointError, match="no family that dinfer knows"):
+        family_of({"model_type": "llama", "architectures": 5})
 
 
 def test_a_shared_expert_of_llada_moe_stands_beside_the_mlp() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.loading.token_ids import token_ids
 
 ADDED = {"7": {"content": "<m>"}, "8": {"content": "<e>"}}
