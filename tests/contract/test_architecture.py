@@ -47,6 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
         "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec",
     },
+    "loading.inspect": {
+        "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
+        "loading.quantized", "loading.safetensors_io", "loading.token_ids",
+    },
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
@@ -78,9 +82,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "core.recipe", "engine",
-        "analysis.pareto", "analysis.metrics", "analysis.outputs", "pipeline", "analysis.plots", "demo",
-        "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
+        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
+        "core.spec", "engine", "analysis.pareto", "analysis.metrics", "analysis.outputs", "pipeline",
+        "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
@@ -91,11 +95,11 @@ OUTSIDE: dict[str, set[str]] = {
     "matplotlib": {"analysis.audit", "analysis.plots"},
     "optuna": {"analysis.tuning"},
     "triton": {"kernels"},
-    "transformers": {"pipeline.pipeline", "pipeline.chat"},
+    "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
     "huggingface_hub": {"loading.hub"},
     "numpy": {"analysis.metrics"},
-    "jinja2": set(),
+    "jinja2": {"loading.inspect"},
     "vllm": set(),
     "sglang": set(),
     "lm_eval": set(),
