@@ -20,11 +20,14 @@ settings.register_profile("explore", deadline=None, max_examples=1000, database=
 settings.load_profile("fixed")
 
 
+SEED = "DINFER_HYPOTHESIS_SEED"  # in the environment, which the workers of pytest-xdist inherit
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """One seed for all workers of a run that explores."""
     if config.option.hypothesis_profile == "explore" and config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+        config.option.hypothesis_seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

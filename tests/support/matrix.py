@@ -11,6 +11,7 @@ from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 
 from dinfer.core.protocols import StepShape
