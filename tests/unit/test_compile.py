@@ -16,7 +16,7 @@ from support.scripted import Scripted
 
 from dinfer.cli.recipe import _runtime as runtime_of
 from dinfer.core.recipe import Recipe, compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels import moe
 from dinfer.kernels.types import Parts
 
