@@ -42,10 +42,15 @@ class TokenIds:
 def token_ids(folder: Path, config: Mapping[str, Any]) -> TokenIds:
     """The mask token and all stop tokens that the files in `folder` name; `config` is its config.json.
 
-    Raises CheckpointError for a value that is no token id; it names file, field and value.
+    Raises CheckpointError for a value that is no token of the vocabulary; it names file, field and value.
     """
     masks = [*_configured(folder, config, "mask_token_id")] or _named(folder, "mask_token")
     stops = [*_configured(folder, config, "eos_token_id")] or _named(folder, "eos_token")
+    vocab = config.get("embedding_size") or config.get("vocab_size")
+    for field, found in (("mask_token_id", masks), ("eos_token_id", stops)):
+        for token in found:
+            if type(vocab) is int and token.id >= vocab:
+                raise CheckpointError(f"{token.source}: {field}={token.id} is outside the vocabulary of {vocab}")
     first = {token.id: token for token in reversed(stops)}
     return TokenIds(masks[0] if masks else None, tuple(first[i] for i in dict.fromkeys(stop.id for stop in stops)))
 
