@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -66,6 +67,30 @@ def session() -> Iterator[ConfigLoader]:
     publish()
     with hydra.initialize_config_dir(version_base=VERSION, config_dir=str(folder())):
         yield GlobalHydra.instance().config_loader()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a choice of `model` composes into."""
+
+    options: dict[str, Any]  # of the model, its family as `name`
+    recipe: dict[str, str]  # the choice of each other component
+
+
+@cache
+def preset(model: str) -> Preset:
+    """What `model=NAME` means. Raises ValueError."""
+    with session(), explained():
+        config = hydra.compose(PRIMARY, [f"model={model}"], return_hydra_config=True)
+    chosen = config.hydra.runtime.choices
+    return Preset(components(config)["model"], {kind: chosen[kind] for kind in GROUPS if kind != "model"})
+
+
+@cache
+def choices(kind: str) -> list[str]:
+    """All that may be chosen for a component."""
+    with session() as loader:
+        return loader.get_group_options(kind)
 
 
 def compose(name: str, overrides: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dinfer.cli.conf import GROUPS
 from dinfer.core.registry import typed, unknown
 
 if TYPE_CHECKING:
-    from dinfer.engine.engine import Runtime
+    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline
 
 
@@ -54,7 +54,7 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
 def _runtime(settings: Any, device: str) -> Runtime:
     if not isinstance(settings, dict):
         raise ValueError(f"runtime={settings!r} must be settings, such as runtime.rows=8")
-    from dinfer.engine.engine import Runtime
+    from dinfer.engine.runtime import Runtime
 
     names = list(Runtime.__dataclass_fields__)
     for name in settings:

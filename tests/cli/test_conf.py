@@ -20,7 +20,7 @@ from dinfer.cli.program import parsers
 from dinfer.cli.recipe import pipeline
 from dinfer.core.registry import MODELS, REGISTRIES, Registry, options_of
 from dinfer.demo.problems import generate, is_correct
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 COMMANDS = sorted({*parsers()[1]} & {path.stem for path in conf.folder().glob("*.yaml")})

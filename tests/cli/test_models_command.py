@@ -11,7 +11,7 @@ from support.models import GEMMA
 from torch import device, float32
 
 from dinfer.cli import conf
-from dinfer.cli.commands.models import recipe, use
+from dinfer.cli.commands.models import use
 from dinfer.cli.main import main
 from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
@@ -35,7 +35,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     family = MODELS.build(config["model"])
     assert entry.checkpoint in (family.checkpoint, family.adapter)
     assert set(family.stop_ids) <= set(entry.eos_ids)
-    for kind, choice in recipe(entry).items():
+    for kind, choice in conf.preset(entry.preset).recipe.items():
         assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(composed(f"{kind}={choice}")[kind])
     tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
         {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}

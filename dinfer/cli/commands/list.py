@@ -40,17 +40,16 @@ def run(args: Namespace) -> None:
         if kind not in conf.GROUPS:
             raise unknown("registry", kind, list(conf.GROUPS))
     console = Console(highlight=False)
-    with conf.session() as loader:
-        for kind in args.words or conf.GROUPS:
-            console.print(listing(conf.GROUPS[kind], loader.get_group_options(kind)))
+    for kind in args.words or conf.GROUPS:
+        console.print(listing(conf.GROUPS[kind]))
     console.print(Text("* may differ from request to request", "bright_black"))
 
 
-def listing(registry: Registry, choices: list[str]) -> RenderableType:
+def listing(registry: Registry) -> RenderableType:
     """A registry with all its components, and what else may be chosen."""
     title = Text.assemble((registry.kind, "bold magenta"), f": {ROLES[registry.kind]}")
     parts = [Padding(component(registry, name), (0, 0, 1, 2), expand=False) for name in registry.names()]
-    extra = [name for name in choices if name not in registry.names()]
+    extra = [name for name in conf.choices(registry.kind) if name not in registry.names()]
     if extra:
         parts.append(Padding(Text(f"presets: {', '.join(extra)}"), (0, 0, 1, 2), expand=False))
     return Group(title, *parts)

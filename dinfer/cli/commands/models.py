@@ -5,6 +5,7 @@ usage: dinfer models [family ...] [--json]
 For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
 not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
+`dinfer inspect NAME_OR_FOLDER` says whether it does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
-import hydra
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -57,25 +56,13 @@ def run(args: Namespace) -> None:
 
 def described(entry: Published) -> dict[str, Any]:
     """All that is known of a checkpoint."""
-    return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe(entry)}
-
-
-def recipe(entry: Published) -> dict[str, str]:
-    """The choices of components that its preset brings, or that hold by default."""
-    choices = composed(entry.preset)["hydra"]["runtime"]["choices"]
-    return {kind: choices[kind] for kind in conf.GROUPS if kind != "model"}
-
-
-@cache
-def composed(preset: str) -> Any:
-    """The configuration with a preset, Hydra's own part included."""
-    with conf.session():
-        return hydra.compose(conf.PRIMARY, [f"model={preset}"], return_hydra_config=True)
+    recipe = conf.preset(entry.preset).recipe
+    return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe}
 
 
 def use(entry: Published) -> str:
     """The overrides that run it as recommended."""
-    model = composed(entry.preset)["model"]
+    model = conf.preset(entry.preset).options
     known = entry.checkpoint in (model["checkpoint"], model["adapter"])
     return f"model={entry.preset}" + ("" if known else f" model.checkpoint={entry.checkpoint}")
 
@@ -93,7 +80,9 @@ def group(preset: str, entries: list[Published]) -> RenderableType:
         Text(f"model={preset}", "bold cyan"),
         Padding(Text("; ".join(facts)), (0, 0, 0, 2), expand=False),
         Padding(
-            Text(" ".join(f"{kind}={choice}" for kind, choice in recipe(first).items())), (0, 0, 0, 2), expand=False
+            Text(" ".join(f"{kind}={choice}" for kind, choice in conf.preset(preset).recipe.items())),
+            (0, 0, 0, 2),
+            expand=False,
         ),
         Padding(table, (0, 0, 0, 2), expand=False),
     )
