@@ -73,16 +73,13 @@ def group(preset: str, entries: list[Published]) -> RenderableType:
     mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
     facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids))}"]
     facts += ["logits shifted by one"] * first.shifted
+    recipe = " ".join(f"{kind}={choice}" for kind, choice in conf.preset(preset).recipe.items())
     table = Table.grid(padding=(0, 2))
     for entry in entries:
         table.add_row(Text(entry.size, "green"), entry.checkpoint)
     return Group(
         Text(f"model={preset}", "bold cyan"),
         Padding(Text("; ".join(facts)), (0, 0, 0, 2), expand=False),
-        Padding(
-            Text(" ".join(f"{kind}={choice}" for kind, choice in conf.preset(preset).recipe.items())),
-            (0, 0, 0, 2),
-            expand=False,
-        ),
+        Padding(Text(recipe), (0, 0, 0, 2), expand=False),
         Padding(table, (0, 0, 0, 2), expand=False),
     )
