@@ -133,6 +133,14 @@ PEERS = {  # a row's title, and its run
     "ours, dual cache, batch 8": "ours-batch8",
 }
 
+PEERS_SHOWN = {  # in the figure of the README
+    "dInfer, torch.compile": "peer-dual",
+    "ours": "ours-dual",
+    "ours, fp8": "ours-fp8",
+    "dInfer, torch.compile, batch 8": "peer-batch8",
+    "ours, batch 8": "ours-batch8",
+}
+
 
 def peers() -> str:
     """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
