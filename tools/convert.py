@@ -82,7 +82,8 @@ def regrouped(
         if len(dtypes := {tensors[name].dtype for name in own}) > 1:
             raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
         size = sum(torch.Size(tensors[name].shape).numel() for name in own)
-        whole = {parameter: torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]).view(-1, have[own[0]].shape[-1])}
+        flat, first = torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]), have[own[0]]
+        whole = {parameter: flat.view(first.experts, -1, first.shape[-1])}
         for name, tensor in read(tensors, own):
             place_of(whole, have[name]).copy_(tensor)
         yield from (

@@ -34,8 +34,7 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
 
-    The matrices of all experts are one below the other: gate rows, then up rows of expert 0, then those of expert 1;
-    likewise the rows of `down`.
+    The matrices of an expert are `gate_up`, gate rows and then up rows, and `down`.
     """
 
     gate_up_scale: Tensor | None
@@ -48,8 +47,8 @@ class Experts(nn.Module):
         self.experts, self.causal_block = experts, spec.causal_block
         self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
         self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
-        self.gate_up = nn.Parameter(torch.empty(experts.experts * 2 * experts.width, spec.hidden))
-        self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
+        self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
+        self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.register_buffer("gate_up_scale", None, persistent=False)
         self.register_buffer("down_scale", None, persistent=False)
@@ -63,16 +62,10 @@ class Experts(nn.Module):
     def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
         """[B, W, D] -> [N, D], for a consumer that closes it; `pos_BW` says which attention block each token is of."""
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
-        up, down = self.gate_up_scale, self.down_scale
-        scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
-        weights = self._by_expert(self.gate_up), self._by_expert(self.down)
-        shared, one = None, self.shared
+        shared, one, scales = None, self.shared, (self.gate_up_scale, self.down_scale)
         if one is not None:
             shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
-        return expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
-
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.experts.experts, -1))
+        return expert_mixture(x_BWD, chosen_NC, weights_NC, self.gate_up, self.down, scales=scales, shared=shared)
 
     def route(self, logits_NX: Deferred, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""

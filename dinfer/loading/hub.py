@@ -54,17 +54,8 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import constants, errors, snapshot_download  # slow to import, and not needed for folders
 
     offline = constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)
-    page = f"{constants.ENDPOINT}/{name}"
     try:
         found = snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=offline)
-    except errors.GatedRepoError as error:
-        raise CheckpointError(f"{name} is gated: accept its terms at {page} and log in with `hf auth login`") from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(f"the hub has no {page}: check the name; private models need `hf auth login`") from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{name} has no revision={revision!r}: see {page}/commits") from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{name!r} is no hub name: {error}") from error
     except errors.LocalEntryNotFoundError as error:
         why = f"{constants.ENDPOINT} cannot be reached" if offline else str(error).splitlines()[0]
         why = "HF_HUB_OFFLINE is set: unset it" if constants.HF_HUB_OFFLINE else f"{why}: connect to the network"
@@ -72,8 +63,11 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; or run `hf download {name}` elsewhere, bring the "
             "folder here and give it as model.checkpoint=FOLDER"
         ) from error
-    except errors.HfHubHTTPError as error:
-        raise CheckpointError(f"{name} cannot be downloaded from {constants.ENDPOINT}: {error}") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        raise CheckpointError(
+            f"{constants.ENDPOINT}/{name} cannot be read: {' '.join(str(error).split()):.300} Check the name and the "
+            "revision. If the model is gated or private, accept its terms on that page and log in with `hf auth login`"
+        ) from error
     return Path(found)
 
 

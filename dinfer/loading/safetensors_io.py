@@ -19,6 +19,7 @@ from dinfer.loading.files import CheckpointError, read_object
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
+Slices = tuple[slice, ...]
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
 
 
@@ -33,7 +34,12 @@ class Stored:
     @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * (FLOATS | NARROW)[self.dtype].itemsize
+        return self.bytes_of(None)
+
+    def bytes_of(self, part: Slices | None) -> int:
+        """Bytes of some slices of it; None: of all."""
+        sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
+        return math.prod(sizes) * (FLOATS | NARROW)[self.dtype].itemsize
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -54,15 +60,20 @@ def stored_in(path: Path) -> dict[str, Stored]:
 def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Tensors on the CPU, by default all of them, file by file; each is to be dropped before the next is taken."""
     names = list(tensors) if names is None else names
-    most = sum(tensors[name].size for name in names) // PARTS
-    while names:
-        path, taken, size = tensors[names[0]].path, 0, 0
+    yield from zip(names, read_slices(tensors, [(name, None) for name in names]), strict=True)
+
+
+def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices | None]]) -> Iterator[Tensor]:
+    """Parts of tensors on the CPU, in order, as `read` gives tensors. Of a slice no other bytes are read; None: all."""
+    most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
+    while parts:
+        path, taken, size = tensors[parts[0][0]].path, 0, 0
         with safe_open(path, framework="pt") as file:
-            while taken < len(names) and tensors[names[taken]].path == path and (not taken or size < most):
-                yield names[taken], file.get_tensor(names[taken])
-                size += tensors[names[taken]].size
-                taken += 1
-        names = names[taken:]
+            while taken < len(parts) and tensors[parts[taken][0]].path == path and (not taken or size < most):
+                name, part = parts[taken]
+                yield file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well
+        parts = parts[taken:]
 
 
 def _shards(folder: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import option
-from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ExpertSpec, ModelSpec, Placement, Section, Split
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
 
@@ -192,10 +192,11 @@ class BlockFamily(HubFamily):
 
 def placements(spec: ModelSpec, names: Names, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:
     """Every tensor that a checkpoint of this spec must have, and where it goes."""
-    yield f"{names.embedding}.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    table, vocab = (spec.vocab, spec.hidden), Split(0, (Section("vocab", spec.vocab),))
+    yield f"{names.embedding}.weight", Placement("embedding.weight", table, split=vocab)
     yield f"{names.norm}.weight", Placement("norm.weight", (spec.hidden,))
     if not spec.tied_head:
-        yield f"{names.head}.weight", Placement("head.weight", (spec.vocab, spec.hidden))
+        yield f"{names.head}.weight", Placement("head.weight", table, split=vocab)
     for i in range(spec.layers):
         for name, place in _layer(spec, names, i, layout):
             yield name.replace("{i}", str(i)), place
@@ -206,45 +207,70 @@ def _layer(spec: ModelSpec, names: Names, layer: int, layout: ExpertLayout) -> I
     q, kv = spec.heads * e, spec.kv_heads * e
     yield f"{names.attn_norm}.weight", Placement(f"{ours}.attn_norm.weight", (d,))
     yield f"{names.mlp_norm}.weight", Placement(f"{ours}.mlp_norm.weight", (d,))
-    yield f"{names.out}.weight", Placement(f"{ours}.out.weight", (d, q))
+    heads, kv_heads = Section("heads", spec.heads, e), Section("kv_heads", spec.kv_heads, e)
+    yield f"{names.out}.weight", Placement(f"{ours}.out.weight", (d, q), split=Split(1, (heads,)))
     parts = [(names.qkv, q + 2 * kv)] if names.qkv else [(names.q, q), (names.k, kv), (names.v, kv)]
-    row = 0
+    row, by_head = 0, Split(0, (heads, kv_heads, kv_heads))
     for part, rows in parts:
-        yield f"{part}.weight", Placement(f"{ours}.qkv.weight", (rows, d), row)
+        yield f"{part}.weight", Placement(f"{ours}.qkv.weight", (rows, d), row, by_head)
         if spec.qkv_bias:
-            yield f"{part}.bias", Placement(f"{ours}.qkv.bias", (rows,), row)
+            yield f"{part}.bias", Placement(f"{ours}.qkv.bias", (rows,), row, by_head)
         row += rows
     if spec.qk_norm:
         yield f"{names.q_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), 0)
         yield f"{names.k_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), e)
     experts = spec.experts
     if experts is None or layer in experts.dense:
-        yield from _mlp(names.gate, names.up, names.down, f"{ours}.mlp", spec.mlp, d)
+        yield from mlp_placements((names.gate, names.up, names.down), f"{ours}.mlp", spec.mlp, d)
         return
     yield f"{names.router}.weight", Placement(f"{ours}.mlp.router.weight", (experts.experts, d))
     if experts.bias:
         yield names.choice_bias, Placement(f"{ours}.mlp.choice_bias", (experts.experts,))
-    x, m = experts.experts, experts.width
-    if layout == "fused":
-        yield names.fused_gate_up, Placement(f"{ours}.mlp.gate_up", (x, 2 * m, d))
-        yield names.fused_down, Placement(f"{ours}.mlp.down", (x, d, m))
-    if layout == "merged":
-        yield names.merged_gate, Placement(f"{ours}.mlp.gate_up", (x, m, d))
-        yield names.merged_up, Placement(f"{ours}.mlp.gate_up", (x, m, d), m)
-        yield names.merged_down, Placement(f"{ours}.mlp.down", (x, d, m))
-    for e in range(x if layout == "separate" else 0):
-        gate, up, down = (
-            name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down)
-        )
-        yield f"{gate}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e)
-        yield f"{up}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e + m)
-        yield f"{down}.weight", Placement(f"{ours}.mlp.down", (d, m), d * e)
+    yield from _experts(experts, names, f"{ours}.mlp", d, layout)
     if experts.shared:
         shared = names.shared_gate, names.shared_up, names.shared_down
-        yield from _mlp(*shared, f"{ours}.mlp.shared", experts.shared, d)
+        yield from mlp_placements(shared, f"{ours}.mlp.shared", experts.shared, d)
 
 
-def _mlp(gate: str, up: str, down: str, ours: str, width: int, hidden: int) -> Iterator[tuple[str, Placement]]:
-    yield f"{gate}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), 0)
-    yield f"{up}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), width)
-    yield f"{down}.weight", Placement(f"{ours}.down.weight", (hidden, width))
+def _experts(
+    spec: ExpertSpec, names: Names, ours: str, d: int, layout: ExpertLayout
+) -> Iterator[tuple[str, Placement]]:
+    x, m = spec.experts, spec.width
+    if layout == "fused":
+        yield from fused_placements((names.fused_gate_up, names.fused_down), ours, spec, d)
+    gate_up, down = halves(1, m), Split(2, (Section("width", m),))
+    if layout == "merged":
+        yield names.merged_gate, Placement(f"{ours}.gate_up", (x, m, d), 0, gate_up, x)
+        yield names.merged_up, Placement(f"{ours}.gate_up", (x, m, d), m, gate_up, x)
+        yield names.merged_down, Placement(f"{ours}.down", (x, d, m), 0, down, x)
+    for e in range(x if layout == "separate" else 0):
+        own = (name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down))
+        gate_name, up_name, down_name = own
+        yield f"{gate_name}.weight", Placement(f"{ours}.gate_up", (m, d), 0, gate_up, x, e)
+        yield f"{up_name}.weight", Placement(f"{ours}.gate_up", (m, d), m, gate_up, x, e)
+        yield f"{down_name}.weight", Placement(f"{ours}.down", (d, m), 0, down, x, e)
+
+
+def fused_placements(
+    names: tuple[str, str], ours: str, spec: ExpertSpec, hidden: int
+) -> Iterator[tuple[str, Placement]]:
+    """Experts of which gate and up are one tensor, and down is another."""
+    x, m = spec.experts, spec.width
+    yield names[0], Placement(f"{ours}.gate_up", (x, 2 * m, hidden), 0, halves(1, m), x)
+    yield names[1], Placement(f"{ours}.down", (x, hidden, m), 0, Split(2, (Section("width", m),)), x)
+
+
+def mlp_placements(names: tuple[str, str, str], ours: str, width: int, hidden: int) -> Iterator[tuple[str, Placement]]:
+    """A gated MLP, whose gate and up are one matrix of ours."""
+    gate, up, down = names
+    yield f"{gate}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), 0, halves(0, width))
+    yield f"{up}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), width, halves(0, width))
+    yield (
+        f"{down}.weight",
+        Placement(f"{ours}.down.weight", (hidden, width), split=Split(1, (Section("width", width),))),
+    )
+
+
+def halves(dim: int, width: int) -> Split:
+    """The division of gate rows, followed by as many up rows."""
+    return Split(dim, (Section("width", width), Section("width", width)))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
 from dinfer.layers.gemma import Gemma
 from dinfer.models._config import complete, expect
-from dinfer.models._family import HubCheckpoint
+from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -140,7 +140,10 @@ def _local(text: Mapping[str, Any]) -> LocalAttention:
 def _placements(spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
     """Every tensor of the text part. Encoder and decoder share all, under the decoder's names, but a scalar a layer."""
     theirs = DECODER
-    yield f"{theirs}.embed_tokens.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    yield (
+        f"{theirs}.embed_tokens.weight",
+        Placement("embedding.weight", (spec.vocab, spec.hidden), split=Split(0, (Section("vocab", spec.vocab),))),
+    )
     yield f"{theirs}.norm.weight", Placement("norm.weight", (spec.hidden,))
     yield f"{theirs}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
     yield from _mlp(f"{theirs}.self_conditioning", "conditioning.mlp", spec)
@@ -165,24 +168,27 @@ def _block(theirs: str, ours: str, spec: ModelSpec, layer: int) -> Iterator[tupl
         yield f"{theirs}.{name}.weight", Placement(f"{ours}.{norm}.weight", (d,))
     local = spec.local if spec.local is not None and layer in spec.local.layers else None
     e, kv = (spec.head_dim, spec.kv_heads) if local is None else (local.head_dim, local.kv_heads)
-    row = 0
-    for part, heads in (("q", spec.heads), ("k", kv), *([] if local is None else [("v", kv)])):
-        yield f"{theirs}.self_attn.{part}_proj.weight", Placement(f"{ours}.attention.qkv.weight", (heads * e, d), row)
-        row += heads * e
+    query_heads, kv_heads = Section("heads", spec.heads, e), Section("kv_heads", kv, e)
+    parts = {"q": query_heads, "k": kv_heads} | ({} if local is None else {"v": kv_heads})
+    row, by_head = 0, Split(0, tuple(parts.values()))
+    for part, (_, heads, size) in parts.items():
+        place = Placement(f"{ours}.attention.qkv.weight", (heads * size, d), row, by_head)
+        yield f"{theirs}.self_attn.{part}_proj.weight", place
+        row += heads * size
     for part in ("q", "k"):
         yield f"{theirs}.self_attn.{part}_norm.weight", Placement(f"{ours}.attention.{part}_norm.weight", (e,))
-    yield f"{theirs}.self_attn.o_proj.weight", Placement(f"{ours}.attention.out.weight", (d, spec.heads * e))
+    yield (
+        f"{theirs}.self_attn.o_proj.weight",
+        Placement(f"{ours}.attention.out.weight", (d, spec.heads * e), split=Split(1, (query_heads,))),
+    )
     yield from _mlp(f"{theirs}.mlp", f"{ours}.mlp", spec)
-    x, m = experts.experts, experts.width
     yield f"{theirs}.router.scale", Placement(f"{ours}.experts.router_norm.weight", (d,))
-    yield f"{theirs}.router.proj.weight", Placement(f"{ours}.experts.router.weight", (x, d))
-    yield f"{theirs}.router.per_expert_scale", Placement(f"{ours}.experts.expert_scale", (x,))
-    yield f"{theirs}.experts.gate_up_proj", Placement(f"{ours}.experts.gate_up", (x, 2 * m, d))
-    yield f"{theirs}.experts.down_proj", Placement(f"{ours}.experts.down", (x, d, m))
+    yield f"{theirs}.router.proj.weight", Placement(f"{ours}.experts.router.weight", (experts.experts, d))
+    yield f"{theirs}.router.per_expert_scale", Placement(f"{ours}.experts.expert_scale", (experts.experts,))
+    fused = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+    yield from fused_placements(fused, f"{ours}.experts", experts, d)
 
 
 def _mlp(theirs: str, ours: str, spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
-    for row, part in enumerate(("gate", "up")):
-        place = Placement(f"{ours}.gate_up.weight", (spec.mlp, spec.hidden), row * spec.mlp)
-        yield f"{theirs}.{part}_proj.weight", place
-    yield f"{theirs}.down_proj.weight", Placement(f"{ours}.down.weight", (spec.hidden, spec.mlp))
+    names = f"{theirs}.gate_proj", f"{theirs}.up_proj", f"{theirs}.down_proj"
+    yield from mlp_placements(names, ours, spec.mlp, spec.hidden)

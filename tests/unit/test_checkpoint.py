@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
@@ -279,6 +280,16 @@ def test_without_network_the_error_names_the_model_and_what_to_do(
     message = rf"GSAI-ML/LLaDA-1\.5 is not in .*, and {url} cannot be reached: .*hf download .*model\.checkpoint=FOL"
     with pytest.raises(CheckpointError, match=message):
         locate("GSAI-ML/LLaDA-1.5")
+
+
+def test_what_the_hub_refuses_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **given: Any) -> str:
+        raise HFValidationError("Repository\n\nNot Found.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)
+    with pytest.raises(CheckpointError, match=r"a/b cannot be read: Repository Not Found\. Check the name"):
+        locate("a/b")
 
 
 def test_a_network_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
