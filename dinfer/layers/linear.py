@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.linear import check_float8, linear, linear_in_parts, round_rows
 from dinfer.kernels.packed import PACKED, pack
 from dinfer.kernels.types import FLOAT8, Deferred, Inputs
@@ -65,6 +66,7 @@ def roundable(network: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
+@on_own_device
 def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 
