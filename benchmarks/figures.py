@@ -13,7 +13,8 @@ from typing import Any
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from benchmarks.report import PEERS_SHOWN, RESULTS, ROOT
+from benchmarks.peers.table import SHOWN, measured
+from benchmarks.report import RESULTS, ROOT
 from dinfer.analysis.metrics import wilson
 
 IMAGES = ROOT / "docs" / "images"
@@ -23,8 +24,8 @@ def speed(report: dict[str, Any]) -> Figure:
     """Tokens a second of whole generations, ours and the published dInfer's."""
     figure = Figure(figsize=(7, 2.4), layout="constrained")
     axes = figure.subplots()
-    names = list(PEERS_SHOWN)[::-1]
-    rates = [report["runs"][PEERS_SHOWN[name]]["tokens_per_s"] for name in names]
+    names = list(SHOWN)[::-1]
+    rates = [report["runs"][SHOWN[name]]["tokens_per_s"] for name in names]
     bars = axes.barh(names, rates, color=["C0" if name.startswith("ours") else "0.7" for name in names])
     axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
     axes.set(xlabel=f"tokens a second, LLaDA-8B's shape on one {report['hardware']}", xlim=(0, 1.12 * max(rates)))
@@ -58,7 +59,7 @@ def accuracy(rows: list[dict[str, Any]], cache: str = "dual") -> Figure:
 def main() -> None:
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dinfer", "font.family": "sans-serif"})
     found = {
-        "speed": speed(json.loads((RESULTS / "peers-h200-5453251.json").read_text())),
+        "speed": speed(measured()),
         "accuracy": accuracy(json.loads((RESULTS / "tiny-quality-h200.json").read_text())["rows"]),
     }
     for name, figure in found.items():

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import table
 from dinfer.core.registry import MODELS
 from dinfer.loading.catalog import CATALOG
 
@@ -123,58 +124,6 @@ def _cards(report: dict[str, Any]) -> str:
     )
 
 
-PEERS = {  # a row's title, and its run
-    "dInfer, eager, dual cache": "peer-eager",
-    "dInfer, torch.compile, dual cache": "peer-dual",
-    "ours, dual cache": "ours-dual",
-    "ours, dual cache, fp8": "ours-fp8",
-    "dInfer, torch.compile, vicinity 16/16": "peer-vicinity",
-    "ours, vicinity 16/16": "ours-vicinity",
-    "dInfer, torch.compile, no cache": "peer-none",
-    "ours, no cache": "ours-none",
-    "dInfer, torch.compile, dual cache, batch 8": "peer-batch8",
-    "ours, dual cache, batch 8": "ours-batch8",
-}
-
-PEERS_SHOWN = {  # in the figure of the README
-    "dInfer, torch.compile": "peer-dual",
-    "ours": "ours-dual",
-    "ours, fp8": "ours-fp8",
-    "dInfer, torch.compile, batch 8": "peer-batch8",
-    "ours, batch 8": "ours-batch8",
-}
-
-
-def peers() -> str:
-    """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
-    report = json.loads((RESULTS / "peers-h200-5453251.json").read_text())
-    runs, some = report["runs"], report["runs"]["ours-dual"]
-    together = [title for title, name in PEERS.items() if runs[name].get("together_with")]
-    lines = [
-        f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
-        f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
-        "rule and commits the leftmost masks. dInfer at commit "
-        f"{report['peer_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
-        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
-        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
-        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
-        "are longer than alone; they were timed one at a time.",
-        "",
-        "| run | ms a forward, generation | window step | full pass | tokens/s | forwards | first call |",
-        "| --- |" + " --- |" * 6,
-    ]
-    for title, name in PEERS.items():
-        run = runs[name]
-        widths = {int(key.split()[-1]): found["median_ms"] for key, found in run["by_width"].items()}
-        full = widths.pop(run["prompt"] + run["new"])
-        window = " to ".join(f"{ms:.2f}" for ms in sorted(set(widths.values()))) or "-"
-        lines.append(
-            f"| {title} | {run['ms_per_forward']:.2f} | {window} | {full:.2f} | {run['tokens_per_s']:,.0f} "
-            f"| {run['forwards']} | {run['warm_up_s']:.0f} s{' *' if title in together else ''} |"
-        )
-    return "\n".join(lines)
-
-
 def parts() -> str:
     """Where the time of these steps goes."""
     reports = _step_reports()
@@ -278,7 +227,7 @@ def families() -> str:
 
 def summary() -> str:
     """One figure of speed, and one of accuracy against tokens per forward."""
-    report = json.loads((RESULTS / "peers-h200-5453251.json").read_text())
+    report = table.measured()
     ours, peer, ours8, peer8 = (
         report["runs"][f"{who}-{run}"] for run in ("dual", "batch8") for who in ("ours", "peer")
     )
@@ -390,7 +339,7 @@ def rendered_performance(page: str) -> str:
     """docs/performance.md with its sections written anew."""
     for name, body in {
         "steps": steps(),
-        "peers": peers(),
+        "peers": table.peers(),
         "parts": parts(),
         "quantized": quantized(),
         "throughput": throughput(),
