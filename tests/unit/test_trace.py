@@ -16,6 +16,7 @@ from support.models import MASK, tiny_model
 from dinfer.analysis.trace.page import embedded, page
 from dinfer.analysis.trace.record import Trace, document, record_request, spans
 from dinfer.core.recipe import compose
+from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
@@ -94,7 +95,8 @@ def test_an_offer_is_the_probability_of_the_likeliest_token() -> None:
 
 def test_gaps_are_recorded_too() -> None:
     pipe = pipeline(cache="none")
-    request = pipe._infill_request(0, [1, 2, MASK, 4, 5, 6, MASK, MASK, 9], {}, False)
+    canvas = [1, 2, MASK, 4, 5, 6, MASK, MASK, 9]
+    request = Request(canvas, 0, pipe.recipe.resolve({}), [token == MASK for token in canvas])
     trace = record_request(pipe, request)
     assert trace.masked == [2, 6, 7] == sorted(p for step in trace.steps for p, _ in step.commits)
 
