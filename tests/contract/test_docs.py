@@ -96,3 +96,10 @@ def test_the_component_pages_are_those_of_the_docstrings() -> None:
     for path, text in pages().items():
         assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
         assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    """`make docs` says so too, but this takes no time."""
+    named = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
