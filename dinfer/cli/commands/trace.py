@@ -4,7 +4,7 @@ usage: dinfer trace "question" [compare.decoder=NAME ...] [overrides ...]
 
 One HTML file that needs nothing else: the canvas forward by forward, what was committed when and how surely, which
 positions each forward computed, the forwards of each block. With `compare.*`, two recipes side by side: the second is
-the first with what is named so.
+the first with these changes.
 
 Examples:
   dinfer trace "question" decoder.threshold=0.7
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dinfer.analysis.trace.record import Trace
     from dinfer.pipeline import Pipeline
 
+SUFFIXES = (".html", ".svg", ".json")
+
 
 def arguments(parser: Parser) -> None:
     configured(parser)
@@ -51,9 +53,12 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         raise ValueError('a question is needed: dinfer trace "question"')
     paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
     for path in paths:
+        if changes and path.suffix == ".svg":
+            raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
     configs = [config] + ([changed("trace", changes)] if changes else [])
 
+    from dinfer.analysis.trace.animation import animation
     from dinfer.analysis.trace.page import page
     from dinfer.analysis.trace.record import document
 
@@ -64,7 +69,10 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         counts = one.counts
         say(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
     for path in paths:
-        write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
+        if path.suffix == ".svg":
+            write(path, animation(traces[0], prompt))
+        else:
+            write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
         say(f"wrote {path}")
 
 
@@ -72,8 +80,8 @@ def outputs(out: str | list[str]) -> list[Path]:
     """The files to write. Raises ValueError for a kind that there is none of."""
     paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
     for path in paths:
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"out={path} must end in .html (the page) or .json (its data)")
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths
