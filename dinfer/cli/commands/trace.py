@@ -4,10 +4,11 @@ usage: dinfer trace "question" [compare.decoder=NAME ...] [overrides ...]
 
 One HTML file that needs nothing else: the canvas forward by forward, what was committed when and how surely, which
 positions each forward computed, the forwards of each block. With `compare.*`, two recipes side by side: the second is
-the first with what is named so.
+the first with these changes.
 
   prompt="question"       the same as a setting, in Hydra's grammar
-  out=trace.html          .html: the page; .json: the data behind it (docs/trace.md); out=[a.html,a.json]: both
+  out=trace.html          .html: the page; .svg: an animation of one recipe, for a README; .json: the data behind them
+                          (docs/trace.md); out=[a.html,a.json]: both
   max_new_tokens=128      length of the generation
   chat=null               use the checkpoint's chat template; null: if it has one
 
@@ -21,11 +22,13 @@ In a sweep (-m), every point writes files of its own: trace-0.html, trace-1.html
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dinfer.analysis.outputs import check_file, write
+from dinfer.analysis.trace.animation import animation
 from dinfer.analysis.trace.page import page
 from dinfer.analysis.trace.record import Trace, document, record
 from dinfer.cli.application import launch, numbered, schema_of
@@ -35,6 +38,12 @@ from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.terminal import say
 from dinfer.core.recipe import compose
 from dinfer.pipeline import Pipeline
+
+WRITERS: dict[str, Callable[[dict[str, Any], list[Trace]], str]] = {
+    ".html": lambda found, traces: page(found),
+    ".svg": lambda found, traces: animation(traces[0], found["prompt"]),
+    ".json": lambda found, traces: json.dumps(found) + "\n",
+}
 
 
 def run(args: list[str]) -> None:
@@ -51,6 +60,8 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str], s
         raise ValueError('a question is needed: dinfer trace "question"')
     paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
     for path in paths:
+        if changes and path.suffix == ".svg":
+            raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
     configs = [config] + ([changed(schema, changes)] if changes else [])
     pipe = pipeline(config)
@@ -60,7 +71,7 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str], s
         counts = one.counts
         say(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
     for path in paths:
-        write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
+        write(path, WRITERS[path.suffix](found, traces))
         say(f"wrote {path}")
 
 
@@ -68,8 +79,8 @@ def outputs(out: str | list[str]) -> list[Path]:
     """The files to write. Raises ValueError for a kind that there is none of."""
     paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
     for path in paths:
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"out={path} must end in .html (the page) or .json (its data)")
+        if path.suffix not in WRITERS:
+            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths
