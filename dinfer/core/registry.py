@@ -139,10 +139,17 @@ class Registry(Generic[T]):
         def add(cls: T) -> T:
             known = self._table.setdefault(name, cls)
             if known is not cls:
-                raise ValueError(f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}")
+                raise ValueError(
+                    f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}: take another name, or "
+                    f"call {self.kind.upper()}S.unregister({name!r}) first"
+                )
             return cls
 
         return add
+
+    def unregister(self, name: str) -> None:
+        """Frees the name of a class that was registered, for a notebook that defines the class anew."""
+        self._table.pop(name, None)
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, Description]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -28,14 +29,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.fixture
-def leftmost(monkeypatch: pytest.MonkeyPatch) -> type:
+def leftmost(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """The tutorial's decoder, registered for the length of a test."""
-    DECODERS.names()
-    monkeypatch.setattr(DECODERS, "_table", dict(DECODERS._table))
     module = ModuleType("leftmost")
     monkeypatch.setitem(sys.modules, "leftmost", module)
     exec(compile(blocks(TUTORIAL, "python")[0], "leftmost.py", "exec"), module.__dict__)
-    return DECODERS.get("leftmost")
+    yield DECODERS.get("leftmost")
+    DECODERS.unregister("leftmost")
 
 
 @pytest.mark.parametrize("cache", CACHES.names())

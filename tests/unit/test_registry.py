@@ -106,8 +106,10 @@ def test_source_that_cannot_be_read_is_run(text: str, tmp_path: Path, monkeypatc
 def test_a_name_belongs_to_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = package(tmp_path, monkeypatch, "taken", plain=HEAD.format(package="taken") + BASE + PLAIN)
     registry.register("plain")(object)
-    with pytest.raises(ValueError, match=r"decoder 'plain' is already builtins\.object"):
+    with pytest.raises(ValueError, match=r"decoder 'plain' is already builtins\.object.*call DECODERS\.unregister"):
         registry.get("plain")
+    registry.unregister("plain")
+    assert registry.get("plain").__module__ == "taken.plain"
 
 
 def test_every_public_name_is_there_and_no_other() -> None:
