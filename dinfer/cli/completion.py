@@ -14,14 +14,15 @@ from dinfer.cli.arguments import OVERRIDE
 
 
 def complete(args: Namespace) -> None:
-    """`-sc install=bash` prints what a shell is to run; `-sc query=bash` answers it. Also zsh, fish and uninstall."""
-    from dinfer.cli.program import parsers
+    """`-sc install=bash` prints what a shell is to run; `-sc query=bash` answers it. Also zsh, fish and uninstall.
 
+    `args.commands`: the parser of each command.
+    """
     if not any(word.startswith("query=") for word in args.words):
         in_hydra(["-sc", *args.words], conf.PRIMARY)
         return
     command, *typed = os.environ["COMP_LINE"].split(" ")[1:]
-    commands = parsers()[1]
+    commands = args.commands
     if not typed:
         print("\n".join(commands))
     elif command in commands and typed[-1].startswith("-"):

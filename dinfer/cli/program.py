@@ -87,9 +87,10 @@ def run(args: list[str]) -> None:
 
 def parsed(args: list[str], literal: list[str]) -> argparse.Namespace:
     """The arguments by what they are for. Raises ValueError."""
-    if {"-sc", "--shell-completion"} & set(args):
-        return argparse.Namespace(run=complete, words=[arg for arg in args if "=" in arg], verbose=0, quiet=False)
     parser, known = parsers()
+    if {"-sc", "--shell-completion"} & set(args):
+        words = [arg for arg in args if "=" in arg]
+        return argparse.Namespace(run=complete, words=words, commands=known, verbose=0, quiet=False)
     first = next((arg for arg in args if not arg.startswith("-")), "help")
     if first not in (*known, "help"):
         raise unknown("command", first, list(known))

@@ -13,7 +13,7 @@ from support.models import tiny_model
 
 from benchmarks.report import PAGES
 from dinfer.core.recipe import compose
-from dinfer.core.registry import CACHES, DECODERS, options_of
+from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.hub import boxed
 from dinfer.pipeline import Pipeline
