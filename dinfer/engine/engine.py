@@ -312,10 +312,9 @@ class Engine:
         if row.planned == now[:PLANNED]:
             return
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
-        width = cache.width(spec, Phase(now.phase), **place, prompt=now.prompt, forwards=now.forwards)
         settles = self.runtime.settle and now.phase == Phase.WINDOW
-        row.planned, row.need = now[:PLANNED], Need(width, cache.narrow(spec, **place) if settles else None)
+        row.planned = now[:PLANNED]
+        row.need = Need(cache.width(spec, now), cache.narrow(spec, now) if settles else None)
 
     def _shape(self, phase: Phase, step: Step) -> StepShape:
         rows, iteration, block = [self._rows[slot] for slot in step.slots], self.recipe.iteration, self._state.block

@@ -74,10 +74,12 @@ def component(registry: Registry, name: str) -> RenderableType:
 
 def exactness(cache: CachePolicy) -> str:
     """For which models its keys and values are those of a pass without a cache."""
-    kinds = {"bidirectional": None, "block-causal": 2, "causal": 1}
-    exact = [kind for kind, causal_block in kinds.items() if cache.exact(causal_block)]
+    kinds = {"bidirectional": 0, "block-causal": 2, "causal": 1}
+    exact = [kind for kind, block in kinds.items() if cache.exact(0, block, block)]
     if len(exact) == len(kinds):
         return "exact for every model"
+    if not cache.exact(0, 2):
+        exact = [f"{kind} (in whole blocks)" if kind == "block-causal" else kind for kind in exact]
     return f"exact for {' and '.join(exact)} models only" if exact else "an approximation"
 
 
