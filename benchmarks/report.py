@@ -103,9 +103,6 @@ def steps() -> str:
     lines += [
         "",
         _cards(reports["LLaDA2-mini"]),
-        "",
-        "For comparison, measured once on the same kind of card for batch 1 (not in this run): dInfer eager 36.8 ms a "
-        "forward, dInfer with torch.compile 7.28 ms after 203 s of warm-up.",
     ]
     return "\n".join(lines)
 
@@ -121,6 +118,50 @@ def _cards(report: dict[str, Any]) -> str:
         f"{min(experts[1:]):.2f} to {max(experts[1:]):.2f} ms, and it was "
         f"{', '.join(f'{rate:.2f}' for rate in sorted(rates[1:]))} a second."
     )
+
+
+PEERS = {  # a row's title, and its run
+    "dInfer, eager, dual cache": "peer-eager",
+    "dInfer, torch.compile, dual cache": "peer-dual",
+    "ours, dual cache": "ours-dual",
+    "ours, dual cache, fp8": "ours-fp8",
+    "dInfer, torch.compile, vicinity 16/16": "peer-vicinity",
+    "ours, vicinity 16/16": "ours-vicinity",
+    "dInfer, torch.compile, no cache": "peer-none",
+    "ours, no cache": "ours-none",
+    "dInfer, torch.compile, dual cache, batch 8": "peer-batch8",
+    "ours, dual cache, batch 8": "ours-batch8",
+}
+
+
+def peers() -> str:
+    """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
+    report = json.loads((RESULTS / "peers-h200-5453251.json").read_text())
+    runs, some = report["runs"], report["runs"]["ours-dual"]
+    together = [title for title, name in PEERS.items() if runs[name].get("together_with")]
+    lines = [
+        f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
+        f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
+        "rule and commits the leftmost masks. dInfer at commit "
+        f"{report['peer_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
+        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
+        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
+        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
+        "are longer than alone; they were timed one at a time.",
+        "",
+        "| run | ms a forward, generation | window step | full pass | tokens/s | forwards | first call |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for title, name in PEERS.items():
+        run = runs[name]
+        widths = {int(key.split()[-1]): found["median_ms"] for key, found in run["by_width"].items()}
+        full = widths.pop(run["prompt"] + run["new"])
+        window = " to ".join(f"{ms:.2f}" for ms in sorted(set(widths.values()))) or "-"
+        lines.append(
+            f"| {title} | {run['ms_per_forward']:.2f} | {window} | {full:.2f} | {run['tokens_per_s']:,.0f} "
+            f"| {run['forwards']} | {run['warm_up_s']:.0f} s{' *' if title in together else ''} |"
+        )
+    return "\n".join(lines)
 
 
 def parts() -> str:
@@ -293,6 +334,7 @@ def rendered_performance(page: str) -> str:
     """docs/performance.md with its sections written anew."""
     for name, body in {
         "steps": steps(),
+        "peers": peers(),
         "parts": parts(),
         "quantized": quantized(),
         "throughput": throughput(),

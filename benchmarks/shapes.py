@@ -1,4 +1,4 @@
-"""config.json of published checkpoints, for running their shapes with random weights."""
+"""config.json of published checkpoints, without what changes nothing, for running their shapes with random weights."""
 
 from __future__ import annotations
 
@@ -54,24 +54,23 @@ LLADA2_MINI: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_theta": 600000,
     "rms_norm_eps": 1e-6,
-    "use_qk_norm": True,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-    "max_position_embeddings": 16384,
+    "max_position_embeddings": 32768,
     "vocab_size": 157184,
-    "mask_token_id": 156895,
-    "eos_token_id": 156892,
 }
 SMALL_LLADA2 = LLADA2_MINI | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_group": 4,
-    "topk_group": 2, "vocab_size": 512, "mask_token_id": 511, "eos_token_id": 510,
+    "topk_group": 2, "vocab_size": 512,
 }  # fmt: skip
+# Options of the family: the vocabulary of these is too small for the ids that config.json leaves to the authors' code.
+OPTIONS: dict[str, dict[str, Any]] = {"small-llada2": {"mask_id": 511, "stop_ids": [510]}}
 SHAPES = {"llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "small": SMALL, "small-llada2": SMALL_LLADA2}
 
 
 def shape(name: str) -> tuple[ModelFamily, ModelSpec]:
     """The family and the spec of a shape."""
     config = SHAPES[name]
-    family = MODELS.build(family_of(config))
+    family = MODELS.build({"name": family_of(config)} | OPTIONS.get(name, {}))
     return family, family.spec(config)

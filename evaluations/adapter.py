@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,12 +22,13 @@ from tqdm import tqdm
 from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.analysis.metrics import Sample
 from dinfer.core.registry import REGISTRIES, unknown
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, load
 from evaluations.gen_kwargs import Wish, cut, wish
 from evaluations.ledger import Ledger, key_of
 from evaluations.ranks import Ranks, ranks
 
+Progress = Callable[..., None]  # what is being done, how much of it is, of how much
 CHUNK = 4  # batches of a likelihood between two entries in the ledger
 
 
@@ -86,6 +87,7 @@ class DinferLM(TemplateLM):
             where,
             max_new_tokens,
             Ledger(),
+            None,
         )
 
     @classmethod
@@ -97,23 +99,28 @@ class DinferLM(TemplateLM):
         among: Ranks | None = None,
         max_new_tokens: int | None = None,
         ledger: Ledger | None = None,
+        progress: Progress | None = None,
     ) -> DinferLM:
-        """The model of a pipeline. `ledger`: where answers are kept, and found if they were given before."""
+        """The model of a pipeline. `ledger`: where answers are kept, and found if they were given before.
+
+        `progress` is called after each answer; None: a bar, where stderr is a terminal.
+        """
         lm = cls.__new__(cls)
         where = among or Ranks(0, 1, pipe.model.device)
-        lm._begin(pipe, likelihood or Likelihood(), where, max_new_tokens, ledger or Ledger())
+        lm._begin(pipe, likelihood or Likelihood(), where, max_new_tokens, ledger or Ledger(), progress)
         return lm
 
     def _begin(
-        self, pipe: Pipeline, likelihood: Likelihood, among: Ranks, max_new_tokens: int | None, ledger: Ledger
-    ) -> None:
+        self, pipe: Pipeline, likelihood: Likelihood, among: Ranks, max_new_tokens: int | None, ledger: Ledger,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if pipe.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, and tasks are texts")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         self.pipe, self.tokenizer, self.likelihood = pipe, pipe.tokenizer, likelihood
-        self.among, self.new_tokens, self.ledger = among, max_new_tokens, ledger
+        self.among, self.new_tokens, self.ledger, self.progress = among, max_new_tokens, ledger, progress
         self._rank, self._world_size, self._device = among.rank, among.size, among.device
 
     # What lm-eval asks for: answers.
@@ -126,7 +133,7 @@ class DinferLM(TemplateLM):
             for _, group in groupby(self._open(jobs), key=lambda job: job.instance.task_name):
                 for job, text, sample, at in self._generated(list(group)):
                     self._keep(job, "generate_until", text, at, sample=sample)
-                    bar.update()
+                    self._tell(bar, job)
         return [self._answer(job) for job in jobs]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -238,8 +245,14 @@ class DinferLM(TemplateLM):
         self.cache_hook.add_partial(kind, job.instance.args, response)
 
     def _bar(self, jobs: Sequence[_Job], disable: bool) -> Any:
-        quiet = disable or self.rank > 0 or not os.isatty(2)
+        quiet = disable or self.rank > 0 or self.progress is not None or not os.isatty(2)
         return tqdm(total=len(jobs), initial=len(jobs) - len(self._open(jobs)), disable=quiet, unit="request")
+
+    def _tell(self, bar: Any, job: _Job) -> None:
+        bar.n += 1  # counts also where the bar is not shown
+        bar.refresh()
+        if self.progress is not None:
+            self.progress(str(job.instance.task_name), bar.n, bar.total)
 
     def _generated(self, jobs: list[_Job]) -> Iterator[tuple[_Job, str, Sample, float]]:
         """The answers to the requests of one task, each as soon as it is there, and when that was, in seconds."""
@@ -334,7 +347,7 @@ class DinferLM(TemplateLM):
                         passes = sum(bound.samples for bound in bounds)
                         at = time.perf_counter() - began
                         self._keep(job, kind, response, at, error=error, passes=passes)
-                        bar.update()
+                        self._tell(bar, job)
         return [self._answer(job) for job in jobs]
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:

@@ -1,11 +1,12 @@
 """Answers on disk, one JSON line each as soon as it is there: a run that is killed goes on where it was.
 
-A run has one file a rank, and a later session reads the files of all ranks, however many there were. The first line of
-a session says what it ran with; sessions that would answer differently do not share a file.
+A run has one file a rank. A later session reads the files of all ranks, however many there were. The first line of a
+session says what it ran with: sessions that would answer differently do not share a file. A session locks its file.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dinfer.analysis.metrics import Sample
+from dinfer.analysis.outputs import check_folder, naming
+from evaluations.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +43,54 @@ def key_of(*parts: Any) -> str:
 
 
 class Ledger:
-    """All answers so far. Without a folder they are kept in memory alone."""
+    """All answers so far. Without a path they are kept in memory alone."""
 
-    def __init__(self, stem: Path | None = None, *, rank: int = 0, setup: dict[str, Any] | None = None) -> None:
-        """`stem`: path without `.answers-RANK.jsonl`. Raises ValueError for files begun with another setup."""
+    def __init__(
+        self, stem: Path | None = None, *, among: Ranks | None = None, setup: dict[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes what an earlier run left.
+
+        Raises ValueError for files of another setup or of a run that is still going on, OSError.
+        """
         self._answers: dict[str, Answer] = {}
-        self._session, self._rank, self._file = uuid.uuid4().hex, rank, None
+        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank if among else 0, None
         if stem is None:
             return
-        stem.parent.mkdir(parents=True, exist_ok=True)
+        check_folder(stem.parent)
+        self._path = stem.with_name(f"{stem.name}.answers-{self._rank}.jsonl")
+        self._file = self._path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is at this evaluation and writes {self._path}: wait for its end, or give another "
+                "folder with out="
+            ) from error
+        if overwrite:
+            self._file.truncate(0)
+            if self._rank == 0:
+                _forget(stem, of=among.size if among else 1)
+            if among:
+                among.wait()
+        _mend(self._path)
         for path in files(stem):
             for answer in _read(path, setup or {}):
                 self._answers[answer.key] = answer
-        path = stem.with_name(f"{stem.name}.answers-{rank}.jsonl")
-        _mend(path)
-        self._file = path.open("a", encoding="utf-8")
         self._write({"session": self._session, "setup": setup or {}})
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def get(self, key: str) -> Answer | None:
         return self._answers.get(key)
 
     def add(self, key: str, task: str, document: int, response: Any, at: float, **fields: Any) -> Answer:
-        """Keeps an answer: it is in the file when this returns."""
+        """Keeps an answer: it is in the file when this returns. Raises OSError."""
         answer = Answer(key, task, document, response, at, self._session, self._rank, **fields)
         self._answers[key] = answer
         self._write(asdict(answer))
@@ -71,19 +100,29 @@ class Ledger:
     def answers(self) -> list[Answer]:
         return list(self._answers.values())
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()  # a kill loses nothing then; to sync would keep the engine waiting
+            with naming(self._path):
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()  # a kill then loses nothing; to sync would keep the engine waiting
 
 
 def files(stem: Path) -> list[Path]:
     """The files of a run, one a rank."""
     return sorted(path for path in stem.parent.glob("*.jsonl") if path.name.startswith(f"{stem.name}.answers-"))
+
+
+def kept(stem: Path) -> int:
+    """How many answers the files of a run hold."""
+    return sum(b'"key"' in line for path in files(stem) for line in path.read_bytes().splitlines())
+
+
+def _forget(stem: Path, of: int) -> None:
+    """Removes the report of a run, and the answers of ranks that this run does not have."""
+    own = {f"{stem.name}.answers-{rank}.jsonl" for rank in range(of)}
+    report = [stem.with_name(f"{stem.name}{ending}") for ending in (".json", ".samples.jsonl")]
+    for path in [*report, *(path for path in files(stem) if path.name not in own)]:
+        path.unlink(missing_ok=True)
 
 
 def seconds(answers: Sequence[Answer]) -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from dinfer.analysis.metrics import Sample, measure
+from dinfer.analysis.outputs import replacing
 from evaluations.ledger import Answer, seconds
 
 KINDS = ("model", "iteration", "decoder", "cache", "sampling")
@@ -47,16 +50,19 @@ def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"task": task} | {name: line[name] for name in keep}
 
 
-def write_table(out: Path) -> Path:
+def write_table(out: Path) -> None:
     """Writes runs.csv: all reports of a folder, a line for each task of each."""
-    rows = [row for path in sorted(out.glob("*.json")) for row in rows_of(path)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    path = out / "runs.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=names)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else of two evaluations that end together, one may miss the other's report
+        rows = [row for path in sorted(out.glob("*.json")) for row in rows_of(path)]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with replacing(out / "runs.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=names)
+            writer.writeheader()
+            writer.writerows(rows)
+    finally:
+        os.close(lock)
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,22 +6,25 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import lm_eval
 import yaml
-from lm_eval import simple_evaluate
+from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from transformers import set_seed
 
+from dinfer.analysis.outputs import write
 from dinfer.analysis.provenance import provenance
 from dinfer.pipeline import Pipeline
-from evaluations.adapter import DinferLM, Likelihood
-from evaluations.ledger import Answer, Ledger, files
+from evaluations.adapter import DinferLM, Likelihood, Progress
+from evaluations.ledger import Ledger
 from evaluations.ranks import Ranks
 from evaluations.report import report, samples_of, write_table
 from evaluations.sandbox import Limits, in_sandbox
@@ -76,134 +79,120 @@ class Settings:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
-def name_of(recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> str:
-    """The name of a run's files: readable, and different for whatever may change its figures."""
+def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> Path:
+    """The path of a run's files without their endings: readable, and another one for whatever may change a figure."""
     everything = json.dumps([recipe, asdict(settings), runtime], sort_keys=True, default=str)
     digest = hashlib.blake2b(everything.encode(), digest_size=4).hexdigest()
     parts = ("+".join(settings.tasks), *(recipe[kind]["name"] for kind in ("model", "iteration", "decoder", "cache")))
     readable = "".join(sign if sign.isalnum() or sign in "-_+" else "_" for sign in "-".join(parts))
-    return f"{readable[:100]}-{digest}"
+    return out / f"{readable[:100]}-{digest}"
+
+
+def report_of(stem: Path) -> Path:
+    """Where the report of a run is; it is there only if the run is complete."""
+    return stem.with_name(f"{stem.name}.json")
 
 
 def evaluate(
-    pipe: Pipeline,
+    load: Callable[[], Pipeline],
     settings: Settings,
     *,
     among: Ranks,
     recipe: Mapping[str, Any],
     runtime: Mapping[str, Any],
-    out: Path | None,
+    stem: Path | None,
+    overwrite: bool = False,
     command: str = "",
+    progress: Progress | None = None,
 ) -> dict[str, Any] | None:
-    """Runs the tasks, or what is left of them; the report, on the first rank.
+    """Runs the tasks, or what is left of them. The report on the first rank, None on others.
 
-    `out`: the folder for NAME.json, NAME.samples.jsonl, NAME.answers-RANK.jsonl and runs.csv; None: nothing is kept.
-    Raises ValueError for tasks and settings that cannot be.
+    `load` is called once files and tasks are known to be good. `stem`: writes STEM.json, STEM.samples.jsonl,
+    STEM.answers-RANK.jsonl, and runs.csv beside them; None: keeps nothing. `overwrite`: begins anew. Raises ValueError
+    for tasks and settings that cannot be, or if another process is at this run; OSError.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    say = progress or (lambda *_: None)
     versions = {name.replace("-", "_"): version(name) for name in ("lm-eval", "transformers")}
-    found = provenance(among.device) | versions | {"ranks": among.size}
-    stem = None if out is None else out / name_of(recipe, settings, runtime)
-    setup = {name: value for name, value in found.items() if name != "date"}
-    chat = settings.chat
-    if chat is None:
-        chat = pipe.tokenizer is not None and pipe.tokenizer.chat_template is not None
-    elif chat and (pipe.tokenizer is None or pipe.tokenizer.chat_template is None):
-        raise ValueError("chat=true, but the checkpoint's tokenizer has no chat template")
-    with in_sandbox(settings.code):
-        manager, tasks = load_tasks(settings)
-        ledger = Ledger(stem, rank=among.rank, setup=setup)
-        try:
-            lm = DinferLM.of(
-                pipe,
-                likelihood=settings.likelihood,
-                among=among,
-                max_new_tokens=settings.max_new_tokens,
-                ledger=ledger,
-            )
-            results = simple_evaluate(
-                lm,
-                tasks=tasks,
-                limit=settings.limit,
-                samples=chosen(tasks, settings.documents),
-                num_fewshot=settings.num_fewshot,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=chat,
-                system_instruction=settings.system,
-                gen_kwargs=dict(settings.gen_kwargs) or None,
-                fewshot_random_seed=settings.fewshot_seed,
-                task_manager=manager,
-                use_cache=settings.use_cache,
-                bootstrap_iters=1000,
-                confirm_run_unsafe_code=settings.allow_code,
-            )
-        finally:
-            ledger.close()
-    gathered = among.collect(ledger.answers)
+    setup = provenance(among.device) | versions | {"ranks": among.size}
+    date = setup.pop("date")
+    with in_sandbox(settings.code), Ledger(stem, among=among, setup=setup, overwrite=overwrite) as ledger:
+        set_seed(1234)  # lm-eval's, before tasks shuffle what they have
+        say("loading the tasks")
+        tasks = load_tasks(settings)
+        say("loading the model")
+        pipe = load()
+        chat = _chat(pipe, settings.chat)
+        lm = DinferLM.of(
+            pipe, likelihood=settings.likelihood, among=among, max_new_tokens=settings.max_new_tokens, ledger=ledger,
+            progress=progress,
+        )  # fmt: skip
+        asked = lm if settings.use_cache is None else CachingLM(lm, f"{settings.use_cache}_rank{among.rank}.db")
+        results = lm_eval.evaluate(
+            asked, tasks, limit=settings.limit, samples=chosen(tasks, settings.documents), bootstrap_iters=1000,
+            system_instruction=settings.system, apply_chat_template=chat, fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=settings.allow_code,
+        )  # fmt: skip
+        gathered = among.collect(ledger.answers)
     if results is None or gathered is None:
         return None
     # lm-eval numbers requests among the chosen documents, and results among all.
     first = settings.documents[0] if settings.documents is not None else 0
     moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
-    answers: dict[str, Answer] = {answer.key: answer for answer in moved}
-    document = report(results, list(answers.values()), settings.metric) | {
-        "likelihood": lm.get_model_info()["likelihood"],
-        "recipe": dict(recipe),
-        "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
-        "runtime": dict(runtime),
-    }
-    document = {"schema": SCHEMA, "command": command} | found | document
-    if stem is not None and out is not None:
+    document = (
+        {"schema": SCHEMA, "command": command, "date": date}
+        | setup
+        | report(results, list({answer.key: answer for answer in moved}.values()), settings.metric)
+        | {
+            "likelihood": lm.get_model_info()["likelihood"],
+            "recipe": dict(recipe),
+            "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
+            "runtime": dict(runtime),
+        }
+    )
+    if stem is not None:
         samples = "".join(json.dumps(line, default=str) + "\n" for line in samples_of(results))
-        stem.with_name(f"{stem.name}.samples.jsonl").write_text(samples, encoding="utf-8")
-        _write(stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, default=str) + "\n")
-        write_table(out)
+        write(stem.with_name(f"{stem.name}.samples.jsonl"), samples)
+        write(report_of(stem), json.dumps(document, indent=1, default=str) + "\n")
+        write_table(stem.parent)
     return document
 
 
-def chosen(tasks: list[Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:
+def _chat(pipe: Pipeline, wanted: bool | None) -> bool:
+    """Whether to use the tokenizer's chat template. Raises ValueError if it is wanted and there is none."""
+    there = pipe.tokenizer is not None and pipe.tokenizer.chat_template is not None
+    if wanted and not there:
+        raise ValueError("chat=true, but the checkpoint's tokenizer has no chat template")
+    return there if wanted is None else wanted
+
+
+def chosen(tasks: Mapping[str, Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:
     """The documents of each task by number. Raises ValueError for a task that has fewer, or for a group."""
     if documents is None:
         return None
-    found = {}
-    for task in tasks:
-        if not hasattr(task, "eval_docs"):
-            raise ValueError("documents can be chosen of single tasks, not of groups: name one of the group's tasks")
-        have = len(task.eval_docs)
-        if documents[1] > have:
-            raise ValueError(f"the task {task.task_name} has {have} documents, and {documents[1]} are asked for")
-        found[task.task_name] = list(range(*documents))
-    return found
+    if tasks["groups"]:
+        raise ValueError("documents can be chosen of single tasks, not of groups: name one of the group's tasks")
+    for name, task in tasks["tasks"].items():
+        if documents[1] > len(task.eval_docs):
+            raise ValueError(f"the task {name} has {len(task.eval_docs)} documents, and {documents[1]} are asked for")
+    return {name: list(range(*documents)) for name in tasks["tasks"]}
 
 
-def finished(recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any], out: Path) -> Path | None:
-    """The report of the same run, if it is there already."""
-    path = out / f"{name_of(recipe, settings, runtime)}.json"
-    return path if path.is_file() else None
+def load_tasks(settings: Settings) -> dict[str, Any]:
+    """The tasks as lm-eval wants them. To read all of lm-eval's takes seconds, so our folder is tried alone first.
 
-
-def forget(recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any], out: Path) -> None:
-    """Removes what an earlier run with the same settings left."""
-    stem = out / name_of(recipe, settings, runtime)
-    for path in (stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.samples.jsonl"), *files(stem)):
-        path.unlink(missing_ok=True)
-
-
-def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
-    """The tasks, from our folder alone where that will do: to read all of lm-eval's takes seconds."""
-    folders = [TASKS]
-    for name in settings.include:
-        folder = Path(name)
+    Raises ValueError for tasks that are not there, cannot be loaded, or cannot do what the settings say.
+    """
+    folders = [TASKS, *map(Path, settings.include)]
+    for folder in folders[1:]:
         if not folder.is_dir():
-            raise ValueError(f"include={name!r}: there is no such folder")
+            raise ValueError(f"include={str(folder)!r}: there is no such folder")
         for path in sorted(folder.glob("**/*.yaml")):
             _read(path)  # lm-eval would leave out in silence what it cannot read
-        folders.append(folder)
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(_names(manager, pattern) for pattern in settings.tasks):
         manager = TaskManager(include_path=folders)
-    tasks: dict[str, Any] = {}
-    generates = False
+    found: list[Any] = []
     for pattern in settings.tasks:
         names = _names(manager, pattern)
         if not names:
@@ -218,16 +207,19 @@ def load_tasks(settings: Settings) -> tuple[TaskManager, list[Any]]:
                 raise ValueError(f"the task {name} cannot be loaded: {reason}") from error
             for task in loaded["tasks"].values():
                 _allow(task.task_name, settings, getattr(task, "UNSAFE_CODE", False))
-                _check(task, settings)
-                generates |= task.OUTPUT_TYPE == "generate_until"
-            tasks |= loaded["groups"] or loaded["tasks"]
-    if settings.gen_kwargs and not generates:
-        raise ValueError(f"gen_kwargs={dict(settings.gen_kwargs)} are given, but no task of {list(tasks)} generates")
-    return manager, list(tasks.values())
+                _configure(task, settings)
+            inside = {child for children in loaded["group_map"].values() for child in children}
+            found += [one for key, one in (loaded["groups"] | loaded["tasks"]).items() if key not in inside]
+    tasks = manager.load(found)
+    if settings.gen_kwargs and not any(task.OUTPUT_TYPE == "generate_until" for task in tasks["tasks"].values()):
+        raise ValueError(
+            f"gen_kwargs={dict(settings.gen_kwargs)} are given, but no task of {list(tasks['tasks'])} generates"
+        )
+    return dict(tasks)
 
 
-def _check(task: Any, settings: Settings) -> None:
-    """Raises ValueError for what the task cannot do, before it costs anything."""
+def _configure(task: Any, settings: Settings) -> None:
+    """Gives a task its settings. Raises ValueError for what it cannot do, before it costs anything."""
     if settings.num_fewshot and task.get_config("num_fewshot") == 0:
         raise ValueError(f"num_fewshot={settings.num_fewshot}: the task {task.task_name} has no examples to show")
     if settings.metric is not None:
@@ -235,6 +227,11 @@ def _check(task: Any, settings: Settings) -> None:
         known = [f"{name},{kind}" for name in task.aggregation() for kind in filters]
         if settings.metric not in (*task.aggregation(), *known):
             raise ValueError(f"metric={settings.metric!r}: the task {task.task_name} has {', '.join(known)}")
+    if settings.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(settings.gen_kwargs), update=True)
+    shots = task.get_config("num_fewshot") if settings.num_fewshot is None else settings.num_fewshot
+    task.set_config(key="num_fewshot", value=shots or 0)
+    task.set_fewshot_seed(seed=settings.fewshot_seed)
 
 
 def _allow(task: str, settings: Settings, unsafe: bool) -> None:
@@ -265,10 +262,3 @@ def _no_such_task(name: str, manager: TaskManager) -> ValueError:
     close = difflib.get_close_matches(name, manager.all_tasks, 3, cutoff=0.5)
     hint = f" Did you mean {', '.join(close)}?" if close else ""
     return ValueError(f"unknown task {name!r}.{hint} `lm_eval ls tasks` lists lm-eval's, {TASKS} holds ours.")
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole or not at all: a report that is there is complete."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -26,9 +26,11 @@ from dinfer.core.registry import MODELS, options_of
 from dinfer.core.spec import ExpertLayout, Placement
 from dinfer.kernels.linear import round_rows
 from dinfer.layers.linear import QUANTIZED, roundable
-from dinfer.loading.checkpoint import check, family_of, layout, locate, place_of, read_config, read_spec
+from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
+from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.hub import locate
 from dinfer.loading.quantized import FIELD
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -80,7 +82,8 @@ def regrouped(
         if len(dtypes := {tensors[name].dtype for name in own}) > 1:
             raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
         size = sum(torch.Size(tensors[name].shape).numel() for name in own)
-        whole = {parameter: torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]).view(-1, have[own[0]].shape[-1])}
+        flat, first = torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]), have[own[0]]
+        whole = {parameter: flat.view(first.experts, -1, first.shape[-1])}
         for name, tensor in read(tensors, own):
             place_of(whole, have[name]).copy_(tensor)
         yield from (

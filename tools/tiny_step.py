@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.attention import interval_attention
-from dinfer.kernels.deferred import Sum, summed
-from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys
+from dinfer.kernels.rotary import queries_keys_values
+from dinfer.kernels.types import Projections
 from dinfer.layers.transformer import Transformer
 from tools.muon import Muon
 from tools.noise import Noise
@@ -32,11 +32,9 @@ class Whole:
     def __init__(self, pos_BW: Tensor, seen_BWS: Tensor | None) -> None:
         self.pos_BW, self.seen_BWS = pos_BW, seen_BWS
 
-    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
-        qkv_BWXE = summed(qkv_BWXE)
-        q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
-        v_BWGE = qkv_BWXE[:, :, heads + k_BWGE.shape[2] :]
-        k_BWHE, v_BWHE = (part.repeat_interleave(heads // part.shape[2], 2) for part in (k_BWGE, v_BWGE))
+    def __call__(self, layer: int, qkv: Projections) -> Tensor:
+        q_BWHE, *kv = queries_keys_values(qkv)
+        k_BWHE, v_BWHE = (part.repeat_interleave(qkv.heads // part.shape[2], 2) for part in kv)
         return interval_attention(q_BWHE, k_BWHE, v_BWHE, self.seen_BWS)
 
 
@@ -85,7 +83,7 @@ def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
     """What Muon steps, and of how many rows the matrices are that a parameter holds. Routers are not for it."""
     for block in model.blocks:
         for name, parameter in block.named_parameters():
-            if parameter.dim() == 2 and "router" not in name:
+            if parameter.dim() > 1 and "router" not in name:
                 yield parameter, block.mlp.experts.width if name == "mlp.gate_up" else model.spec.hidden
 
 

@@ -6,11 +6,12 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dinfer import __version__
+import dinfer
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -18,20 +19,26 @@ def provenance(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "dinfer": __version__,
+        "commit": commit(),
+        "dinfer": dinfer.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
     }
 
 
-def _commit() -> str:
-    """The commit that is checked out, or what DINFER_COMMIT says where there is no repository."""
+def commit(root: Path = Path(dinfer.__file__).parents[1]) -> str:
+    """The commit of dinfer's own checkout, with "-dirty" if files of it were changed.
+
+    An installed wheel has no checkout: DINFER_COMMIT, or its version.
+    """
     if "DINFER_COMMIT" in os.environ:
         return os.environ["DINFER_COMMIT"]
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown (no git there)"
-    return done.stdout.strip()
+    if (root / ".git").exists():  # of a worktree it is a file
+        command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty"]
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # not a hook's
+        try:
+            return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return f"unknown, since git cannot read {root}"
+    return f"version {dinfer.__version__}"

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import flags_of, split
-from dinfer.cli.errors import FAILURES, INPUT_ERRORS, debugging, reported
+from dinfer.cli.errors import debugging, failures, input_errors, message, reported
 from dinfer.cli.names import check, spread
 from dinfer.cli.sweep_points import Missed
+from dinfer.cli.terminal import say
 from dinfer.core.recipe import IncompatibleRecipe
 
 Task = Callable[[dict[str, Any], str | None], None]
@@ -81,7 +82,7 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
         task(settings, text)
     except IncompatibleRecipe as error:
         return missed(error, failed=False)
-    except (*INPUT_ERRORS, *FAILURES) as error:
+    except (*input_errors(), *failures()) as error:
         return missed(error, failed=True)
     return None
 
@@ -91,8 +92,8 @@ def missed(error: BaseException, *, failed: bool) -> Missed:
     if failed and debugging():
         raise error
     sys.stdout.flush()
-    print(f"dinfer: {error}", file=sys.stderr)
-    return Missed(str(error), failed)
+    say(f"dinfer: {message(error)}")
+    return Missed(message(error), failed)
 
 
 @contextmanager

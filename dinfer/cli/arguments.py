@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from dinfer.cli.terminal import read_stdin
 from dinfer.core.registry import unknown
 
 _OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
@@ -57,7 +57,7 @@ def split(
         if arg in switches:
             found.overrides.append(switches[arg])
         elif arg == "-" and takes_text:
-            texts.append(sys.stdin.read().removesuffix("\n"))  # which `echo` adds, and no one asked
+            texts.append(read_stdin())
         elif arg in _SWITCHES:
             found.flags.append(arg)
             found.multirun |= arg in ("--multirun", "-m")

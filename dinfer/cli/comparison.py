@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dinfer.analysis.metrics import Metrics, Sample, measure
@@ -16,6 +14,8 @@ from dinfer.core.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.pipeline import Pipeline
+
+Progress = Callable[[str, int, int, str], None]  # what is done, how much of it, of how much, a detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +27,24 @@ class Score:
 
 
 def compare(
-    pipe: Pipeline, decoders: Sequence[Any], problems: Sequence[Problem], new_tokens: int, console: Console
+    pipe: Pipeline, decoders: Sequence[Any], problems: Sequence[Problem], new_tokens: int, progress: Progress
 ) -> list[Score]:
-    """One score for each decoder, with a progress bar on a terminal."""
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[forwards]} steps"),  # moves also while no problem is finished
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
+    """One score for each decoder. `progress` is called after every step."""
+    return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
 
 
 def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
     part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
     ids = [part.encode(problem.question) for problem in problems]
-    task = progress.add_task(label(decoder), total=len(problems), forwards=0)
-    samples: list[Sample] = []
+    name, samples, steps = label(decoder), list[Sample](), 0
     began = time.perf_counter()
-    done = [0.0] * len(problems)  # the share of each problem that is behind it
     for update in part.engine.run(part.requests(ids, new_tokens, None)):
-        done[update.index] = max(update.region[0] - len(ids[update.index]), 0) / new_tokens
         if update.completion is not None:
-            done[update.index] = 1
             right = is_correct(problems[update.index], part.decode(update.completion.output))
             samples.append(Sample.of(update.completion.counts, update.completion.stopped, float(right)))
-        progress.update(task, completed=int(sum(done)), forwards=update.forwards)
-    return Score(label(decoder), measure(samples, time.perf_counter() - began))
+        steps = max(steps, update.forwards)  # grows also while no problem is finished
+        progress(name, len(samples), len(problems), f"{steps} steps")
+    return Score(name, measure(samples, time.perf_counter() - began))
 
 
 def label(decoder: Any) -> str:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
-import torch
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError
-
-from dinfer.analysis.tuning import NothingFound
-from dinfer.engine.request import NonFiniteLogits, StalledRow
+from dinfer.cli.terminal import say, settle_stdout, standard_streams
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-INPUT_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError)
-FAILURES = (NonFiniteLogits, StalledRow, NothingFound, MemoryError, torch.OutOfMemoryError)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, where there is something to say about it: what was kept, and how to go on."""
+
+
+def input_errors() -> tuple[type[Exception], ...]:
+    """Errors of libraries that bad input causes. Imported only after something was raised, to start fast."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from safetensors import SafetensorError
+
+    return ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Errors that good input may meet."""
+    import torch
+
+    from dinfer.analysis.tuning import NothingFound
+    from dinfer.engine.request import NonFiniteLogits, StalledRow
+
+    return NonFiniteLogits, StalledRow, NothingFound, MemoryError, torch.OutOfMemoryError
 
 
 def debugging() -> bool:
@@ -32,23 +48,52 @@ def reported() -> Iterator[None]:
     Any other error is a defect of ours and keeps its traceback.
     """
     try:
-        yield
-    except BrokenPipeError:
-        # The reader went away (`dinfer list | head`). Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with _second_interrupt_kills(), standard_streams():
+            yield
+    except BrokenPipeError:  # the reader went away (`dinfer list | head`)
+        settle_stdout()
         raise SystemExit(FAILED) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if str(error):
+            say(f"dinfer: {error}")
         raise SystemExit(INTERRUPTED) from None
-    except INPUT_ERRORS as error:
+    except (ValueError, OSError) as error:
         fail(error, BAD_INPUT)
-    except FAILURES as error:
+    except input_errors() as error:
+        fail(error, BAD_INPUT)
+    except failures() as error:
         fail(error, FAILED)
 
 
-def fail(error: BaseException, status: int) -> None:
+def fail(error: BaseException, status: int) -> NoReturn:
     """Ends the program with this error; with its traceback if debugging."""
     if debugging():
         raise error
-    sys.stdout.flush()
-    print(f"dinfer: {str(error).strip() or type(error).__name__}", file=sys.stderr)
+    settle_stdout()
+    say(f"dinfer: {message(error)}")
     raise SystemExit(status)
+
+
+def message(error: BaseException) -> str:
+    """The error in a line; an OSError of a file as `FILE: what happened`."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error).strip() or type(error).__name__
+
+
+@contextmanager
+def _second_interrupt_kills() -> Iterator[None]:
+    """The first Ctrl-C ends the work in order; a second one ends the process at once."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if usual is signal.default_int_handler:
+            signal.signal(signal.SIGINT, usual)

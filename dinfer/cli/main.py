@@ -12,6 +12,7 @@ from types import ModuleType
 import dinfer
 from dinfer.cli import commands
 from dinfer.cli.errors import debugging, reported
+from dinfer.cli.terminal import check_arguments
 from dinfer.core.registry import unknown
 
 HELP = """\
@@ -60,6 +61,7 @@ def main(args: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with reported():
+        check_arguments(args)
         if not args or args[0] in ("--help", "-h", "help"):
             print(describe(), end="")
         elif args[0] in ("--version", "-V"):

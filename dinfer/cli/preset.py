@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.core.registry import options_of
 
@@ -30,7 +31,7 @@ def changed(kind: str, part: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name != "name" and value != defaults.get(name)}
 
 
-def write(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> list[Path]:
+def save(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> list[Path]:
     """Writes the recipe, and a preset of each component with an option that is not at its default; all files.
 
     So a component of the recipe can be exchanged like any other, its options with it. Raises OSError.
@@ -45,8 +46,8 @@ def write(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) 
             files[path.parent.parent / kind / path.name] = "\n".join([*comments, text])
     files[path] = "\n".join(lines) + "\n"
     for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        check_file(file)
+        write(file, text)
     return list(files)
 
 

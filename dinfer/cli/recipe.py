@@ -8,7 +8,7 @@ import torch
 
 from dinfer.cli.conf import GROUPS
 from dinfer.core.registry import typed, unknown
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, load
 
 

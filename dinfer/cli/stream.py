@@ -1,8 +1,7 @@
-"""An answer as it grows: the longest prefix of the generation in which no mask is left."""
+"""An answer as it grows on a terminal, token by token in the order of the text."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from dinfer.engine.request import Completion, Counts, Update
@@ -15,25 +14,22 @@ def write_answer(pipe: Pipeline, prompt: int, updates: Iterable[Update]) -> Comp
     for update in updates:
         if update.completion is not None:
             text = pipe.decode(update.completion.output)
-            # An editing decoder may have changed what is on the screen already.
-            sys.stdout.write(text[len(printed) :] if text.startswith(printed) else f"\n{text}")
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(text.removeprefix(printed) if text.startswith(printed) else f"\n{text}", flush=True)
             return update.completion
         # The last character may still lack bytes that are in tokens to come.
-        text = pipe.decode(decoded_prefix(pipe, prompt, update)).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = pipe.decode(final_prefix(pipe, prompt, update)).rstrip("\N{REPLACEMENT CHARACTER}")
         if text.startswith(printed):
-            sys.stdout.write(text[len(printed) :])
-            sys.stdout.flush()
+            print(text.removeprefix(printed), end="", flush=True)
             printed = text
     raise RuntimeError("the engine ended without a completion")
 
 
-def decoded_prefix(pipe: Pipeline, prompt: int, update: Update) -> list[int]:
-    """The generated tokens before the first mask or stop token."""
-    prefix: list[int] = []
+def final_prefix(pipe: Pipeline, prompt: int, update: Update) -> list[int]:
+    """The generated tokens before the first mask or stop token; of a decoder that edits, only of finished blocks."""
+    end = max(update.region[0] - prompt, 0) if pipe.recipe.decoder.edits else None
     tokens, masked = update.tokens or [], update.masked or []
-    for token, open_ in zip(tokens[prompt:], masked[prompt:], strict=True):
+    prefix: list[int] = []
+    for token, open_ in zip(tokens[prompt:][:end], masked[prompt:][:end], strict=True):
         if open_ or token in pipe.model.spec.stop_ids:
             break
         prefix.append(token)

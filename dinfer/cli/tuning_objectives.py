@@ -87,8 +87,9 @@ class Task:
         recipe = {"model": self.config["model"], **parts}
         with TemporaryDirectory(prefix="dinfer-tune-") as folder:
             found = runs.evaluate(
-                pipe, settings, among=self.among, recipe=recipe, runtime={}, out=Path(folder), command="dinfer tune"
-            )
+                lambda: pipe, settings, among=self.among, recipe=recipe, runtime={}, stem=Path(folder) / "tune",
+                command="dinfer tune",
+            )  # fmt: skip
             lines = [json.loads(line) for path in Path(folder).glob("*.samples.jsonl") for line in path.open()]
         if found is None or len(found["tasks"]) != 1:
             raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")

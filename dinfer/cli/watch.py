@@ -1,4 +1,4 @@
-"""Shows a canvas while it is denoised: in colours on a terminal, else as one line a step."""
+"""Shows a canvas while it is denoised: in colours on a terminal, else a line a step on stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,6 +16,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from dinfer.cli.canvas_view import Frame, Origin, frames
+from dinfer.cli.terminal import say
 from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
@@ -33,18 +35,19 @@ BLOCK = "bold yellow"
 PROMPT_SHOWN = 400  # last characters of a long prompt
 
 
-def in_colour() -> bool:
-    """Whether stdout is a terminal that may be painted on."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def in_colour(stream: TextIO) -> bool:
+    """Whether it is a terminal that may be painted on."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def watch(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update], delay: float) -> Completion:
-    """Shows every step, the colourful way for `delay` seconds at least, and the answer at the end."""
+    """Shows every step, in colours for `delay` seconds at least, and prints the answer at the end."""
     if delay < 0:
         raise ValueError(f"delay={delay} must not be negative")
     timed = _Timed(updates)
     source = frames(pipe, prompt_ids, timed)
-    last = _paint(source, delay) if in_colour() else _tell(source)
+    screen = next((stream for stream in (sys.stdout, sys.stderr) if in_colour(stream)), None)
+    last = _tell(source) if screen is None else _paint(source, delay, Console(file=screen))
     if last is None or last.completion is None:
         raise RuntimeError("the engine ended without a completion")
     print(pipe.decode(last.completion.output))
@@ -52,7 +55,7 @@ def watch(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update], dela
 
 
 class _Timed:
-    """Updates, and the seconds spent on them: the time in which a viewer looks at a step is not the engine's."""
+    """Updates, and the seconds that the engine spends on them: a viewer's time does not count."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
         self._updates = iter(updates)
@@ -69,8 +72,8 @@ class _Timed:
             self.seconds += time.perf_counter() - began
 
 
-def _paint(source: Iterator[Frame], delay: float) -> Frame | None:
-    console, frame = Console(), None
+def _paint(source: Iterator[Frame], delay: float, console: Console) -> Frame | None:
+    frame = None
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for frame in source:
             live.update(picture(frame), refresh=True)
@@ -79,9 +82,9 @@ def _paint(source: Iterator[Frame], delay: float) -> Frame | None:
 
 
 def _tell(source: Iterator[Frame]) -> Frame | None:
-    frame, width = None, Console().width
+    frame, width = None, Console(stderr=True).width
     for frame in source:
-        print(line(frame, width), flush=True)
+        say(line(frame, width))
     return frame
 
 

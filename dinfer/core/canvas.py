@@ -65,7 +65,7 @@ class Cursors(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """What the window of a row depends on, see `dinfer.kernels.window`."""
+        """What the window of a row depends on, see `dinfer.core.plan`."""
         return self.start, self.end, self.length, self.kept, self.prompt
 
 
@@ -100,7 +100,7 @@ class RowCursors:
 
     @property
     def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the window of a row depends on, see `dinfer.kernels.window`."""
+        """What the window of a row depends on, see `dinfer.core.plan`."""
         return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B
 
 
@@ -195,10 +195,6 @@ class Canvas:
         upload(self.status_NS[slot], status_S)
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
         return cursors
-
-    def release(self, slot: int) -> None:
-        """Frees a slot. Host side."""
-        self.cursors_NC[slot] = 0
 
     def lanes(self, slot_B: Tensor, phase: Phase) -> RowCursors:
         columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
 from dinfer.core.protocols import ModelSpec, Proposal
+from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.token_stats import TokenStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ largest, 448, becomes 448.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from torch import Tensor
 from dinfer.core.spec import ModelSpec
 from dinfer.kernels.attention import paged_attention, taken
 from dinfer.kernels.canvas import key_places
-from dinfer.kernels.deferred import Sum
 from dinfer.kernels.linear import FLOAT8, check_float8
-from dinfer.kernels.rotary import HeadNorm, Table, rotate_and_store
+from dinfer.kernels.rotary import rotate_and_store
 from dinfer.kernels.upload import upload
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
@@ -133,9 +132,9 @@ class PagedAttend:
         v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
         return v_XGE.view(*self.pos_BW.shape, -1)
 
-    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
+    def __call__(self, layer: int, qkv: Any) -> Tensor:
         k_PTGE, v_PTGE, near = self.pool.of(layer)
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
-        q_BWHE = rotate_and_store(qkv_BWXE, table, norm, heads, *pools, self.write_X)
+        q_BWHE = rotate_and_store(qkv, *pools, self.write_X)
         return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW)

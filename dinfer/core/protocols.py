@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
-from dinfer.kernels.deferred import Sum
-from dinfer.kernels.random import noise
-from dinfer.kernels.rotary import HeadNorm, Table
-from dinfer.kernels.token_stats import Draw, TokenStats
-from dinfer.kernels.window import WindowPlan
+from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
@@ -59,24 +56,23 @@ class StepShape:
     pages: int  # pages of keys that each row may see
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
-    most: int = 0  # of how many most likely tokens draws are cut to some; 0: no row's draw is cut
+    top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
 
 
 class Attend(Protocol):
-    """What a model needs beyond its inputs: positions, and attention over keys it does not have to know of."""
+    """What a model needs beside its inputs: positions, and attention over keys that it knows nothing of."""
 
     @property
     def pos_BW(self) -> Tensor: ...
     @property
     def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
 
-    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
-        """Norms queries and keys, rotates them by `table`, keeps what is to be kept, and attends. [B, W, heads, E]
+    def __call__(self, layer: int, qkv: Any) -> Tensor:
+        """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
-        `qkv_BWXE` holds the `heads` query heads, then the key heads, then as many value heads, and is maybe a sum that
-        is yet to be added up (`dinfer.kernels.deferred`).
+        `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
         ...
 
@@ -226,10 +222,10 @@ class Sampling(Component):
         """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
         return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
 
-    def most(self, options: Mapping[str, float], vocab: int) -> int:
-        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all. Host side.
+    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted. Host side.
 
-        So the step need not sort the vocabulary.
+        The step then sorts so many tokens and not the whole vocabulary.
         """
         return 0
 
@@ -238,15 +234,15 @@ class Sampling(Component):
         """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
 
     @abstractmethod
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 
-        `most`: the largest of `Sampling.most` of the rows, or more.
+        `top`: the largest `top_candidates` of the rows, or more.
         """
 
+    @abstractmethod
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
-        return noise(seed, pos, step, vocab)
 
 
 class CachePolicy(Component):

@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, check_types, options_of, unknown
+from dinfer.core.registry import (
+    CACHES,
+    DECODERS,
+    ITERATIONS,
+    SAMPLINGS,
+    Registry,
+    brief,
+    check_types,
+    options_of,
+    unknown,
+)
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
@@ -72,6 +82,14 @@ class Recipe:
             )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
 
+    @property
+    def parts(self) -> str:
+        """The components and their options in a line; of the sampling's many, those that are not at their defaults."""
+        return f"{self.iteration}, {self.decoder}, {self.cache}, {brief(self.sampling)}"
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.model.spec.family}, {self.parts})"
+
     def _check(self, values: Mapping[str, float]) -> None:
         """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
         for name, value in values.items():
@@ -119,9 +137,9 @@ class Recipe:
         """Whether a request with these options needs steps that sample."""
         return self.sampling.asks(self.sampling_of(options))
 
-    def most(self, options: Sequence[float]) -> int:
-        """Of how many most likely tokens a request with these options draws from some; 0: it draws from all."""
-        return self.sampling.most(self.sampling_of(options), self.model.spec.vocab)
+    def top_candidates(self, options: Sequence[float]) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted."""
+        return self.sampling.top_candidates(self.sampling_of(options), self.model.spec.vocab)
 
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""

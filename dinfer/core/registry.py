@@ -49,6 +49,13 @@ def options_of(component: Any) -> list[OptionInfo]:
     ]
 
 
+def brief(component: Any) -> str:
+    """The class of a component, and its options that are not at their defaults."""
+    given = ((info.name, getattr(component, info.name), info.default) for info in options_of(component))
+    options = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+    return f"{type(component).__name__}({options})"
+
+
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
     """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
 

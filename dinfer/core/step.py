@@ -18,12 +18,13 @@ from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.core.stats import Draw, TokenStats
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
 from dinfer.kernels.rows import take
-from dinfer.kernels.token_stats import Draw, TokenStats, token_stats
+from dinfer.kernels.token_stats import token_stats
 
 Interval = tuple[Tensor, Tensor]
 
@@ -174,7 +175,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec, shape.most)
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
     return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
 

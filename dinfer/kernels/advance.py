@@ -47,7 +47,7 @@ def leave_blocks(
 
         return kernel(
             finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B,
-            grid=grid, stop=stop, prompt=prompt,
+            block=grid.block, align=grid.align, lead=grid.lead, stop=stop, prompt=prompt,
         )  # fmt: skip
     leaves_B = finished_BK.all(-1)
     done_B = leaves_B & (next_B >= length_B)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.types import FLOAT8
 
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:

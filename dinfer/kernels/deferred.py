@@ -1,63 +1,54 @@
-"""Sums that are left to whoever reads them, so that no kernel runs only to add up.
+"""Closing what a kernel left to the next one: the only place where a deferred value becomes a tensor.
 
-Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token and expert, D hidden size.
+A reduction over the ranks of a tensor-parallel layer belongs here too.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.types import Deferred, Parts, Rounded
 
 
-class Parts(NamedTuple):
-    """Added up in order, the sum rounded to `dtype`."""
+def close(x: Deferred) -> Tensor:
+    """The tensor: parts added up, rounded rows as they were or as near as is known."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, Rounded):
+        return widened(x).to(x.dtype) if x.wide is None else x.wide
+    if x.weights_NC is None:
+        return x.values.sum(0).to(x.dtype)
+    if use_triton(x.values):
+        from dinfer.kernels.triton.moe import combine
 
-    values: Tensor  # float32 [S, ...]
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape[1:]
-
-    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Parts:
-        """Of a dimension counted from the last one."""
-        return self._replace(values=self.values.unflatten(dim, sizes))
-
-
-class Mixture(NamedTuple):
-    """What each token's experts make of it, those with a weight first: weighted and added up in order, in float32."""
-
-    rows_PD: Tensor  # token by token
-    weights_NC: Tensor  # float32; rows behind these count once
+        return combine(x.values, x.weights_NC)
+    parts_NCD = x.values.unflatten(0, (len(x.weights_NC), -1)).float()
+    chosen = x.weights_NC.shape[1]
+    mixed_ND = (parts_NCD[:, :chosen] * x.weights_NC[..., None]).sum(1) + parts_NCD[:, chosen:].sum(1)
+    return mixed_ND.to(x.dtype)
 
 
-Sum = Tensor | Parts
+def to_add(x: Deferred) -> Tensor | Parts:
+    """What a consumer that adds up parts reads."""
+    return x if isinstance(x, Parts) else close(x)
 
 
-def held(x: Sum) -> Tensor:
-    """What holds it, added up or not."""
+def held(x: Deferred) -> Tensor:
+    """A tensor on the device of `x`, in the dtype that kernels read it in."""
     return x if isinstance(x, Tensor) else x.values
 
 
-def addends(x: Sum) -> tuple[Tensor, int]:
-    """The parts, one behind the other, and how many they are."""
-    return (x.contiguous(), 1) if isinstance(x, Tensor) else (x.values, x.values.shape[0])
+def widened(x: Tensor | Rounded) -> Tensor:
+    """Rows in float32."""
+    return x.float() if isinstance(x, Tensor) else x.values.float() * x.scale[..., None]
 
 
-def summed(x: Sum | Mixture) -> Tensor:
+def rows_of(x: Deferred) -> Deferred:
+    """All rows in one dimension. [..., K] -> [R, K]"""
     if isinstance(x, Tensor):
-        return x
-    if isinstance(x, Parts):
-        return x.values.sum(0).to(x.dtype)
-    if use_triton(x.rows_PD):
-        from dinfer.kernels.triton.moe import combine
-
-        return combine(x.rows_PD, x.weights_NC)
-    rows_NCD = x.rows_PD.unflatten(0, (len(x.weights_NC), -1)).float()
-    many = x.weights_NC.shape[1]
-    mixed_ND = (rows_NCD[:, :many] * x.weights_NC[..., None]).sum(1) + rows_NCD[:, many:].sum(1)
-    return mixed_ND.to(x.rows_PD.dtype)
+        return x.flatten(0, -2)
+    if not isinstance(x, Rounded):
+        return close(x).flatten(0, -2)
+    wide = None if x.wide is None else x.wide.flatten(0, -2)
+    return Rounded(x.values.flatten(0, -2), x.scale.flatten(), x.dtype, wide)

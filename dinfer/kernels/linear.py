@@ -5,31 +5,16 @@ Shape suffixes: R rows, K inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import Sum, summed
+from dinfer.kernels.deferred import close, held, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.packed import PACKED, packed_linear
+from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = {FLOAT8: 448, torch.int8: 127}
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
-
-
-class Rounded(NamedTuple):
-    """Rows in 8 bits, what each is to be multiplied with, and of what dtype they were."""
-
-    values: Tensor
-    scale: Tensor  # float32, shape of `values` less the last dimension
-    dtype: torch.dtype
-    wide: Tensor | None = None  # the rows before they were rounded, where these are wanted as well
-
-
-Rows = Tensor | Rounded
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -57,55 +42,40 @@ def few(x: Tensor) -> bool:
     return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
-def linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
+def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
     """x times the weight's transpose. [..., K] -> [..., O]
 
     With a `scale_O` the weight is in 8 bits. Against float8 weights the rows are rounded to float8 as well, each at a
     scale of its own, unless they already are; products are summed in float32. Against int8 weights they stay as is.
     A weight of bytes is one in 4 bits: `[O, K / 2]`, and its scales `[O, K / group]`.
     """
-    return summed(_linear(x, weight_OK, bias_O, scale_O, split=False))
+    return close(_linear(x, weight_OK, bias_O, scale_O, split=False))
 
 
-def linear_in_parts(x: Rows, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Sum:
-    """As `linear`, for a reader that can add up: of a small weight each program then takes a part of the inputs.
+def linear_in_parts(
+    x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None
+) -> Tensor | Parts:
+    """As `linear`, for a consumer that adds up parts: each program then takes a part of a small weight's inputs.
 
     One multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
     """
     return _linear(x, weight_OK, bias_O, scale_O, split=True)
 
 
-def _linear(x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, split: bool) -> Sum:
+def _linear(
+    x: Deferred, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, split: bool
+) -> Tensor | Parts:
+    x = x if isinstance(x, Rounded) else close(x)
     if scale_O is not None and weight_OK.dtype == PACKED:
-        return packed_linear(x if isinstance(x, Tensor) else widened(x).to(x.dtype), weight_OK, scale_O, bias_O)
+        return packed_linear(close(x), weight_OK, scale_O, bias_O)
     if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
         return F.linear(x, weight_OK, bias_O)
     if weight_OK.dtype == FLOAT8 and isinstance(x, Tensor):
         x = round_rows(x)
-    if use_triton(x if isinstance(x, Tensor) else x.values):
+    if use_triton(held(x)):
         from dinfer.kernels.triton.linear import linear as kernel
 
         return kernel(x, weight_OK, bias_O, scale_O, split=split)
     out = F.linear(widened(x), weight_OK.to(torch.float32))
     out = out if scale_O is None else out * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)
-
-
-def widened(x: Rows) -> Tensor:
-    """The rows in float32."""
-    return x.float() if isinstance(x, Tensor) else x.values.float() * x.scale[..., None]
-
-
-def unrounded(x: Rows) -> Tensor:
-    """The rows as they were before they were rounded, or as near as is known."""
-    if isinstance(x, Tensor):
-        return x
-    return widened(x).to(x.dtype) if x.wide is None else x.wide
-
-
-def merged(x: Rows) -> Rows:
-    """All rows in one dimension. [..., K] -> [R, K]"""
-    if isinstance(x, Tensor):
-        return x.flatten(0, -2)
-    wide = None if x.wide is None else x.wide.flatten(0, -2)
-    return Rounded(x.values.flatten(0, -2), x.scale.flatten(), x.dtype, wide)

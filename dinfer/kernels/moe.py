@@ -7,27 +7,29 @@ S width of a shared expert, T tokens of a tile, I tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import Mixture, Sum, held, summed
+from dinfer.kernels.deferred import close, held, rows_of, to_add, widened
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, Rows, few, linear, round_rows, unrounded, widened
+from dinfer.kernels.linear import few, linear, round_rows
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.packed import PACKED, unpack
+from dinfer.kernels.types import FLOAT8, Deferred, Inputs, Parts, Rounded
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
-Gate = Callable[[Tensor, bool], Rows]
+Gate = Callable[[Tensor, Inputs], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
 
 
-def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Sum:
-    """x times the weight's transpose, in float32 whatever their dtype. [N, X]"""
+def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
+    """x times the weight's transpose, in float32 whatever their dtype, maybe in parts. [..., D] -> [N, X]"""
+    x_ND = close(rows_of(x_ND))
     if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
@@ -39,7 +41,7 @@ def wide_linear(x_ND: Tensor, weight_XD: Tensor) -> Sum:
 
 
 def route(
-    logits_NX: Sum, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
+    logits_NX: Deferred, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The experts of each token and their mixing weights, as `ExpertSpec` says. integers, floats [N, C]
@@ -50,10 +52,10 @@ def route(
         from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
-            logits_NX, chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
+            to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
             groups_chosen=groups_chosen,
         )  # fmt: skip
-    logits_NX = summed(logits_NX)
+    logits_NX = close(logits_NX)
     scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
     rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
     if allowed_NX is not None:
@@ -93,19 +95,19 @@ class Shared(NamedTuple):
 
 
 def expert_mlps(
-    x_ND: Rows, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    x_ND: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
     gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
     shared: Shared | None = None,
 ) -> Tensor:  # fmt: skip
     """See `expert_mixture`. [N, D]"""
-    return summed(expert_mixture(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, scales, shared))
+    return close(expert_mixture(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, scales, shared))
 
 
 def expert_mixture(
-    x_ND: Rows, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
+    x_ND: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
     gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
     shared: Shared | None = None,
-) -> Tensor | Mixture:  # fmt: skip
+) -> Tensor | Parts:  # fmt: skip
     """The weighted sum of what each token's experts make of it, and what the shared one does. [N, D], if added up
 
     `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
@@ -119,7 +121,9 @@ def expert_mixture(
     experts, pairs = gate_up_XMD.shape[0], tokens * chosen
     piece = PIECE if down_XDM.dtype == FLOAT8 and down_XDM.shape[-1] % PIECE == 0 else None
     up_scale, down_scale = scales
-    wide_ND = unrounded(x_ND)
+    x_ND = rows_of(x_ND)
+    wide_ND = close(x_ND)
+    x_ND = x_ND if isinstance(x_ND, Rounded) else wide_ND
     if use_triton(wide_ND):
         from dinfer.kernels.triton import moe as kernels
 
@@ -129,8 +133,8 @@ def expert_mixture(
             from dinfer.kernels.triton import packed_moe
 
             plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
-            hidden_PM = gated(packed_moe.expert_linear(wide_ND, gate_up_XMD, up_scale, plan, by_token=True), False)
-            out_PD = packed_moe.expert_linear(cast(Tensor, hidden_PM), down_XDM, down_scale, plan, by_token=False)
+            hidden_PM = gated(packed_moe.expert_linear(wide_ND, gate_up_XMD, up_scale, plan, by_token=True), "plain")
+            out_PD = packed_moe.expert_linear(close(hidden_PM), down_XDM, down_scale, plan, by_token=False)
             return _mixture(out_PD, weights_NC, plus_ND)
         gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
         if shared is not None and together:
@@ -138,8 +142,8 @@ def expert_mixture(
             down = down._replace(shared=shared.down, shared_scale=shared.down_scale)
         rows_of_tile = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
         plan = kernels.plan(experts_NC, experts, rows_of_tile, together)
-        hidden_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
-        return _mixture(kernels.expert_linear(hidden_PM, down, plan), weights_NC, plus_ND)
+        rows_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
+        return _mixture(kernels.expert_linear(rows_PM, down, plan), weights_NC, plus_ND)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -153,18 +157,19 @@ def expert_mixture(
     rows = wide_ND.new_zeros(tiles * TILE, wide_ND.shape[1]).index_copy(0, place, wide_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    hidden_ITM: Rows = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), False)
-    if piece is not None and isinstance(hidden_ITM, Tensor):
-        hidden_ITM = round_rows(hidden_ITM.unflatten(-1, (-1, piece)))
+    hidden = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), "plain")
+    hidden_ITM: Tensor | Rounded = close(hidden)
+    if piece is not None:
+        hidden_ITM = round_rows(close(hidden).unflatten(-1, (-1, piece)))
     out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
     mixed_ND = torch.zeros_like(wide_ND).index_add(0, token, out * weight[:, None])
     return mixed_ND if shared is None else mixed_ND + _shared_mlp(wide_ND, gated, shared)
 
 
-def _mixture(out_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None) -> Tensor | Mixture:
+def _mixture(out_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None) -> Tensor | Parts:
     if plus_ND is None and len(weights_NC) <= TOGETHER:  # of more, the rows would take up memory until they are read
-        return Mixture(out_PD, weights_NC.float().contiguous())
+        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
     from dinfer.kernels.triton.moe import combine
 
     return combine(out_PD, weights_NC, plus_ND)
@@ -177,11 +182,12 @@ def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:
 
 
 def _shared_mlp(x_ND: Tensor, gated: Gate, shared: Shared) -> Tensor:
-    hidden_NS = gated(linear(x_ND, shared.gate_up, None, shared.gate_up_scale), shared.down.dtype == FLOAT8)
+    inputs: Inputs = "rounded" if shared.down.dtype == FLOAT8 else "plain"
+    hidden_NS = gated(linear(x_ND, shared.gate_up, None, shared.gate_up_scale), inputs)
     return linear(hidden_NS, shared.down, None, shared.down_scale)
 
 
-def _tiles_linear(x_ITK: Rows, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
+def _tiles_linear(x_ITK: Tensor | Rounded, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
     """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
     if scale_XO is None and isinstance(x_ITK, Tensor):
         return x_ITK @ weight_XOK.index_select(0, expert_I).mT

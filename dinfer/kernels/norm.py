@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import Mixture, Sum, summed
+from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import Rows, round_rows
+from dinfer.kernels.linear import round_rows
+from dinfer.kernels.types import Deferred, Inputs
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -27,47 +28,49 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
 
 
-def add(x_BWD: Tensor, delta_BWD: Sum | Mixture) -> Tensor:
-    """x + delta, once delta is added up. [B, W, D]"""
+def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
+    """x + delta. [B, W, D]"""
     if use_triton(x_BWD):
         from dinfer.kernels.triton.norm import add as kernel
 
-        return kernel(x_BWD, delta_BWD)
-    return x_BWD + summed(delta_BWD).view_as(x_BWD)
+        return kernel(x_BWD, to_add(delta_BWD))
+    return x_BWD + close(delta_BWD).view_as(x_BWD)
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Sum | Mixture | None, weight_D: Tensor, eps: float, narrow: bool = False,
-    both: bool = False,
-) -> tuple[Tensor, Rows]:  # fmt: skip
-    """s = x + delta, and `rms_norm` of it, rounded to float8 if `narrow`. [B, W, D] each; delta None: s = x
-
-    With `both`, what was rounded holds what it was before.
-    """
+    x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
+) -> tuple[Tensor, Deferred]:
+    """s = x + delta, and `rms_norm` of it as the next layer takes its `inputs`. [B, W, D] each; delta None: s = x"""
     if use_triton(x_BWD):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        return kernel(x_BWD, delta_BWD, weight_D, eps, narrow, both)
+        return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs)
     if delta_BWD is not None:
         x_BWD = add(x_BWD, delta_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
-    if not narrow:
-        return x_BWD, normed_BWD
-    return x_BWD, round_rows(normed_BWD)._replace(wide=normed_BWD if both else None)
+    return x_BWD, _as(normed_BWD, inputs)
 
 
-def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
-    """silu(gate) * up of the halves of the last dimension, rounded to float8 if `narrow`. [B, W, 2M] -> [B, W, M]"""
+def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
+    """silu(gate) * up of the halves of the last dimension, as the next layer takes its `inputs`.
+
+    [B, W, 2M] -> [B, W, M]
+    """
     if use_triton(gate_up_BWX):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
-        return kernel(gate_up_BWX, narrow)
+        return kernel(gate_up_BWX, inputs)
     gate, up = gate_up_BWX.chunk(2, -1)
-    return round_rows(F.silu(gate) * up) if narrow else F.silu(gate) * up
+    return _as(F.silu(gate) * up, inputs)
 
 
-def geglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
+def geglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
     """As `swiglu`, with gelu by its tanh approximation."""
     gate, up = gate_up_BWX.chunk(2, -1)
-    gated = F.gelu(gate, approximate="tanh") * up
-    return round_rows(gated) if narrow else gated
+    return _as(F.gelu(gate, approximate="tanh") * up, inputs)
+
+
+def _as(x: Tensor, inputs: Inputs) -> Deferred:
+    if inputs == "plain":
+        return x
+    return round_rows(x)._replace(wide=x if inputs == "both" else None)

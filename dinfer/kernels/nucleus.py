@@ -6,22 +6,21 @@ import torch
 from torch import Tensor
 
 
-def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, most: int) -> Tensor:
+def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, top: int) -> Tensor:
     """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`.
 
     The nucleus is the fewest most likely tokens whose probabilities sum to at least `top_p`; equals from the lowest
     id on. The mask token, if there is one, counts in neither, and is left as it is. [R, L, V]
 
-    `most`: of how many most likely tokens the cuts are among, in every row that has one; so many are sorted. 0: no row
-    has one.
+    `top`: how many of the most likely tokens are sorted. The cut of every row must be among them. 0: no row has a cut.
     """
-    if not most:
+    if not top:
         return logits_RLV
     others_RLV = logits_RLV.clone()
     if mask_id is not None:
         others_RLV[..., mask_id].fill_(float("-inf"))
-    if most < others_RLV.shape[-1]:
-        best_RLX = others_RLV.topk(most, -1).values
+    if top < others_RLV.shape[-1]:
+        best_RLX = others_RLV.topk(top, -1).values
     else:
         best_RLX = others_RLV.sort(dim=-1, descending=True).values
     prob_RLX = (best_RLX - others_RLV.logsumexp(-1, keepdim=True)).exp()

@@ -40,8 +40,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     group = group_of(weight.shape[-1])
     rows = weight.flatten(0, -2)
     pieces = [_pack(piece, group) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
-    values, scale = (torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*pieces, strict=True))
-    return values, scale.mT.contiguous().mT
+    values, scale = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return tuple(part.unflatten(0, weight.shape[:-1]) for part in (values, scale.mT.contiguous().mT))
 
 
 def _pack(weight_OK: Tensor, group: int) -> tuple[Tensor, Tensor]:

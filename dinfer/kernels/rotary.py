@@ -5,26 +5,15 @@ Shape suffixes: B lanes, W positions, X query, key and value heads, E head size,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from dinfer.kernels.deferred import Sum, held, summed
+from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import FLOAT8, LARGEST
 from dinfer.kernels.norm import rms_norm
-
-Table = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """RMSNorm of each query head, by the first E weights, and of each key head, by the last E (Qwen3's QK-norm)."""
-
-    weight_X: Tensor  # [2 * E]
-    eps: float
+from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Projections, Table
 
 
 def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
@@ -65,33 +54,34 @@ def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
     return turned if part.shape == x_BWXE.shape else torch.cat((turned, x_BWXE[..., cos.shape[-1] :]), -1)
 
 
-def queries_and_keys(qkv_BWXE: Tensor, table: Table, norm: HeadNorm | None, heads: int) -> tuple[Tensor, Tensor]:
-    """The normed and rotated queries and keys of the heads of one projection. [B, W, H, E], [B, W, G, E]"""
-    kv_heads = (qkv_BWXE.shape[2] - heads) // 2
-    q_BWHE, k_BWGE, _ = qkv_BWXE.split((heads, kv_heads, kv_heads), 2)
-    if norm is not None:
-        q_weight_E, k_weight_E = norm.weight_X.chunk(2)
-        q_BWHE, k_BWGE = rms_norm(q_BWHE, q_weight_E, norm.eps), rms_norm(k_BWGE, k_weight_E, norm.eps)
-    return rotate(q_BWHE, table), rotate(k_BWGE, table)
+def projections(qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None) -> Projections:
+    """Projections of heads of `size` entries, `heads` of them queries, for `dinfer.core.protocols.Attend`."""
+    return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm)
 
 
-def rotate_and_store(
-    qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor
-) -> Tensor:
+def queries_keys_values(x: Projections) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normed and rotated, and values. [B, W, H, E], [B, W, G, E] twice"""
+    kv_heads = (x.qkv_BWXE.shape[2] - x.heads) // 2
+    q_BWHE, k_BWGE, v_BWGE = close(x.qkv_BWXE).split((x.heads, kv_heads, kv_heads), 2)
+    if x.norm is not None:
+        q_weight_E, k_weight_E = x.norm.weight_X.chunk(2)
+        q_BWHE, k_BWGE = rms_norm(q_BWHE, q_weight_E, x.norm.eps), rms_norm(k_BWGE, k_weight_E, x.norm.eps)
+    return rotate(q_BWHE, x.table), rotate(k_BWGE, x.table), v_BWGE
+
+
+def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor) -> Tensor:
     """Norms and rotates queries and keys, writes keys and values to their places, returns the queries. [B, W, H, E]
 
-    `qkv_BWXE` holds H = `heads` query heads, then G key heads, then G value heads, and may be in parts. Row i of the
-    flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8; of several rows
-    that go to one place any may win.
+    Row i of the flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8. Of
+    several rows that go to one place any may win.
     """
-    if use_triton(held(qkv_BWXE), qkv_BWXE.shape[-1]):
+    if use_triton(held(x.qkv_BWXE), x.qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
-        return kernel(qkv_BWXE, table, norm, heads, k_YGE, v_YGE, write_X)
-    qkv_BWXE = summed(qkv_BWXE)
-    q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
+        return kernel(x, k_YGE, v_YGE, write_X)
+    q_BWHE, k_BWGE, v_BWGE = queries_keys_values(x)
     put(k_YGE, write_X, k_BWGE.flatten(0, 1))
-    put(v_YGE, write_X, qkv_BWXE[:, :, heads + k_YGE.shape[1] :].flatten(0, 1))
+    put(v_YGE, write_X, v_BWGE.flatten(0, 1))
     return q_BWHE
 
 

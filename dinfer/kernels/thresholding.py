@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rank import descending_rank
-from dinfer.kernels.token_stats import TokenStats
 
 LONGEST = 128  # rows that the kernel compares all pairs of positions of
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mlps, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
-from dinfer.kernels.rotary import Table, rotary_table
+from dinfer.kernels.rotary import rotary_table
+from dinfer.kernels.types import Projections, Table
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
@@ -56,7 +58,7 @@ class Attention(nn.Module):
         weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
         q = wide_rms_norm(q, weight_E, self.eps)
         qkv_BWXE = torch.cat((q, self.k_norm(k), v), 2)
-        return self.out(attend(self.layer, qkv_BWXE, table, None, self.heads).flatten(2))
+        return self.out(attend(self.layer, Projections(qkv_BWXE, self.heads, table)).flatten(2))
 
 
 class Experts(nn.Module):
@@ -208,6 +210,7 @@ class Gemma(nn.Module):
         )
         return self(torch.cat((self.embed(ids_BT), x_BCD), 1), attend)
 
+    @on_own_device
     def score(self, ids_BT: Tensor, canvas_BC: Tensor, expected_BCV: Tensor | None = None) -> Tensor:
         """Logits of a canvas behind a prompt, without a cache. [B, T], [B, C] -> [B, C, V]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.deferred import Sum
-from dinfer.kernels.linear import FLOAT8, Rows, check_float8, linear, linear_in_parts, round_rows
+from dinfer.kernels.dispatch import on_own_device
+from dinfer.kernels.linear import check_float8, linear, linear_in_parts, round_rows
 from dinfer.kernels.packed import PACKED, pack
+from dinfer.kernels.types import FLOAT8, Deferred, Inputs
 
 QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
 """Names of what weights may be rounded to, and what they are then stored in."""
@@ -23,20 +24,20 @@ class Linear(nn.Linear):
         self.register_buffer("weight_scale", None, persistent=False)
 
     @property
-    def narrow(self) -> bool:
-        """Whether the inputs are rounded to float8, which what makes them may do as well."""
-        return self.weight.dtype == FLOAT8
+    def takes(self) -> Inputs:
+        """How whatever makes the inputs should leave them."""
+        return "rounded" if self.weight.dtype == FLOAT8 else "plain"
 
-    def forward(self, x: Rows) -> Tensor:
-        return linear(x, self.weight, self.bias) if self.weight_scale is None else self._narrow(x)
+    def forward(self, x: Deferred) -> Tensor:
+        return linear(x, self.weight, self.bias) if self.weight_scale is None else self._scaled(x)
 
-    @torch.compiler.disable  # what would be traced is the slow reference
-    def _narrow(self, x: Rows) -> Tensor:
+    @torch.compiler.disable  # the compiler would trace the slow reference
+    def _scaled(self, x: Deferred) -> Tensor:
         return linear(x, self.weight, self.bias, self.weight_scale)
 
-    def in_parts(self, x: Rows) -> Sum:
-        """As called, for a reader that adds up; see `dinfer.kernels.linear.linear_in_parts`."""
-        return linear_in_parts(x, self.weight, self.bias) if self.weight_scale is None else self._narrow(x)
+    def deferred(self, x: Deferred) -> Deferred:
+        """As called, for a consumer that closes it; see `dinfer.kernels.linear.linear_in_parts`."""
+        return linear_in_parts(x, self.weight, self.bias) if self.weight_scale is None else self._scaled(x)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
@@ -65,6 +66,7 @@ def roundable(network: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
+@on_own_device
 def quantize(network: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
 

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from dinfer.core.spec import ModelSpec
-from dinfer.kernels.deferred import Mixture, Sum, summed
-from dinfer.kernels.linear import FLOAT8, Rows, merged, unrounded
-from dinfer.kernels.moe import Shared, block_experts, expert_mixture, route, wide_linear
+from dinfer.kernels.deferred import close
+from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
+from dinfer.kernels.types import FLOAT8, Deferred, Inputs
 from dinfer.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), or with another function of the two; gate and up are one matrix."""
 
-    def __init__(self, hidden: int, width: int, gated: Callable[[Tensor, bool], Rows] = swiglu) -> None:
+    def __init__(self, hidden: int, width: int, gated: Gate = swiglu) -> None:
         super().__init__()
         self.gated = gated
         self.gate_up = Linear(hidden, 2 * width)
         self.down = Linear(width, hidden)
 
-    both = False  # whether it wants its inputs as they are as well as rounded
-
     @property
-    def narrow(self) -> bool:
-        """Whether it wants its inputs rounded to float8."""
-        return self.gate_up.narrow
+    def takes(self) -> Inputs:
+        """How whatever makes the inputs should leave them."""
+        return self.gate_up.takes
 
-    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate_up(x_BWD), self.down.narrow))
+    def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Tensor:
+        return self.down(self.gated(self.gate_up(x_BWD), self.down.takes))
 
 
 class Experts(nn.Module):
     """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
 
-    The matrices of all experts are one below the other: gate rows, then up rows of expert 0, then those of expert 1;
-    likewise the rows of `down`.
+    The matrices of an expert are `gate_up`, gate rows and then up rows, and `down`.
     """
 
-    both = True  # the router takes them as they are
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
 
@@ -53,39 +47,31 @@ class Experts(nn.Module):
         self.experts, self.causal_block = experts, spec.causal_block
         self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
         self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
-        self.gate_up = nn.Parameter(torch.empty(experts.experts * 2 * experts.width, spec.hidden))
-        self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
+        self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
+        self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.register_buffer("gate_up_scale", None, persistent=False)
         self.register_buffer("down_scale", None, persistent=False)
 
     @property
-    def narrow(self) -> bool:
-        return self.gate_up.dtype == FLOAT8
+    def takes(self) -> Inputs:
+        """How whatever makes the inputs should leave them; the router takes them as they are."""
+        return "both" if self.gate_up.dtype == FLOAT8 else "plain"
 
     @torch.compiler.disable  # its kernels are better than what would be traced
-    def forward(self, x_BWD: Rows, pos_BW: Tensor) -> Tensor | Mixture:
-        """[B, W, D] -> [B, W, D], if added up; `pos_BW` says which attention block each token is of."""
-        x_ND = merged(x_BWD)
-        logits_NX = wide_linear(unrounded(x_ND), self.router.weight)
-        chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
-        up, down = self.gate_up_scale, self.down_scale
-        scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
-        weights = self._by_expert(self.gate_up), self._by_expert(self.down)
-        shared, one = None, self.shared
+    def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
+        """[B, W, D] -> [N, D], for a consumer that closes it; `pos_BW` says which attention block each token is of."""
+        chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
+        shared, one, scales = None, self.shared, (self.gate_up_scale, self.down_scale)
         if one is not None:
             shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
-        out_ND = expert_mixture(x_ND, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
-        return out_ND.view(*pos_BW.shape, -1) if isinstance(out_ND, Tensor) else out_ND
+        return expert_mixture(x_BWD, chosen_NC, weights_NC, self.gate_up, self.down, scales=scales, shared=shared)
 
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.experts.experts, -1))
-
-    def route(self, logits_NX: Sum, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, logits_NX: Deferred, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""
         experts, allowed_NX = self.experts, None
         if experts.capacity is not None:
-            logits_NX = summed(logits_NX)
+            logits_NX = close(logits_NX)
             scores_NX = logits_NX.sigmoid() if experts.scores == "sigmoid" else logits_NX.softmax(-1)
             biased_NX = scores_NX if self.choice_bias is None else scores_NX + self.choice_bias
             allowed_NX = block_experts(biased_NX, blocks_of(pos_BW, self.causal_block or 1), experts.capacity)

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
-from dinfer.kernels.deferred import Mixture, Sum, summed
+from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add, add_rms_norm
-from dinfer.kernels.rotary import HeadNorm, Table, queries_and_keys, rotary_table
+from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.rows import looked_up
+from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
 
-
-Delta = Sum | Mixture
-Pieces = tuple[Callable[..., tuple[Tensor, Sum]], Callable[..., tuple[Tensor, Delta]]]
+Pieces = tuple[Callable[..., tuple[Tensor, Deferred]], Callable[..., tuple[Tensor, Deferred]]]
 
 
 class Block(nn.Module):
@@ -45,27 +45,27 @@ class Block(nn.Module):
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
     def forward(
-        self, x_BWD: Tensor, delta_BWD: Delta | None, table: Table, attend: Attend, pieces: Pieces
-    ) -> tuple[Tensor, Delta]:
+        self, x_BWD: Tensor, delta_BWD: Deferred | None, table: Table, attend: Attend, pieces: Pieces
+    ) -> tuple[Tensor, Deferred]:
         """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm.
 
         `pieces` are `before` and `after`, compiled or not.
         """
         before, after = pieces
         norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
-        x_BWD, qkv_BWXE = before(self, x_BWD, delta_BWD)
-        seen_BWHE = attend(self.layer, qkv_BWXE, table, norm, self.spec.heads)
+        x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
+        seen_BWHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.spec.heads, table, norm))
         return after(self, x_BWD, seen_BWHE, attend.pos_BW)
 
-    def before(self, x_BWD: Tensor, delta_BWD: Delta | None) -> tuple[Tensor, Sum]:
-        """What comes before the attention: the residual stream, and queries, keys and values."""
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.narrow)
-        return x_BWD, self.qkv.in_parts(h_BWD).unflatten(-1, (-1, self.spec.head_dim))
+    def before(self, x_BWD: Tensor, delta_BWD: Deferred | None) -> tuple[Tensor, Deferred]:
+        """The residual stream, and queries, keys and values. [B, W, D], [B, W, X]"""
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.takes)
+        return x_BWD, self.qkv.deferred(h_BWD)
 
-    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Delta]:
-        """What comes behind the attention."""
-        delta_BWD, eps = self.out.in_parts(seen_BWHE.flatten(2)), self.spec.norm_eps
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.narrow, self.mlp.both)
+    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
+        """Output projection of the attention, and MLP: the residual stream as a sum of two."""
+        delta_BWD, eps = self.out.deferred(seen_BWHE.flatten(2)), self.spec.norm_eps
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.takes)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
 
@@ -94,12 +94,12 @@ class Transformer(nn.Module):
         mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
         before, after = torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode)
 
-        def added_up(block: Block, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-            # Of sums that come in other types `before` would be traced for each, more often than dynamo allows.
+        def closed(block: Block, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+            # Dynamo would trace `before` once for each kind of deferred value, more often than it allows.
             x_BWD, delta_BWD = after(block, x_BWD, *others)
-            return x_BWD, summed(delta_BWD).view_as(x_BWD)
+            return x_BWD, close(delta_BWD).view_as(x_BWD)
 
-        twin.pieces = (before, added_up)
+        twin.pieces = (before, closed)
         return twin
 
     @property
@@ -118,21 +118,22 @@ class Transformer(nn.Module):
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
-        delta_BWD: Delta | None = None
+        delta_BWD: Deferred | None = None
         for block in self.blocks:
             x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces)
         return x_BWD if delta_BWD is None else add(x_BWD, delta_BWD)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
-        narrow = self.head is not None and self.head.narrow
-        normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, narrow)[1]
+        inputs = "plain" if self.head is None else self.head.takes
+        normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
         return linear(normed_BLD, self.embedding.weight) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
         return logits_BLV.softmax(-1) @ self.embedding.weight
 
+    @on_own_device
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:
         """Logits at every position of complete sequences, without a cache. [B, T] -> [B, T, V]
 
@@ -176,8 +177,5 @@ class WholeAttend:
     local: tuple[int, ...] = ()  # layers that see `near_BWS` instead
     near_BWS: Tensor | None = None
 
-    def __call__(self, layer: int, qkv_BWXE: Sum, table: Table, norm: HeadNorm | None, heads: int) -> Tensor:
-        qkv_BWXE = summed(qkv_BWXE)
-        q_BWHE, k_BWGE = queries_and_keys(qkv_BWXE, table, norm, heads)
-        seen_BWS = self.near_BWS if layer in self.local else self.seen_BWS
-        return interval_attention(q_BWHE, k_BWGE, qkv_BWXE[:, :, heads + k_BWGE.shape[2] :], seen_BWS)
+    def __call__(self, layer: int, qkv: Projections) -> Tensor:
+        return interval_attention(*queries_keys_values(qkv), self.near_BWS if layer in self.local else self.seen_BWS)

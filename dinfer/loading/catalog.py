@@ -6,7 +6,9 @@ against our networks. A checkpoint that is not here loads just as well, if its f
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Published:
     size: str  # parameters, those active for a token behind the dash
     preset: str  # the choice of `model` with the published decoding, in conf/model
     mask_id: int | None  # None: what is still to be decoded holds uniform noise
-    eos_ids: tuple[int, ...]  # those of its config, and those that the preset adds
+    eos_ids: tuple[int, ...]  # those of its files, and those that the preset adds
     block: int | None = None  # length of its attention blocks; None: bidirectional
     canvas: int | None = None  # length of the canvas in front of which a causal encoder reads
     shifted: bool = False  # logits predict the next token
@@ -76,8 +78,8 @@ CATALOG: tuple[Published, ...] = (
     ),
     *_all({"SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora": "7.6B"}, **DREAM, preset="d2f_dream_7b_base", eos_ids=(151643,)),
     *_all(
-        {"JetLM/SDAR-8B-Chat": "8.2B", "JetLM/SDAR-1.7B-Chat": "1.7B", "JetLM/SDAR-4B-Chat": "4B",
-         "JetLM/SDAR-30B-A3B-Chat": "30B-A3B", "Gen-Verse/TraDo-4B-Instruct": "4B",
+        {"JetLM/SDAR-8B-Chat": "8.2B", "JetLM/SDAR-1.7B-Chat": "2.03B", "JetLM/SDAR-4B-Chat": "4.41B",
+         "JetLM/SDAR-30B-A3B-Chat": "30B-A3B", "Gen-Verse/TraDo-4B-Instruct": "4.41B",
          "Gen-Verse/TraDo-8B-Instruct": "8.2B", "Gen-Verse/TraDo-8B-Thinking": "8.2B"},
         **SDAR, eos_ids=QWEN, block=4,
     ),
@@ -91,6 +93,13 @@ CATALOG: tuple[Published, ...] = (
     ),
     *_all(
         {"google/diffusiongemma-26B-A4B-it": "25.2B-A3.8B"},
-        family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(1, 106), canvas=256,
+        family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(1, 106, 50), canvas=256,
     ),
 )  # fmt: skip
+
+
+def entry_of(name: str, family: str) -> Published | None:
+    """The entry of the checkpoint with this hub name, or in a folder called like it."""
+    parts = {re.split("__|--", part)[-1].casefold() for part in Path(name).parts}  # folders as the hub's cache has them
+    entries = (entry for entry in CATALOG if entry.family == family)
+    return next((entry for entry in entries if entry.checkpoint.split("/")[1].casefold() in parts), None)

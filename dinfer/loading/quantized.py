@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
-from dinfer.loading.safetensors_io import FLOATS, NARROW, CheckpointError, Stored, read
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")
@@ -139,13 +140,16 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
 
 
-def widened(weight: Tensor, scale: Tensor, block: Block | None) -> Tensor:
-    """The weight that was rounded, in float32. [..., O, K]; `scale` as `Scales` takes it, on the weight's device."""
-    *lead, rows, width = weight.shape
+def scale_at(scale: Tensor, shape: tuple[int, ...], block: Block | None, part: tuple[slice, ...]) -> Tensor:
+    """What a part of a rounded weight is multiplied with; the last dimension is 1 where all inputs share a scale.
+
+    `shape` is that of the whole weight, [..., O, K]; `scale` is as `Scales` takes it.
+    """
+    *lead, rows, width = shape
     if scale.numel() == 1:
-        return weight.float() * scale.view(())
+        return scale.reshape(1).expand(*lead, rows, 1)[part[:-1]]
     if scale.shape in ((*lead, rows), (*lead, rows, 1)):
-        return weight.float() * scale.view(*lead, rows, 1)
+        return scale.view(*lead, rows, 1)[part[:-1]]
     high, wide = block or (1, 1)
-    by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)
-    return weight.float() * by_row.repeat_interleave(wide, -1).narrow(-1, 0, width)
+    by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)[part[:-1]]
+    return by_row.repeat_interleave(wide, -1).narrow(-1, 0, width)[..., part[-1]]

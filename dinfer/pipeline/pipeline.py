@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ import torch
 
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import MODELS
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
-from dinfer.loading.checkpoint import boxed, family_of, load_network, locate, read_config
+from dinfer.engine.runtime import Runtime
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.hub import boxed, locate
+from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
 
 if TYPE_CHECKING:
@@ -52,6 +56,17 @@ class Pipeline:
     @property
     def model(self) -> Any:
         return self.recipe.model
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self._need_tokenizer())
+
+    def __repr__(self) -> str:
+        spec, runtime = self.model.spec, self.engine.runtime
+        return (
+            f"Pipeline({spec.family} of {spec.layers} layers, {spec.hidden} wide, {self.model.dtype} on "
+            f"{self.model.device}; {self.recipe.parts}; {runtime.rows} requests at a time)"
+        )
 
     def generate(
         self,
@@ -149,7 +164,7 @@ class Pipeline:
         return self.engine.run(requests, snapshots=True)
 
     def encode(self, prompt: Any, *, chat: bool | None = None) -> list[int]:
-        """Token ids of a text or of a conversation."""
+        """Token ids of a text or of a conversation. Messages are text, even where they spell a special token."""
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -161,8 +176,7 @@ class Pipeline:
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
         if tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
-        return list(ids)
+        return self._chat.encode(prompt)
 
     def requests(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView, Draw, ModelSpec, Options, Sampling
 from dinfer.core.registry import SAMPLINGS, option
 from dinfer.kernels.nucleus import nucleus
+from dinfer.kernels.random import noise
 
 COLDEST = 1e-3  # of temperatures above 0: logits divided by it stay finite
 
@@ -84,6 +85,9 @@ class GumbelSampling(Sampling):
         _rule_out(logits_RLV, options["ban_eos"], (spec.eos_id,))
         return logits_RLV
 
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        return noise(seed, pos, step, vocab)
+
     def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
                spec: ModelSpec) -> Draw:  # fmt: skip
         """argmax of the logits plus so much noise; probabilities are those of `belief`."""
@@ -115,17 +119,17 @@ class StandardSampling(GumbelSampling):
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
 
-    def most(self, options: Mapping[str, float], vocab: int) -> int:
+    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
         if options["top_k"]:
             return min(int(options["top_k"]), vocab)
         return vocab if options["top_p"] < 1 else 0
 
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         temperature_R1 = options["temperature"]
         divisor_R1 = torch.where(temperature_R1 > 0, temperature_R1, 1.0).to(logits_RLV.dtype)
         logits_RLV = logits_RLV / divisor_R1[..., None]
-        logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, most)
+        logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, top)
         noisy_R1 = (temperature_R1 > 0).to(torch.float64)
         return self._drawn(logits_RLV, noisy_R1, view, logits_RLV, options, spec)
 
@@ -141,7 +145,7 @@ class LladaSampling(GumbelSampling):
 
     paper = "LLaDA, arXiv:2502.09992"
 
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, most: int) -> Draw:
+    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
         return self._drawn(logits_RLV, options["temperature"], view, logits_RLV, options, spec)
 
 

@@ -25,6 +25,9 @@ class Bytes:
 
     model = SimpleNamespace(spec=SimpleNamespace(stop_ids=(STOP,)))
 
+    def __init__(self, edits: bool = False) -> None:
+        self.recipe = SimpleNamespace(decoder=SimpleNamespace(edits=edits))
+
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
@@ -48,12 +51,12 @@ def steps(*canvases: bytes, block: int = 4) -> list[Update]:
     return updates
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, *canvases: bytes) -> list[str]:
+def streamed(monkeypatch: pytest.MonkeyPatch, *canvases: bytes, edits: bool = False) -> list[str]:
     """What was written, one string for each write that was not empty."""
     written: list[str] = []
     screen: Any = SimpleNamespace(write=lambda text: written.append(text), flush=lambda: None)
-    monkeypatch.setattr("dinfer.cli.stream.sys.stdout", screen)
-    write_answer(Bytes(), len(PROMPT), steps(*canvases))  # type: ignore[arg-type]
+    monkeypatch.setattr("sys.stdout", screen)
+    write_answer(Bytes(edits), len(PROMPT), steps(*canvases))  # type: ignore[arg-type]
     return [text for text in written if text]
 
 
@@ -70,8 +73,15 @@ def test_a_character_waits_for_its_last_byte(monkeypatch: pytest.MonkeyPatch) ->
     assert streamed(monkeypatch, b"a\xc3\1\1", b"a\xc3\xa9\1", b"a\xc3\xa9!") == ["a", "é", "!", "\n"]
 
 
-def test_an_edited_answer_is_printed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert streamed(monkeypatch, b"ab\1\1", b"xb\1\1", b"xbcd") == ["ab", "\nxbcd", "\n"]
+def test_a_block_that_may_be_edited_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert streamed(monkeypatch, b"ab\1\1", b"xb\1\1", b"xbcd", edits=True) == ["xbcd", "\n"]
+
+
+def test_finished_blocks_are_printed_while_the_next_is_edited(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = steps(b"abcd\1\1", b"abcdx\1", b"abcdyz")
+    moved = [updates[0], *(replace(update, region=(len(PROMPT) + 4, len(PROMPT) + 6)) for update in updates[1:])]
+    monkeypatch.setattr("test_cli_views.steps", lambda *_: moved)
+    assert streamed(monkeypatch, edits=True) == ["abcd", "yz", "\n"]
 
 
 def test_frames_tell_where_every_token_came_from() -> None:

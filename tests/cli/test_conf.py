@@ -19,7 +19,7 @@ from dinfer.cli.main import find, names
 from dinfer.cli.recipe import pipeline
 from dinfer.core.registry import REGISTRIES, Registry, options_of
 from dinfer.demo.problems import generate, is_correct
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 CHOICES = [(kind, path.stem) for kind in conf.GROUPS for path in sorted((conf.folder() / kind).glob("*.yaml"))]

@@ -35,9 +35,9 @@ def test_the_whole_way_offline(dinfer: CommandLine) -> None:
             ["eval", "tasks=mini_gsm", "chat=perhaps"],
         ]
     )
-    assert first.status == 0 and "mini_gsm" in first.out and "wrote results/mini_gsm-llada-" in first.out, first.err
-    assert again.status == 0 and "overwrite=true does it again" in again.out
-    assert sweep.status == 0 and sweep.out.count("wrote results/") == 2
+    assert first.status == 0 and "mini_gsm" in first.out and "wrote results/mini_gsm-llada-" in first.err, first.err
+    assert again.status == 0 and again.out == first.out and "overwrite=true does it again" in again.err
+    assert sweep.status == 0 and sweep.err.count("wrote results/") == 2
     rows = list(csv.DictReader((dinfer.cwd / "results" / "runs.csv").open()))
     assert sorted((row["cache"], row["decoder.threshold"]) for row in rows) == [
         ("dual", "0.5"),

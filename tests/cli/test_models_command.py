@@ -21,7 +21,8 @@ from dinfer.cli.sweep_points import points
 from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.loading.catalog import CATALOG
-from dinfer.loading.checkpoint import boxed, random_network
+from dinfer.loading.checkpoint import random_network
+from dinfer.loading.hub import boxed
 
 SCHEMA = conf.Schema("generate")
 PRESETS = list(dict.fromkeys(entry.preset for entry in CATALOG))

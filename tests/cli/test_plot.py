@@ -46,13 +46,13 @@ def test_a_folder_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixtur
         tmp_path, [*ROWS, row("threshold", 0.9, 50, 1.5, task="other"), row("x", 0, 0, 0) | {"accuracy": "", "tpf": ""}]
     )
     main(["plot", str(tmp_path), f"out={tmp_path}/p.svg"])
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     front = [line.split("  ")[0].strip() for line in said.split("mini\n")[1].splitlines()[1:4]]
     assert front == [
         "threshold decoder.threshold=0.9", "threshold decoder.threshold=0.7", "credit decoder.threshold=0.7",
     ]  # fmt: skip
     best = aup([(2, 90), (3, 86)], best=90)
-    assert re.search(rf"^threshold +{best:.1f}$", said, re.MULTILINE) and "1 lines have no accuracy" in said
+    assert re.search(rf"^threshold +{best:.1f}$", said, re.MULTILINE) and "1 lines have no accuracy" in told
     drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     for text in (f"threshold ({best:.0f})", "Pareto front", "mini", "other", "tokens per second (TPS)"):
         assert text in drawn, text
@@ -63,7 +63,8 @@ def test_the_figure_shows_every_point_with_its_interval(tmp_path: Path, monkeypa
     from matplotlib.figure import Figure
 
     kept: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: kept.append(figure) or savefig(figure, *a, **b))
     main(["plot", str(written(tmp_path, ROWS)), f"out={tmp_path}/p.png"])
     left, right = kept[0].axes
     assert left.get_xlabel() == "tokens per forward (TPF)" and right.get_xlabel() == "tokens per second (TPS)"

@@ -29,10 +29,10 @@ def test_sweep_resume_plot(
     line = ["eval", "-m", "tasks=mini_turns", "limit=2", "max_new_tokens=8", "iteration.block=8", checkpoint]
     sweep = [*line, "decoder=threshold,factor", "decoder.factor=4"]
     main([*sweep, "decoder.threshold=0.9"])
-    assert capsys.readouterr().out.count("wrote runs") == 2
+    assert capsys.readouterr().err.count("wrote runs") == 2
     main([*sweep, "decoder.threshold=0.5,0.9"])  # one more: what is there is not done again
     said = capsys.readouterr()
-    assert said.out.count("done on") == 2 and said.out.count("wrote runs") == 1
+    assert said.err.count("done on") == 2 and said.err.count("wrote runs") == 1
     with (tmp_path / "runs" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["decoder"], row["decoder.threshold"], row["decoder.factor"]) for row in rows} == {
@@ -53,8 +53,8 @@ def test_tuning_on_a_task(
 
     asked, evaluate = [], runs.evaluate
 
-    def watched(pipe, settings, **given):  # type: ignore[no-untyped-def]
-        found = evaluate(pipe, settings, **given)
+    def watched(load, settings, **given):  # type: ignore[no-untyped-def]
+        found = evaluate(load, settings, **given)
         asked.append((settings.documents, found["tasks"]["mini_turns"]["documents"]))
         return found
 

@@ -65,7 +65,7 @@ def test_points_without_a_result_are_named_and_do_not_end_the_sweep(
         main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder.threshold=2,0.5", "cache=block,none"])
     said = capsys.readouterr()
     assert ended.value.code == 1
-    assert said.out.count("tokens per forward") == 1
+    assert said.err.count("tokens per forward") == 1
     assert "left out, since the components cannot work together: 1 of 4" in said.err
     assert "failed: 2 of 4" in said.err
     assert f"{checkpoint} max_new_tokens=4 decoder.threshold=2 cache=none: decoder.threshold=2.0 must be" in said.err
@@ -92,7 +92,7 @@ def test_a_sweep_runs_as_jobs_of_a_cluster(
     with pytest.raises(SystemExit):
         main([*line, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"])
     assert "failed: 1 of 2" in capsys.readouterr().err
-    logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.out"))
+    logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.err"))
     assert sum("tokens per forward" in log for log in logs) == 1 and len(logs) == 2
 
 

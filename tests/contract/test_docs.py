@@ -13,8 +13,8 @@ from support.models import tiny_model
 from benchmarks.report import PAGES
 from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, options_of
-from dinfer.engine.engine import Runtime
-from dinfer.loading.checkpoint import boxed
+from dinfer.engine.runtime import Runtime
+from dinfer.loading.hub import boxed
 from dinfer.pipeline import Pipeline
 from tools.component_pages import pages
 

@@ -65,7 +65,7 @@ def meta_steps(recipe: Recipe) -> None:
                 sampled=more,
                 guided=guided,
                 settles=more,
-                most=8 * more,
+                top_candidates=8 * more,
                 scored=0 if more or not recipe.scores_open else 7,
             )
             with DeviceOnly():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import dinfer
 from dinfer.pipeline import Pipeline
 from evaluations.ranks import Ranks
-from evaluations.run import Settings, evaluate
+from evaluations.run import Settings, evaluate, stem_of
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 RECIPE = {
@@ -20,12 +21,14 @@ RECIPE = {
     "cache": {"name": "dual"},
     "sampling": {"name": "standard"},
 }
+RUNTIME = {"rows": 6}
 NEW = 96
 
 
-def run(pipe: Pipeline, out: Path | None = None, **settings: Any) -> dict[str, Any]:
+def run(pipe: Pipeline, out: Path | None = None, more: Mapping[str, Any] = {}, **settings: Any) -> dict[str, Any]:
     asked = Settings(**{"tasks": ("mini_gsm",), "limit": 12, "max_new_tokens": NEW} | settings)
-    document = evaluate(pipe, asked, among=ONE, recipe=RECIPE, runtime={"rows": 6}, out=out)
+    stem = None if out is None else stem_of(out, RECIPE, asked, RUNTIME)
+    document = evaluate(lambda: pipe, asked, among=ONE, recipe=RECIPE, runtime=RUNTIME, stem=stem, **more)
     assert document is not None
     return document
 

@@ -55,7 +55,7 @@ class Host:
         shape = StepShape(
             phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
-            most=max(self.recipe.most(request.options) for request in self.requests),
+            top_candidates=max(self.recipe.top_candidates(request.options) for request in self.requests),
             guided=any(self.recipe.guided(request.options) for request in self.requests),
             settles=settles,
         )  # fmt: skip

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatch
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
-import dinfer.loading.checkpoint as checkpoint
+import dinfer.loading.hub as hub
 from dinfer.core.registry import MODELS
-from dinfer.loading.checkpoint import CheckpointError, load_network, locate, read_config, read_spec, save_network
+from dinfer.loading.checkpoint import load_network, read_config, read_spec, save_network
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.hub import locate
 from dinfer.models.llada import Llada
 from dinfer.pipeline import load
 
@@ -146,7 +150,7 @@ def test_a_file_that_is_no_safetensors(folder: Path) -> None:
 
 def test_pickles_are_not_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* \(pytorch_model\.bin\) are not read"):
         reading(folder)
 
 
@@ -195,8 +199,8 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
             {"mask_token_id": None},
             r"no mask_token_id.* \[126336\], is outside the vocabulary of 40. Give model\.",
         ),
-        ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
-        ({"mask_token_id": 38}, "mask_id=38 none of them"),
+        ({"mask_token_id": 40}, r"config\.json: mask_token_id=40 is outside the vocabulary of 40"),
+        ({"mask_token_id": 38}, r"config\.json: mask_token_id=38 is a stop token as well: eos_token_id=\[38, 28\]"),
         ({"eos_token_id": None}, r"no eos_token_id.* \[126081\], is outside the vocabulary of 40. Give model.stop_ids"),
         ({"n_heads": 0}, "n_heads=0"),
         ({"n_layers": 0}, "n_layers=0 must be an integer, at least 1"),
@@ -252,6 +256,7 @@ def test_a_hub_name_downloads_data_and_never_code(monkeypatch: pytest.MonkeyPatc
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)
     monkeypatch.chdir(folder)  # where there is no folder of that name
     assert locate("GSAI-ML/LLaDA-8B-Base", "abc") == folder
     assert (asked["name"], asked["revision"]) == ("GSAI-ML/LLaDA-8B-Base", "abc")
@@ -265,18 +270,62 @@ def test_a_hub_name_downloads_data_and_never_code(monkeypatch: pytest.MonkeyPatc
     assert all(map(fetched, data)) and not any(map(fetched, code))
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_without_network_the_error_names_the_model_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "getproxies", dict)
+    message = rf"GSAI-ML/LLaDA-1\.5 is not in .*, and {url} cannot be reached: .*hf download .*model\.checkpoint=FOL"
+    with pytest.raises(CheckpointError, match=message):
+        locate("GSAI-ML/LLaDA-1.5")
+
+
+def test_what_the_hub_refuses_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **given: Any) -> str:
+        raise HFValidationError("Repository\n\nNot Found.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)
+    with pytest.raises(CheckpointError, match=r"a/b cannot be read: Repository Not Found\. Check the name"):
+        locate("a/b")
+
+
+def test_a_network_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would wait for ever is left behind."""
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub, "PATIENCE", 0.01)
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *args, **kwargs: Event().wait())
+    assert not hub.reachable("https://huggingface.co")
+
+
+def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "reachable", lambda url: False)
+    assert locate("a/b") == snapshot
+
+
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    monkeypatch.setattr(hub, "boxed", lambda: ["tiny"])
     with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder or a hub name"):
         locate("tny")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file: give the folder of a checkpoint"):
+        locate("model.safetensors")
     for name in ("./no/where", "/no/where", "a/b/c", "~/no"):
         with pytest.raises(CheckpointError, match="unknown checkpoint"):
             locate(name)
 
 
 def test_a_boxed_name_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    monkeypatch.setattr(hub, "boxed", lambda: ["tiny"])
     assert locate("tiny").parts[-3:] == ("demo", "checkpoints", "tiny")
 
 

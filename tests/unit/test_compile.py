@@ -16,9 +16,9 @@ from support.scripted import Scripted
 
 from dinfer.cli.recipe import _runtime as runtime_of
 from dinfer.core.recipe import Recipe, compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels import moe
-from dinfer.kernels.deferred import Mixture
+from dinfer.kernels.types import Parts
 
 compiles = torch._dynamo.utils.counters["stats"]
 
@@ -53,9 +53,10 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
     torch._dynamo.reset()
     real, mixture = torch.compile, moe.expert_mixture
 
-    def left(*given: Any, **options: Any) -> Mixture:
+    def left(*given: Any, **options: Any) -> Parts:
         out_ND = mixture(*given, **options)
-        return Mixture(torch.stack((out_ND, out_ND), 1).flatten(0, 1), torch.full((len(out_ND), 2), 0.5))
+        weights_NC = torch.full((len(out_ND), 2), 0.5)
+        return Parts(torch.stack((out_ND, out_ND), 1).flatten(0, 1), out_ND.dtype, weights_NC)
 
     monkeypatch.setattr("dinfer.layers.mlp.expert_mixture", left)
     monkeypatch.setattr(torch, "compile", lambda work, mode: real(work, backend="eager"))
@@ -73,7 +74,7 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
         monkeypatch.setattr(engine.recipe.model, "pieces", (spied, after))
         outcomes.append([outcome(c) for c in completions(engine, requests)])
     assert outcomes[0] == outcomes[1]
-    assert Mixture in kinds[0] and Mixture not in kinds[1]
+    assert Parts in kinds[0] and Parts not in kinds[1]
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

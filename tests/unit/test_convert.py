@@ -14,7 +14,8 @@ from support.families import CONFIGS, EXPERTS, family_for, random_model
 from dinfer.layers.linear import QUANTIZED
 from dinfer.layers.linear import quantize as quantize_network
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.safetensors_io import CheckpointError, read, stored
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import read, stored
 from tools import convert as tool
 
 

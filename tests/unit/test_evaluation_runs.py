@@ -22,16 +22,17 @@ import torch
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import _import_func_in_yml
-from support.evaluation import NEW, RECIPE, recipe_pipe, run
+from support.evaluation import NEW, RECIPE, RUNTIME, recipe_pipe, run
+from support.files import small_files
 
 from dinfer.analysis.metrics import Sample
 from dinfer.demo.problems import generate
 from dinfer.demo.problems.families import FAMILIES
 from dinfer.pipeline import Pipeline
-from evaluations.ledger import Ledger, files, key_of, seconds
+from evaluations.ledger import Ledger, files, kept, key_of, seconds
 from evaluations.ranks import Ranks, ranks
 from evaluations.report import rows_of
-from evaluations.run import TASKS, Settings, evaluate, finished, forget, load_tasks
+from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
 from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def pipe() -> Pipeline:
 
 
 def test_every_family_has_a_task_of_its_own(pipe: Pipeline) -> None:
-    tasks = load_tasks(Settings(tasks=("mini_*",)))[1]
+    tasks = load_tasks(Settings(tasks=("mini_*",)))["tasks"].values()
     names = {task.task_name for task in tasks}
     assert names == {f"mini_{name}" for name in (*FAMILIES, "gsm", "choice", "perplexity", "infill")}
     for task in tasks:
@@ -156,10 +157,14 @@ def test_the_usual_tasks_are_there() -> None:
     assert {"gsm8k_llada", "mbpp_sanitized_llada", "humaneval_infill_llada"} <= ours.keys()
 
 
-def test_what_is_written(pipe: Pipeline, tmp_path: Path) -> None:
+def test_what_is_written(
+    pipe: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     document = run(pipe, tmp_path, limit=3)
-    path = finished(RECIPE, Settings(tasks=("mini_gsm",), limit=3, max_new_tokens=NEW), {"rows": 6}, tmp_path)
-    assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(document))
+    settings = Settings(tasks=("mini_gsm",), limit=3, max_new_tokens=NEW)
+    path = report_of(stem_of(tmp_path, RECIPE, settings, RUNTIME))
+    assert json.loads(path.read_text()) == json.loads(json.dumps(document))
     assert document["schema"] == "dinfer-eval/1" and document["recipe"] == RECIPE
     for name in (
         "command",
@@ -186,6 +191,7 @@ def test_what_is_written(pipe: Pipeline, tmp_path: Path) -> None:
     assert [line["doc_id"] for line in samples] == [0, 1, 2] and samples[0]["resps"][0][0]
     (tmp_path / "other.json").write_text('{"schema": "of something else"}')
     assert list(rows_of(tmp_path / "other.json")) == []
+    assert "fatal" not in capfd.readouterr().err, "the folder is no git repository, and nobody asked"
 
 
 def test_a_killed_run_goes_on(pipe: Pipeline, tmp_path: Path) -> None:
@@ -244,15 +250,14 @@ run(recipe_pipe(), Path({str(tmp_path)!r}))
 def test_sessions_that_differ_are_not_mixed(tmp_path: Path) -> None:
     stem = tmp_path / "run"
     first = Ledger(stem, setup={"torch": "1", "commit": "a"})
-    first.add(key_of("x"), "task", 0, "text", 1.0, sample=Sample(1, 0, 1, 0.1, True))
-    first.close()
+    with first:
+        first.add(key_of("x"), "task", 0, "text", 1.0, sample=Sample(1, 0, 1, 0.1, True))
     with pytest.raises(ValueError, match="was begun with commit='a', and this run has 'b'"):
         Ledger(stem, setup={"torch": "1", "commit": "b"})
-    again = Ledger(stem, rank=1, setup={"torch": "1", "commit": "a"})
-    assert again.get(key_of("x")) == first.get(key_of("x"))
-    again.add(key_of("y"), "task", 1, "text", 3.0)
-    again.close()
-    assert len(files(stem)) == 2
+    with Ledger(stem, among=Ranks(1, 2, torch.device("cpu")), setup={"torch": "1", "commit": "a"}) as again:
+        assert again.get(key_of("x")) == first.get(key_of("x"))
+        again.add(key_of("y"), "task", 1, "text", 3.0)
+    assert len(files(stem)) == 2 and kept(stem) == 2
     assert seconds(again.answers) == 3.0
     path = files(stem)[0]
     path.write_text("nonsense\n" + path.read_text())
@@ -270,13 +275,31 @@ def test_time_adds_up_over_sessions_and_not_over_ranks() -> None:
     assert seconds([base, *other]) == 2.0 + 5.0 + 1.0
 
 
-def test_done_is_done_and_can_be_forgotten(pipe: Pipeline, tmp_path: Path) -> None:
-    settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
+def test_a_run_can_begin_anew(pipe: Pipeline, tmp_path: Path) -> None:
+    """Also with fewer ranks than before: what ranks left that are gone is removed."""
     run(pipe, tmp_path, limit=1)
-    assert finished(RECIPE, settings, {"rows": 6}, tmp_path) is not None
-    assert finished(RECIPE | {"cache": {"name": "none"}}, settings, {"rows": 6}, tmp_path) is None
-    forget(RECIPE, settings, {"rows": 6}, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
+    (answers,) = tmp_path.glob("*.answers-0.jsonl")
+    other = answers.with_name(answers.name.replace("answers-0", "answers-1"))
+    other.write_text("of another commit\n")
+    before = answers.read_text()
+    run(pipe, tmp_path, limit=1, more={"overwrite": True})
+    assert not other.exists() and answers.read_text() != before and len(before.splitlines()) == 2
+    settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
+    stem = stem_of(tmp_path, RECIPE, settings, RUNTIME)
+    assert report_of(stem).is_file()
+    assert stem != stem_of(tmp_path, RECIPE | {"cache": {"name": "none"}}, settings, RUNTIME)
+
+
+def test_two_processes_do_not_share_a_run(pipe: Pipeline, tmp_path: Path) -> None:
+    settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
+    with Ledger(stem_of(tmp_path, RECIPE, settings, RUNTIME)), pytest.raises(ValueError, match="another process is at"):
+        run(pipe, tmp_path, limit=1)
+    run(pipe, tmp_path, limit=1, more={"overwrite": True})  # the lock went with its owner
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "run") as ledger, small_files(100), pytest.raises(OSError, match=r"run\.answers-0\.jsonl"):
+        ledger.add("key", "task", 0, "a long text" * 99, 1.0)
 
 
 def test_lm_evals_cache(pipe: Pipeline, tmp_path: Path) -> None:
@@ -316,7 +339,7 @@ def test_ranks_share_the_documents(pipe: Pipeline, tmp_path: Path) -> None:
 
     def rank(number: int) -> Any:
         among = Threads(number, 2, torch.device("cpu"))
-        return evaluate(recipe_pipe(), settings, among=among, recipe=RECIPE, runtime={}, out=tmp_path)
+        return evaluate(recipe_pipe, settings, among=among, recipe=RECIPE, runtime={}, stem=tmp_path / "run")
 
     with ThreadPoolExecutor(2) as pool:
         document, other = pool.map(rank, (0, 1))

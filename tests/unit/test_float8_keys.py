@@ -17,8 +17,8 @@ from dinfer.core.kv import KVPool
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.kernels.linear import FLOAT8
 from dinfer.kernels.rotary import put
+from dinfer.kernels.types import FLOAT8
 from dinfer.pipeline import Pipeline
 
 KINDS = {(point.variant, point.cache): point for point in reversed(LEGAL)}
@@ -28,8 +28,8 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools in the model's dtype, with what is written to them rounded to float8."""
     store = dinfer.core.kv.rotate_and_store
 
-    def rounded(qkv: Tensor, table: Any, norm: Any, heads: int, k_YGE: Tensor, v_YGE: Tensor, at: Tensor) -> Tensor:
-        q_BWHE = store(qkv, table, norm, heads, k_YGE, v_YGE, at)
+    def rounded(qkv: Any, k_YGE: Tensor, v_YGE: Tensor, at: Tensor) -> Tensor:
+        q_BWHE = store(qkv, k_YGE, v_YGE, at)
         for pool in (k_YGE, v_YGE):
             pool.copy_(pool.to(FLOAT8))
         return q_BWHE
@@ -73,7 +73,7 @@ def test_it_changes_something_and_takes_a_quarter_of_float32() -> None:
     engine = engine_for(recipe, kv="fp8")
     got = [outcome(c) for c in completions(engine, requests_for(recipe))]
     assert got != outcomes(recipe)
-    held = engine._state.kv
+    held = engine.runner.state.kv
     assert held.k_JPTGE.dtype == held.v_JPTGE.dtype == FLOAT8
     assert not held.k_JPTGE[:, dinfer.core.kv.NULL].float().any() and held.k_JPTGE.float().isfinite().all()
 

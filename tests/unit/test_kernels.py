@@ -17,6 +17,7 @@ from dinfer.kernels.norm import add_rms_norm, swiglu
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.token_stats import token_stats
+from dinfer.kernels.types import Projections
 
 
 def rng(seed: int) -> torch.Generator:
@@ -190,7 +191,7 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
         at_BWXE = pos_BW.clamp_min(0)[..., None, None].expand(-1, -1, heads + 2 * groups, spec.head_dim)
         attend = kv.attend(slot_B, pos_BW, attention_interval(pos_BW, zero_B, end_B, None), pages)
         still = rotary_table(torch.zeros_like(pos_BW), spec.head_dim, 1e4, torch.float64)
-        out = attend(1, torch.cat((q, k, v), 2).gather(1, at_BWXE), still, None, heads)
+        out = attend(1, Projections(torch.cat((q, k, v), 2).gather(1, at_BWXE), heads, still))
     for b, n in enumerate(lengths):
         for w, pos in enumerate(rows[b]):
             if pos >= 0:
@@ -209,7 +210,8 @@ def test_padding_and_scratch_lanes_write_to_the_scratch_page_alone() -> None:
     qkv = torch.full((2, 2, spec.heads + 2 * spec.kv_heads, spec.head_dim), math.nan, dtype=torch.float64)
     qkv[:, :, : spec.heads] = 1.0
     attend = kv.attend(torch.tensor([0, 1]), pos_BW, interval, 2)
-    out = attend(0, qkv, rotary_table(pos_BW, spec.head_dim, 1e4, torch.float64), None, spec.heads)
+    table = rotary_table(pos_BW, spec.head_dim, 1e4, torch.float64)
+    out = attend(0, Projections(qkv, spec.heads, table))
     assert kv.k_JPTGE[0, SCRATCH].isnan().any()
     assert kv.k_JPTGE[0, [NULL, RESERVED, RESERVED + 1]].count_nonzero() == 0
     assert out.isfinite().all()

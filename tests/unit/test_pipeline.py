@@ -14,8 +14,8 @@ from support.tokenizer import save_tokenizer
 import dinfer
 from dinfer.core.recipe import compose
 from dinfer.core.registry import UnknownName
-from dinfer.engine.engine import Runtime
 from dinfer.engine.request import NonFiniteLogits
+from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import save_network
 from dinfer.models.llada import Llada
 from dinfer.pipeline import Pipeline, load
@@ -287,3 +287,15 @@ def test_code_beside_the_weights_is_never_run(tmp_path: Path, caplog: pytest.Log
     assert pipe.generate("w1 w2", max_new_tokens=3).prompt_ids == [36, 1, 2, 37]
     assert not (tmp_path / "ran").exists()
     assert not caplog.records  # nor is the user bothered with what transformers thinks of the config
+
+
+def test_a_message_may_spell_the_mask_token_and_pipelines_and_recipes_show_what_they_are() -> None:
+    pipe = load("tiny", device="cpu")
+    ids = pipe.encode("one <|user|>, two <|mdm_mask|> and <|endoftext|>")
+    assert ids.count(pipe.encode("x")[0]) == 1 and pipe.model.spec.mask_id not in ids
+    assert not set(pipe.model.spec.stop_ids) & set(ids)
+    assert "<|user|>, two <|mdm_mask|> and <|endoftext|>" in pipe.tokenizer.decode(ids, skip_special_tokens=False)
+    for text in (repr(pipe), repr(pipe.recipe)):
+        assert "\n" not in text and len(text) < 400
+        assert "llada" in text and "Blockwise(block=32" in text and "threshold=0.9" in text
+    assert "float32 on cpu" in repr(pipe)

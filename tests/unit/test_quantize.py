@@ -7,9 +7,11 @@ import torch
 from support.models import tiny_model
 
 import dinfer
-from dinfer.kernels.linear import FLOAT8, LARGEST, check_float8, linear, round_rows, widened
+from dinfer.kernels.deferred import widened
+from dinfer.kernels.linear import check_float8, linear, round_rows
 from dinfer.kernels.moe import expert_mlps
 from dinfer.kernels.packed import pack, packed_linear, unpack
+from dinfer.kernels.types import FLOAT8, LARGEST
 from dinfer.layers.linear import QUANTIZED, Linear, quantize
 
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.matrix import completions, engine_for, outcome
+from support.matrix import completions, engine_for, observed, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import SAMPLINGS
 from dinfer.engine.request import Request
-from dinfer.engine.runner import Launcher
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
 
@@ -131,8 +129,8 @@ def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
     recipe = recipe_for()
     for options, most in (({}, 0), ({"temperature": 1.0}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB),
                           ({"top_k": 3, "top_p": 0.5}, 3), ({"top_k": 10**6}, VOCAB)):  # fmt: skip
-        assert recipe.most(recipe.resolve(options)) == most
-    assert recipe_for("llada").most([]) == 0
+        assert recipe.top_candidates(recipe.resolve(options)) == most
+    assert recipe_for("llada").top_candidates([]) == 0
 
 
 def test_the_nucleus_by_hand() -> None:
@@ -256,15 +254,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "sampled"), [({}, False), ({"seed": 7}, False), ({"temperature": 0.5}, True), ({"eos_last": 1}, True)]
 )
-def test_defaults_need_no_sampled_step(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sampled: bool) -> None:
-    shapes: list[StepShape] = []
-    launch = Launcher.launch
-
-    def recording(self: Launcher, shape: StepShape, slots: list[int]) -> None:
-        shapes.append(shape)
-        launch(self, shape, slots)
-
-    monkeypatch.setattr(Launcher, "launch", recording)
+def test_defaults_need_no_sampled_step(given: dict[str, Any], sampled: bool) -> None:
     recipe = recipe_for()
-    completions(engine_for(recipe), [Request(PROMPT, 9, recipe.resolve(given))])
+    engine = engine_for(recipe)
+    shapes = observed(engine)
+    completions(engine, [Request(PROMPT, 9, recipe.resolve(given))])
     assert {shape.sampled for shape in shapes} == {sampled} and not any(shape.guided for shape in shapes)

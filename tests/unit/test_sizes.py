@@ -1,7 +1,6 @@
 """Specs of published checkpoints, built without memory, have as many parameters as was published.
 
-The configs have the fields that make a difference, as shared/specs/dinfer.md, diffulex.md and the model cards give
-them. Where the published figure is rounded, so is ours.
+Where the published figure is rounded, so is ours.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from dinfer.core.spec import ExpertLayout
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of
 
-FOLDER = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
+DREAM = "real/Dream-org__Dream-v0-Instruct-7B/config"
+SDAR = "real/JetLM__SDAR-8B-Chat/config"
 
 
 def network(config: dict[str, Any]) -> Transformer:
@@ -30,7 +31,7 @@ def network(config: dict[str, Any]) -> Transformer:
 
 
 def read(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    return json.loads((CONFIGS / f"{name}.json").read_text())
 
 
 def count(model: torch.nn.Module) -> int:
@@ -61,15 +62,15 @@ def test_llada2_mini() -> None:
 
 def test_dream_7b() -> None:
     """7615616512, as of Qwen2.5-7B-Instruct, from which it grew with the vocabulary unchanged (file 12439498600)."""
-    assert count(network(read("dream_7b"))) == 7_615_616_512
+    assert count(network(read(DREAM))) == 7_615_616_512
 
 
 def test_sdar_8b() -> None:
     """8190735360, as of Qwen3-8B, from which it grew: safetensors total in the hub's answer (file 62108703711)."""
-    assert count(network(read("sdar_8b"))) == 8_190_735_360
+    assert count(network(read(SDAR))) == 8_190_735_360
 
 
-@pytest.mark.parametrize("config", [LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read("dream_7b"), read("sdar_8b")])
+@pytest.mark.parametrize("config", [LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read(DREAM), read(SDAR)])
 def test_a_checkpoint_fills_every_parameter(config: dict[str, Any]) -> None:
     """In every layout: every row is somebody's, and nobody's twice."""
     family = MODELS.build(family_of(config))

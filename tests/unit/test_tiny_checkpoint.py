@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import dinfer
 from dinfer.demo.problems import generate, is_correct
-from dinfer.loading.checkpoint import boxed
+from dinfer.loading.hub import boxed
 from tools.trained_experts import trainable
 
 BOX = Path(dinfer.__file__).parent / "demo" / "checkpoints"

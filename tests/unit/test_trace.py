@@ -16,7 +16,7 @@ from support.models import MASK, tiny_model
 from dinfer.analysis.trace.page import embedded, page
 from dinfer.analysis.trace.record import Trace, document, record_request, spans
 from dinfer.core.recipe import compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

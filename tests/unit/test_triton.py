@@ -9,7 +9,9 @@ from support.kernels import CLOSE, CUDA, DEVICE, draw
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
+from dinfer.core.stats import Draw, TokenStats  # noqa: E402
 from dinfer.kernels import attention, linear, moe, norm, packed, rotary, token_stats  # noqa: E402
+from dinfer.kernels.deferred import close, widened  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
@@ -19,6 +21,7 @@ from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
+from dinfer.kernels.types import FLOAT8, HeadNorm, Projections, Rounded  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -63,23 +66,24 @@ def test_rotate_and_store(
     lanes, width, places = 2, 5, 40
     qkv_BWXE = draw(lanes, width, heads + 2 * kv_heads, size, dtype=dtype)
     table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), dim, 1e4, dtype)
-    norm = rotary.HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
+    norm = HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
     write_X = torch.randperm(places, device=DEVICE)[: lanes * width]
     pools = [draw(places, kv_heads, size, dtype=dtype) for _ in range(2)]
     if narrow:
-        pools = [pool.to(linear.FLOAT8) for pool in pools]
+        pools = [pool.to(FLOAT8) for pool in pools]
         qkv_BWXE[0, 0] *= 1e4  # out of its range
         if CUDA:  # the interpreter makes a number of NaN
             qkv_BWXE[1, 1, -1, 3] = float("nan")
     mine, theirs = [p.clone() for p in pools], [p.clone() for p in pools]
-    got = triton_rotary.rotate_and_store(qkv_BWXE, table, norm, heads, *mine, write_X)
-    want = rotary.rotate_and_store(qkv_BWXE, table, norm, heads, *theirs, write_X)
-    close = {"atol": 2e-2, "rtol": 0.13} if narrow else CLOSE[dtype]  # a neighbour in float8, where roundings differ
+    qkv = Projections(qkv_BWXE, heads, table, norm)
+    got = triton_rotary.rotate_and_store(qkv, *mine, write_X)
+    want = rotary.rotate_and_store(qkv, *theirs, write_X)
+    near = {"atol": 2e-2, "rtol": 0.13} if narrow else CLOSE[dtype]  # a neighbour in float8, where roundings differ
     torch.testing.assert_close(got, want, **CLOSE[dtype])
     for a, b in zip(mine, theirs, strict=True):
         if narrow and not CUDA:  # the interpreter does not carry when a mantissa is rounded up to a power of two
             a = torch.where(b.view(torch.uint8) & 7 == 0, b.float(), a.float())
-        torch.testing.assert_close(a.float(), b.float(), equal_nan=True, **close)
+        torch.testing.assert_close(a.float(), b.float(), equal_nan=True, **near)
     assert not narrow or mine[1].float()[write_X[0]].abs().max() == 448
     assert mine[1].float().isnan().sum() == (narrow and CUDA)
 
@@ -96,7 +100,7 @@ def test_paged_attention(
     heads: int, kv_heads: int, size: int, page: int, pages: int,
 ) -> None:  # fmt: skip
     pool = lanes * pages + 3
-    stored = linear.FLOAT8 if narrow else dtype
+    stored = FLOAT8 if narrow else dtype
     k_PTGE, v_PTGE = (draw(pool, page, kv_heads, size, dtype=dtype).to(stored) for _ in range(2))
     q_BWHE = draw(lanes, width, heads, size, dtype=dtype)
     pages_BP = torch.randperm(pool, device=DEVICE)[: lanes * pages].view(lanes, pages)
@@ -198,7 +202,7 @@ def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
     x_PM, down = draw(2 * tokens, width), triton_moe.Weight(draw(experts, 48, width))
     scale_PG = (torch.rand(3, 2 * tokens, device=DEVICE) + 0.5).mT
     scaled_PM = (x_PM.unflatten(-1, (3, -1)) * scale_PG[..., None]).flatten(1)
-    got = triton_moe.expert_linear(linear.Rounded(x_PM, scale_PG, torch.float32), down, plan)
+    got = triton_moe.expert_linear(Rounded(x_PM, scale_PG, torch.float32), down, plan)
     torch.testing.assert_close(got, triton_moe.expert_linear(scaled_PM, down, plan), **CLOSE[torch.float32])
 
 
@@ -210,7 +214,7 @@ def test_gates_are_rounded_piece_by_piece() -> None:
     want = linear.round_rows(want_PM.unflatten(-1, (2, -1)))
     torch.testing.assert_close(got.scale, want.scale)
     pieces = got.values.float().unflatten(-1, (2, -1)) * got.scale[..., None]
-    assert (pieces - linear.widened(want)).abs().max() < 0.07 * want_PM.abs().max()
+    assert (pieces - widened(want)).abs().max() < 0.07 * want_PM.abs().max()
 
 
 @pytest.mark.parametrize("neighbours", [1, 40])
@@ -250,13 +254,13 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     assert torch.equal(got[1].isfinite(), want.finite_RL)
     sure = want.finite_RL
     assert torch.equal(got[0][sure], want.token_RL[sure])
-    close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
+    near = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
     assert want.entropy_RL is not None and want.margin_RL is not None
     for mine, theirs in zip(
         got[1:5], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
     ):
         assert mine is not None and mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine[sure], theirs[sure], **close)
+        torch.testing.assert_close(mine[sure], theirs[sure], **near)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
@@ -271,7 +275,7 @@ def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | No
     logits_RLV[3, 1, 5] = 1.0  # nothing but one token, which the belief rules out
     belief_RLV = logits_RLV.clone()
     belief_RLV[3, :, 5] = -inf
-    drawn = token_stats.Draw(
+    drawn = Draw(
         belief_RLV, logits_RLV,
         scale_R1=torch.tensor([[1.0], [0.3], [0.0], [1.0]], dtype=torch.float64, device=DEVICE),
         noisy_R1=torch.tensor([[True], [True], [False], [True]], device=DEVICE),
@@ -281,15 +285,15 @@ def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | No
     )  # fmt: skip
     for wanted_RL in (None, torch.arange(20, device=DEVICE).view(4, 5) % 3 > 0):
         given = {"draw": drawn, "wanted_RL": wanted_RL, "entropy": True, "best": True}
-        got = token_stats.TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
+        got = TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
         want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
         sure = want.finite_RL
         assert torch.equal(got.finite_RL, sure) and 0 < sure.sum() < 20
         for name in ("token_RL", "best_RL", "mask_drawn_RL"):
             assert torch.equal(getattr(got, name)[sure], getattr(want, name)[sure]), name
-        close = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
+        near = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
         for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL"):
-            torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **close)
+            torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **near)
 
 
 def test_token_stats_without_a_mask_token(reference: None) -> None:
@@ -367,17 +371,17 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     other = moe.Shared(draw(80, 512, dtype=torch.bfloat16), draw(512, 40, dtype=torch.bfloat16) / 20)
 
     def outcomes() -> list[torch.Tensor]:
-        normed = norm.add_rms_norm(x, delta, weight_D, 1e-5, True, True)[1]
-        rounded = [normed, norm.swiglu(x, True), linear.round_rows(x)]
+        normed = norm.add_rms_norm(x, delta, weight_D, 1e-5, "both")[1]
+        rounded = [normed, norm.swiglu(x, "rounded"), linear.round_rows(x)]
         experts = experts_NC, weights_NC, gate_up.values, down.values
         scales = gate_up.scale, down.scale
         return [
-            *(linear.widened(some) for some in rounded),
+            *(widened(some) for some in rounded),
             linear.linear(rounded[2], weight.values, None, weight.scale),
             linear.linear(x, weight.values, None, weight.scale),
-            linear.unrounded(normed),
+            close(normed),
             *(moe.expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
-            moe.expert_mlps(linear.merged(normed), *experts, scales=scales, shared=other),
+            moe.expert_mlps(normed, *experts, scales=scales, shared=other),
         ]
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sums that are left to the next kernel (`kernels.deferred`): what makes them, and every kernel that reads them."""
+"""Partial sums whose reduction is fused into the consumer: what makes them, and every kernel that reads them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import linear, norm, rotary  # noqa: E402
-from dinfer.kernels.deferred import Mixture, Parts, Sum, summed  # noqa: E402
+from dinfer.kernels.deferred import close  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
+from dinfer.kernels.types import HeadNorm, Parts, Projections  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_linear_map_in_parts(dtype: torch.dtype, quantized: bool, parts: int, 
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
     assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
-    torch.testing.assert_close(summed(got), linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
+    torch.testing.assert_close(close(got), linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
 
 
 @pytest.mark.parametrize(("outputs", "parts"), [(256, 4), (2048, 2), (3072, 2), (12288, 1)])
@@ -50,7 +51,7 @@ def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
     got = triton_linear.linear(x, weight_OK, None, None, split=True)
     assert isinstance(whole, torch.Tensor)
     assert (got.values.shape[0] if isinstance(got, Parts) else 1) == parts
-    torch.testing.assert_close(summed(got), whole, **CLOSE[SHORT])
+    torch.testing.assert_close(close(got), whole, **CLOSE[SHORT])
 
 
 @given(
@@ -64,13 +65,13 @@ def test_parts_are_whole_numbers_of_depths(
     assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
 
 
-def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> Sum | Mixture:
+def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> Parts:
     tokens = lanes * rows
     if kind == "parts":
         return Parts(draw(3, lanes, rows, width), dtype)
     if kind == "mixture":
-        return Mixture(draw(tokens * 4, width, dtype=dtype), draw(tokens, 4))
-    return Mixture(draw(tokens * 4, width, dtype=dtype), draw(tokens, 3))  # and a shared expert
+        return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 4))
+    return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 3))  # and a shared expert
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -84,8 +85,8 @@ def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, **CLOSE[dtype])
     assert torch.equal(triton_norm.add(x_BWD, delta), got[0])
-    if isinstance(delta, Mixture):  # the same bits as where a kernel of its own adds up
-        whole = triton_moe.combine(*delta).view(2, 3, width)
+    if delta.weights_NC is not None:  # the same bits as where a kernel of its own adds up
+        whole = triton_moe.combine(delta.values, delta.weights_NC).view(2, 3, width)
         assert torch.equal(got[0], triton_norm.add_rms_norm(x_BWD, whole, weight_D, 1e-5)[0])
 
 
@@ -95,11 +96,12 @@ def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None
     lanes, width, heads, kv_heads, size = 2, 5, 6, 2, 32
     qkv = Parts(draw(2, lanes, width, (heads + 2 * kv_heads) * size), dtype).unflatten(-1, (-1, size))
     table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), 16, 1e4, dtype)
-    head_norm = rotary.HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
+    head_norm = HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
     write_X = torch.randperm(40, device=DEVICE)[: lanes * width]
     mine, theirs = ([torch.zeros(40, kv_heads, size, device=DEVICE, dtype=dtype) for _ in range(2)] for _ in range(2))
-    got = triton_rotary.rotate_and_store(qkv, table, head_norm, heads, *mine, write_X)
-    want = rotary.rotate_and_store(qkv, table, head_norm, heads, *theirs, write_X)
+    given = Projections(qkv, heads, table, head_norm)
+    got = triton_rotary.rotate_and_store(given, *mine, write_X)
+    want = rotary.rotate_and_store(given, *theirs, write_X)
     for a, b in zip((got, *mine), (want, *theirs), strict=True):
         torch.testing.assert_close(a, b, **CLOSE[dtype])
 
@@ -110,7 +112,7 @@ def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: i
     logits = Parts(torch.randint(-2, 3, (3, 17, 24), device=DEVICE).float(), torch.float32)
     router = {"sigmoid": sigmoid, "normalize": True, "scale": 1.0, "bias_X": None}
     experts_NC, weights_NC = triton_route.route(logits, 4, groups=groups, groups_chosen=min(groups, 2), **router)
-    score_NX = summed(logits).sigmoid() if sigmoid else summed(logits).softmax(-1)
+    score_NX = close(logits).sigmoid() if sigmoid else close(logits).softmax(-1)
     for score_X, experts_C, weights_C in zip(score_NX, experts_NC, weights_NC, strict=True):
         kept = range(24)
         if groups > 1:

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
-from dinfer.core.protocols import Proposal  # noqa: E402
+from dinfer.core.plan import WindowPlan  # noqa: E402
+from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats, window  # noqa: E402
-from dinfer.kernels.token_stats import TokenStats  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -185,8 +185,8 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
     start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
     end_B = start_B + number(active + 1, 9)
     place_B = start_B, end_B, end_B + number(2 * width, 9), kept_B, prompt_B
-    plans = [window.WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
-    plans += [window.WindowPlan(keeps=True, ahead=None), window.WindowPlan(0, None, response=True, unseen=True)]
+    plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
+    plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
     modes = (False, False), (False, True), (True, False)
     for plan, block, (prefill, settles) in itertools.product(plans, (0, 1, 4), modes):
         work = partial(

@@ -140,9 +140,9 @@ def test_from_the_command_line_to_the_next_command(
         "tune", "--max-drop", "100", "goal=tpf", "trials=4", "count=2", "heldout=2", "families=[turns]", *common,
         "name=mine", "space.iteration=null", "space.decoder.name=[threshold]", "space.decoder.threshold.low=0.9",
     ])  # fmt: skip
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     path = tmp_path / "conf" / "recipe" / "mine.yaml"
-    assert f"wrote {path.relative_to(tmp_path)}" in said and "95% interval" in path.read_text()
+    assert f"wrote {path.relative_to(tmp_path)}" in told and "95% interval" in path.read_text()
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
     chosen = Schema("generate", tmp_path / "conf").chosen({"recipe": "mine"})
@@ -150,7 +150,7 @@ def test_from_the_command_line_to_the_next_command(
     usage = said.splitlines()[-1].split('"question" ')[1].split()
     assert usage == ["--config-dir", "conf", "recipe=mine"]
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
-    assert "tokens per forward" in capsys.readouterr().out
+    assert "tokens per forward" in capsys.readouterr().err
     # Its options may be changed, and its components exchanged: their options go with them.
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage, "decoder.threshold=0.95", "cache=none"])
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage, "decoder=fixed", "decoder.steps=4"])
@@ -178,7 +178,7 @@ def test_from_the_command_line_to_the_next_command(
 def test_a_preset_holds_what_is_not_at_its_default(tmp_path: Path) -> None:
     path = preset.target(tmp_path, "fast")
     parts = {"decoder": {"name": "threshold", "threshold": 0.9, "least": 2}, "cache": {"name": "none"}}
-    preset.write(path, parts, ["why"])
+    preset.save(path, parts, ["why"])
     assert path.read_text() == (
         "# @package _global_\n# why\ndefaults:\n  - override /decoder: fast\n  - override /cache: none\n"
     )

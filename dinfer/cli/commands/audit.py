@@ -9,6 +9,7 @@ positions: KL divergence, most likely tokens, and the tokens that were committed
   count=8 seed=0 families=null
                           how many problems, the seed of their generator, their kinds
   out=audit               writes audit.json and, with matplotlib (`pip install dinfer[plot]`), audit.png; null: nothing
+                          in a sweep (-m), every point writes its own: audit-0.json, audit-1.json, ...
   max_new_tokens=128      length of a generation
 
 All else is as in `dinfer generate`:
@@ -26,9 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dinfer.analysis.audit import Audit, audit, plot
-from dinfer.cli.application import launch
+from dinfer.analysis.outputs import check_file, replacing
+from dinfer.cli.application import launch, numbered
+from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.terminal import say
 from dinfer.demo.problems import generate
+
+WRITERS = {"json": Audit.write, "png": plot}
 
 
 def run(args: list[str]) -> None:
@@ -48,12 +54,20 @@ def measure(config: dict[str, Any], question: str | None) -> None:
         questions = [p.question for p in generate("heldout", count, setting(config, "seed", int), families)]
     else:
         questions = [question]
-    pipe = pipeline(config)
-    found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
-    console = Console(highlight=False)
-    console.print(report(found))
-    for path in written(found, out):
-        console.print(f"wrote {path}")
+    kinds = [kind for kind in WRITERS if kind == "json" or find_spec("matplotlib")]
+    paths = [numbered(Path(f"{out}.{kind}")) for kind in kinds] if out is not None else []
+    for path in paths:
+        check_file(path)
+    with Report() as progress:
+        progress.at("loading the model")
+        pipe = pipeline(config)
+        progress.at(f"auditing {len(questions)} answers")
+        found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
+    Console(highlight=False).print(report(found))
+    for path in paths:
+        with replacing(path) as part:
+            WRITERS[path.suffix[1:]](found, part)
+        say(f"wrote {path}")
 
 
 def report(found: Audit) -> Table:
@@ -73,15 +87,3 @@ def report(found: Audit) -> Table:
     )
     table.caption_justify = "left"
     return table
-
-
-def written(found: Audit, out: str | None) -> list[Path]:
-    """Writes JSON and, where matplotlib is there, PNG; the files."""
-    if out is None:
-        return []
-    paths = [Path(f"{out}.json")]
-    found.write(paths[0])
-    if find_spec("matplotlib") is not None:
-        paths.append(Path(f"{out}.png"))
-        plot(found, paths[1])
-    return paths

@@ -3,7 +3,8 @@
 usage: dinfer demo [overrides ...]
 
 Shows how one problem is solved, then solves a batch of them with several decoders. For each: accuracy (exact match
-of the answer), forwards per problem (NFE), tokens per forward (TPF), and seconds for the whole batch.
+of the answer), forwards per problem (NFE), tokens per forward (TPF), and seconds for the whole batch. Progress goes to
+stderr.
 
   count=64                how many problems
   seed=4                  of the problem generator; its held-out split shares no problem with the training split
@@ -19,6 +20,7 @@ All else is as in `dinfer generate`:
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from rich.rule import Rule
 
 from dinfer.cli.application import launch
 from dinfer.cli.comparison import compare, table
+from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
 from dinfer.cli.stream import summary, write_answer
 from dinfer.cli.watch import in_colour, watch
@@ -48,12 +51,15 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
         raise ValueError(f"count={count} must be at least 1")
     problems = generate("heldout", count, seed, families)
     decoders = decoders_of(config)
-    pipe = pipeline(config)
+    with Report() as progress:
+        progress.at("loading the model")
+        pipe = pipeline(config)
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)
     console.print(Rule(f"{count} held-out problems", style="bright_black", align="left"))
-    scores = compare(pipe, decoders, problems, new_tokens, console)
+    with Report() as progress:
+        scores = compare(pipe, decoders, problems, new_tokens, progress.at)
     console.print(table(scores, pipe.recipe))
 
 
@@ -71,7 +77,7 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
     """Solves one problem before the reader's eyes."""
     updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
     ids = pipe.encode(problem.question)
-    if in_colour():
+    if in_colour(sys.stdout):
         completion = watch(pipe, ids, updates, delay)
     else:
         print(f"{problem.question}\n")

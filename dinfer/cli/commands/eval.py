@@ -3,8 +3,9 @@
 usage: dinfer eval [tasks=NAME] [overrides ...]
 
 For each task: its score; forwards a request (NFE), tokens per forward (TPF), tokens per second (TPS) and latency. One
-JSON a run in the folder `out`, and runs.csv with a line for each task of each run there. A run that was killed goes on
-where it was when it is called again; one that is done is shown. Needs lm-eval: pip install 'dinfer[eval]'.
+JSON a run in the folder `out`, and runs.csv with a line for each task of each run there. A run that was killed or
+interrupted goes on where it was when it is called again; one that is done is shown. The table goes to stdout, progress
+to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
   tasks=mini_gsm          name, pattern, or YAML file of a task; or a list, tasks=[gsm8k_llada,ifeval]. Unless given,
                           mini_gsm: the word problems of the models in the box
@@ -33,7 +34,9 @@ All else is as in `dinfer generate`:
 from __future__ import annotations
 
 import json
-import sys
+import shlex
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -43,48 +46,53 @@ from rich.table import Table
 
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS
+from dinfer.cli.errors import Interrupted
+from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.terminal import say
 from dinfer.core.registry import typed, unknown
 
 
 def run(args: list[str]) -> None:
     """Evaluates each point of a sweep."""
-    launch("eval", args, evaluate)
+    launch("eval", args, partial(evaluate, args=args))
 
 
-def evaluate(config: dict[str, Any], _text: str | None) -> None:
-    """Evaluates one recipe, or finds that this was done."""
+def evaluate(config: dict[str, Any], _text: str | None, *, args: Sequence[str]) -> None:
+    """Evaluates one recipe, or finds that this was done. `args`: the command line, to name it."""
     if find_spec("lm_eval") is None:
         raise ValueError("dinfer eval needs lm-eval: pip install 'dinfer[eval]'")
-    from evaluations import run as runs
-    from evaluations.ranks import ranks
+    with Report() as progress:
+        progress.at("importing lm-eval")
+        from evaluations import run as runs
+        from evaluations.ledger import kept
+        from evaluations.ranks import ranks
 
-    settings = settings_of(config)
-    among = ranks(setting(config, "device", str | None))
-    recipe = {kind: config[kind] for kind in GROUPS}
-    runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
-    folder = setting(config, "out", str | None)
-    out, asked = None if folder is None else Path(folder), (recipe, settings, runtime)
-    if out is not None and setting(config, "overwrite", bool):
-        if among.rank == 0:
-            runs.forget(*asked, out)
-        among.wait()
-    console, done = Console(highlight=False), None if out is None else runs.finished(*asked, out)
-    if done is not None:
-        if among.rank == 0:
-            document = json.loads(done.read_text(encoding="utf-8"))
-            console.print(table(document))
-            console.print(f"done on {document['date']}: {done}. overwrite=true does it again.", soft_wrap=True)
-        return
-    pipe = pipeline(config | {"device": str(among.device)})
-    found = runs.evaluate(
-        pipe, settings, among=among, recipe=recipe, runtime=runtime, out=out,
-        command=" ".join(["dinfer", "eval", *sys.argv[1:]]),
-    )  # fmt: skip
+        settings = settings_of(config)
+        among = ranks(setting(config, "device", str | None))
+        recipe = {kind: config[kind] for kind in GROUPS}
+        runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
+        folder, overwrite = setting(config, "out", str | None), setting(config, "overwrite", bool)
+        stem = None if folder is None else runs.stem_of(Path(folder), recipe, settings, runtime)
+        done = stem is not None and not overwrite and runs.report_of(stem).is_file()
+        try:
+            found = None if done else runs.evaluate(
+                lambda: pipeline(config | {"device": str(among.device)}), settings, among=among, recipe=recipe,
+                runtime=runtime, stem=stem, overwrite=overwrite, command=shlex.join(["dinfer", "eval", *args]),
+                progress=progress.at,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if among.rank > 0:
+                raise
+            told = "nothing is kept, since out=null" if stem is None else f"{kept(stem)} answers are kept in {folder}"
+            again = shlex.join(["dinfer", "eval", *(arg for arg in args if not arg.startswith("overwrite="))])
+            raise Interrupted(f"interrupted; {told}. To go on: {again}") from None
+    if stem is not None and among.rank == 0:
+        report = runs.report_of(stem)
+        found = json.loads(report.read_text(encoding="utf-8"))
+        say(f"done on {found['date']}: {report}. overwrite=true does it again." if done else f"wrote {report}")
     if found is not None:
-        console.print(table(found))
-        if out is not None:
-            console.print(f"wrote {runs.finished(*asked, out)}", soft_wrap=True)
+        Console(highlight=False).print(table(found))
 
 
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:

@@ -4,7 +4,8 @@ usage: dinfer generate "question" [--watch] [overrides ...]
        dinfer generate -- "--a question that begins with a dash"
        echo "question" | dinfer generate -
 
-Streams the answer, then one line: tokens, forwards, tokens per forward (TPF), seconds.
+Prints the answer on stdout, while it is decoded where that is a terminal. On stderr: tokens, forwards, tokens per
+forward (TPF), seconds.
 
   --watch                 show the canvas while it is denoised: masks, commits, the active block
   prompt="question"       the same as a setting, in Hydra's grammar
@@ -23,11 +24,13 @@ Components and their options are overrides; `dinfer list` shows all of them:
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.stream import summary, write_answer
+from dinfer.cli.terminal import say
 from dinfer.cli.watch import watch
 
 
@@ -44,7 +47,12 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     pipe = pipeline(config)
-    ids = pipe.encode(prompt, chat=chat)
-    updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
-    completion = watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)
-    print(summary(completion.counts))
+    if live or sys.stdout.isatty():
+        ids = pipe.encode(prompt, chat=chat)
+        updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
+        counts = (watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)).counts
+    else:
+        result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat)
+        print(result.text)
+        counts = result.counts
+    say(summary(counts))

@@ -4,7 +4,7 @@ usage: dinfer infill "The capital of [MASK:4] is Paris." [overrides ...]
        echo "text with gaps" | dinfer infill -
 
 [MASK:n] is a gap of n tokens, anywhere and as often as you like; \\[MASK:n] is that very text. Prints the text with its
-gaps filled, what fills each of them, then one line: tokens, forwards, tokens per forward (TPF), seconds.
+gaps filled on stdout. On stderr: what fills each gap; tokens, forwards, tokens per forward (TPF), seconds.
 
   text="text with gaps"   the same as a setting, in Hydra's grammar
   stop=false              true: a stop token in a gap ends it all, as iteration.stop says
@@ -20,6 +20,7 @@ from typing import Any
 from dinfer.cli.application import launch
 from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.stream import summary
+from dinfer.cli.terminal import say
 
 
 def run(args: list[str]) -> None:
@@ -36,5 +37,5 @@ def infill(config: dict[str, Any], given: str | None) -> None:
     result = pipeline(config).infill(text, stop=stop)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
-        print(f"[{index}] {words}")
-    print(summary(result.counts))
+        say(f"[{index}] {words}")
+    say(summary(result.counts))

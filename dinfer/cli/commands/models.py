@@ -4,8 +4,8 @@ usage: dinfer models [family ...] [--json]
 
 For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`. `--json` is for
-programs.
+not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`;
+`dinfer inspect NAME_OR_FOLDER` says whether it does. `--json` is for programs.
 """
 
 from __future__ import annotations

@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dinfer.analysis.metrics import wilson
+from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.pareto import front
 from dinfer.analysis.plots import AXES, areas, draw
+from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}
@@ -53,6 +55,7 @@ def run(args: list[str]) -> None:
     out, by = Path(settings["out"]), settings["by"].split(",")
     if out.suffix not in FORMATS:
         raise ValueError(f"out={out} must end in {', '.join(FORMATS)}")
+    check_file(out)
     rows, skipped = read(paths)
     columns = {name for row in rows for name in row}
     for name in by:
@@ -67,15 +70,16 @@ def run(args: list[str]) -> None:
         tasks = {settings["task"]: tasks[settings["task"]]}
     for task, own in tasks.items():
         check_hardware(task, own)
-    draw(tasks, out, by=by)
+    with replacing(out) as part:
+        draw(tasks, part, by=by)
     console = Console(highlight=False)
     for task, own in tasks.items():
         console.print(f"\n{task}")
         console.print(fronts(own))
         console.print(area_table(own, by))
     if skipped:
-        console.print(f"\n{skipped} lines have no accuracy or no forwards (tasks of likelihoods) and are not drawn")
-    console.print(f"wrote {out}")
+        say(f"{skipped} lines have no accuracy or no forwards (tasks of likelihoods) and are not drawn")
+    say(f"wrote {out}")
 
 
 def read(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], int]:

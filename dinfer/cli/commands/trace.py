@@ -25,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dinfer.analysis.outputs import check_file, write
 from dinfer.analysis.trace.page import page
 from dinfer.analysis.trace.record import Trace, document, record
 from dinfer.cli.application import launch, numbered, schema_of
 from dinfer.cli.compare_overrides import changed, taken_out
 from dinfer.cli.conf import GROUPS, Schema
 from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.terminal import say
 from dinfer.core.recipe import compose
 from dinfer.pipeline import Pipeline
 
@@ -47,27 +49,27 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str], s
     prompt = text_of(config, "prompt", question)
     if prompt is None:
         raise ValueError('a question is needed: dinfer trace "question"')
-    paths = outputs(setting(config, "out", str | tuple[str, ...]))
+    paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
+    for path in paths:
+        check_file(path)
     configs = [config] + ([changed(schema, changes)] if changes else [])
     pipe = pipeline(config)
     traces = [recorded(beside(pipe, config, other), other, prompt) for other in configs]
     found = document(prompt, traces)
     for one in traces:
         counts = one.counts
-        print(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
-    for path in map(numbered, paths):
-        path.write_text(page(found) if path.suffix == ".html" else json.dumps(found) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        say(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
+    for path in paths:
+        write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
+        say(f"wrote {path}")
 
 
 def outputs(out: str | list[str]) -> list[Path]:
-    """The files to write; ValueError for a kind that there is none of, or a folder that is not there."""
+    """The files to write. Raises ValueError for a kind that there is none of."""
     paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
     for path in paths:
         if path.suffix not in (".html", ".json"):
             raise ValueError(f"out={path} must end in .html (the page) or .json (its data)")
-        if not path.parent.is_dir():
-            raise ValueError(f"out={path}: there is no folder {path.parent}")
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths

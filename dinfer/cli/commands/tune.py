@@ -29,16 +29,20 @@ All else is as in `dinfer generate`:
 from __future__ import annotations
 
 import json
-import sys
+import shlex
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dinfer.analysis.outputs import check_file, write
 from dinfer.analysis.tuning import Found, NothingFound, Parts, Tried, tune
 from dinfer.cli import preset
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS
+from dinfer.cli.progress import Report
 from dinfer.cli.recipe import setting
+from dinfer.cli.terminal import say
 from dinfer.cli.tuning_objectives import judge_of
 
 GOALS = ("tps", "tpf")
@@ -46,7 +50,7 @@ GOALS = ("tps", "tpf")
 
 def run(args: list[str]) -> None:
     """Tunes for each point of a sweep."""
-    launch("tune", flagged(args), search)
+    launch("tune", flagged(args), partial(run_search, command=shlex.join(["dinfer", "tune", *args])))
 
 
 def flagged(args: list[str]) -> list[str]:
@@ -62,7 +66,7 @@ def flagged(args: list[str]) -> list[str]:
     return found
 
 
-def search(config: dict[str, Any], _text: str | None) -> None:
+def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     if find_spec("optuna") is None:
         raise ValueError("dinfer tune needs Optuna: pip install dinfer[tune]")
@@ -70,23 +74,30 @@ def search(config: dict[str, Any], _text: str | None) -> None:
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
     path = preset.target(Path(setting(config, "folder", str)), setting(config, "name", str))
-    judge = judge_of(config)
+    out = setting(config, "out", str | None)
+    for file in (path, *([] if out is None else [Path(out)])):
+        check_file(file)
     reference: Parts = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
     tried: list[Tried] = []
-    for one in tune(
-        judge, searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
-        trials=setting(config, "trials", int), goal=goal, verify=setting(config, "verify", int),
-        seed=setting(config, "seed", int),
-    ):  # fmt: skip
-        if isinstance(one, Found):
-            found = one
-        else:
-            tried.append(one)
-            print(f"{len(tried):>3}  {told(one, goal)}", flush=True)
+    trials = setting(config, "trials", int)
+    with Report() as progress:
+        progress.at("loading the model")
+        search = tune(
+            judge_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
+            trials=trials, goal=goal, verify=setting(config, "verify", int), seed=setting(config, "seed", int),
+        )  # fmt: skip
+        progress.at("measuring the reference")
+        for one in search:
+            if isinstance(one, Found):
+                found = one
+            else:
+                tried.append(one)
+                say(f"{len(tried):>3}  {told(one, goal)}")
+                progress.at("searching", len(tried), trials)
     if found is None:
         raise NothingFound("the search ended without a recipe")
-    finish(config, found, path, goal)
+    finish(config, found, path, command)
 
 
 def searched(space: Any) -> Any:
@@ -110,10 +121,9 @@ def words(kind: str, part: dict[str, Any]) -> str:
     return f"{part['name']}({', '.join(options)})" if options else str(part["name"])
 
 
-def finish(config: dict[str, Any], found: Found, path: Path, goal: str) -> None:
+def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> None:
     """Says what was found and writes the preset and the report."""
-    out = setting(config, "out", str | None)
-    lines = []
+    out, goal, lines = config["out"], config["goal"], []
     for split, one in (("calibration", found.calibration), ("heldout", found.heldout)):
         row, before, drop = one.metrics or {}, found.reference[split], one.drop
         if drop is None:
@@ -123,15 +133,15 @@ def finish(config: dict[str, Any], found: Found, path: Path, goal: str) -> None:
             f"{drop.points:.2f} points lost (95% interval {drop.low:.2f} to {drop.high:.2f}), "
             f"{row[goal] / before[goal]:.2f} times the {goal} ({before[goal]:.4g} to {row[goal]:.4g})"
         )
-    print(f"\nfound: {told(found.heldout, goal)}")
+    print(f"found: {told(found.heldout, goal)}")
     print("\n".join(lines))
     reference = ", ".join(words(kind, config[kind]) for kind in ("iteration", "decoder", "cache"))
     limit = f"At most {config['max_drop']} points lost against {reference}."
     model = config["model"].get("checkpoint") or config["model"]["name"]
-    for file in preset.write(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
-        print(f"wrote {file}")
+    for file in preset.save(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
+        say(f"wrote {file}")
     if out is not None:
-        report = {"command": " ".join(sys.argv), "settings": config, **found.to_json()}
-        Path(out).write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {out}")
+        report = {"command": command, "settings": config, **found.to_json()}
+        write(Path(out), json.dumps(report, indent=1) + "\n")
+        say(f"wrote {out}")
     print(f'use it: dinfer generate "question" {preset.usage(path, path.stem)}')

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.advance import Grid
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
 
@@ -52,7 +51,8 @@ def _leave_blocks(
 
 def leave_blocks(
     finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
-    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, grid: Grid, stop: str, prompt: bool,
+    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, block: int, align: bool, lead: int,
+    stop: str, prompt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.advance.leave_blocks`."""
     (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
@@ -62,7 +62,7 @@ def leave_blocks(
     padded = triton.next_power_of_2(active)
     _leave_blocks[(lanes,)](
         *(t.contiguous() for t in read), enters_B, done_B, out_start_B, out_end_B, out_block_B, blocks, active,
-        BLOCK=grid.block, ALIGN=grid.align, LEAD=grid.lead, STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt,
+        BLOCK=block, ALIGN=align, LEAD=lead, STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt,
         K=triton.next_power_of_2(blocks), X=padded,
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip

@@ -1,9 +1,14 @@
-"""How a kernel adds up what the one before has left to it; see `dinfer.kernels.deferred`."""
+"""How a kernel adds up the parts that the one before has left to it; see `dinfer.kernels.types`."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from dinfer.kernels.types import Parts
 
 
 @triton.jit
@@ -18,3 +23,31 @@ def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, M
             addend *= tl.load(mix_ptr + part)
         sum += addend
     return sum
+
+
+class Addends(NamedTuple):
+    """Where a kernel finds the parts of its rows."""
+
+    values: Tensor
+    mix: Tensor
+    apart: int  # from one part of a row to the next
+    stride: int  # from one row to the next
+    parts: int
+    mixed: int  # of the parts, how many have a weight
+
+    @classmethod
+    def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Addends:
+        """Those of `delta`, which has the shape of `x`."""
+        width = x.shape[-1]
+        if delta is None:
+            return cls(x, x, 0, 0, 0, 0)
+        if isinstance(delta, Parts) and delta.weights_NC is not None:
+            parts = delta.values.numel() // x.numel()
+            return cls(delta.values, delta.weights_NC, width, parts * width, parts, delta.weights_NC.shape[1])
+        values, parts = addends(delta)
+        return cls(values, x, x.numel(), width, parts, 0)
+
+
+def addends(x: Tensor | Parts) -> tuple[Tensor, int]:
+    """The parts, one behind the other, and how many they are."""
+    return (x.values, x.values.shape[0]) if isinstance(x, Parts) else (x.contiguous(), 1)

@@ -5,18 +5,14 @@ In two launches, pieces of the vocabulary first; no tensor of the vocabulary's s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.stats import Draw
 from dinfer.kernels.random import MIX
 from dinfer.kernels.triton.launch import early, follow
-
-if TYPE_CHECKING:
-    from dinfer.kernels.token_stats import Draw
 
 PIECE = 1024
 MIX_0, MIX_1, MIX_2 = (tl.constexpr(number) for number in MIX)

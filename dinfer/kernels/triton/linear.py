@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.deferred import Parts, Sum
-from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
+from dinfer.kernels.types import FLOAT8, LARGEST, Parts, Rounded
 
 
 @triton.jit
@@ -133,9 +132,9 @@ class Config(NamedTuple):
 
 
 def linear(
-    x: Rows, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
+    x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
     dtype: torch.dtype | None = None, split: bool = False,
-) -> Sum:  # fmt: skip
+) -> Tensor | Parts:  # fmt: skip
     """See `dinfer.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of what comes out, if not that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape

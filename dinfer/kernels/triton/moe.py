@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.linear import FLOAT8, LARGEST, Rounded, Rows
 from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import round_rows, scaled
+from dinfer.kernels.types import FLOAT8, LARGEST, Rounded
 
 
 class Plan(NamedTuple):
@@ -219,7 +219,9 @@ class Shape(NamedTuple):
     stages: int  # at most
 
 
-def gated_linear(x_ND: Rows, weight: Weight, plan: Plan, gate: str, piece: int | None = None) -> Rows:
+def gated_linear(
+    x_ND: Tensor | Rounded, weight: Weight, plan: Plan, gate: str, piece: int | None = None
+) -> Tensor | Rounded:
     """Each token by each of its experts, "silu" or "gelu" of half of the outputs times the other half. [P, O / 2]
 
     One row for each pair, in the order of tiles. Rounded to float8 by pieces of so many values, if `piece` says
@@ -229,7 +231,7 @@ def gated_linear(x_ND: Rows, weight: Weight, plan: Plan, gate: str, piece: int |
     return out if out_scale is None else Rounded(out, out_scale.mT, x_ND.dtype)
 
 
-def expert_linear(x_PM: Rows, weight: Weight, plan: Plan) -> Tensor:
+def expert_linear(x_PM: Tensor | Rounded, weight: Weight, plan: Plan) -> Tensor:
     """Each row that `gated_linear` made times the matrix of its expert. [P, O]
 
     The rows that come out are in the order of the tokens, with each in that of its experts, a shared one last.
@@ -237,7 +239,9 @@ def expert_linear(x_PM: Rows, weight: Weight, plan: Plan) -> Tensor:
     return _product(x_PM, weight, plan, None, None)[0]
 
 
-def _product(x: Rows, weight: Weight, plan: Plan, gate: str | None, piece: int | None) -> tuple[Tensor, Tensor | None]:
+def _product(
+    x: Tensor | Rounded, weight: Weight, plan: Plan, gate: str | None, piece: int | None
+) -> tuple[Tensor, Tensor | None]:
     if weight.each.dtype == FLOAT8 and isinstance(x, Tensor):
         x = round_rows(x)
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.deferred import Mixture, Sum, addends
-from dinfer.kernels.linear import FLOAT8, LARGEST, Rows
-from dinfer.kernels.triton.deferred import added
+from dinfer.kernels.triton.deferred import Addends, added
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
+from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
 
 
 @triton.jit
@@ -65,34 +62,12 @@ def _add_rms_norm(
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-class Addends(NamedTuple):
-    """Where a kernel finds what it is to add to the rows."""
-
-    delta: Tensor
-    mix: Tensor
-    apart: int  # from one part of a row to the next
-    stride: int  # from one row to the next
-    parts: int
-    mixed: int  # of the parts, how many have a weight
-
-    @classmethod
-    def of(cls, delta: Sum | Mixture | None, x: Tensor) -> Addends:
-        width = x.shape[-1]
-        if delta is None:
-            return cls(x, x, 0, 0, 0, 0)
-        if isinstance(delta, Mixture):
-            parts = delta.rows_PD.numel() // x.numel()
-            return cls(*delta, width, parts * width, parts, delta.weights_NC.shape[1])
-        values, parts = addends(delta)
-        return cls(values, x, x.numel(), width, parts, 0)
-
-
 def _size(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 128, 1), 16)}
 
 
-def add(x_BWD: Tensor, delta_BWD: Sum | Mixture) -> Tensor:
+def add(x_BWD: Tensor, delta_BWD: Tensor | Parts) -> Tensor:
     """See `dinfer.kernels.norm.add`."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
@@ -104,12 +79,12 @@ def add(x_BWD: Tensor, delta_BWD: Sum | Mixture) -> Tensor:
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Sum | Mixture | None, weight_D: Tensor, eps: float, narrow: bool = False,
-    both: bool = False,
-) -> tuple[Tensor, Rows]:  # fmt: skip
+    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
+) -> tuple[Tensor, Tensor | Rounded]:
     """See `dinfer.kernels.norm.add_rms_norm`."""
     x_BWD = x_BWD.contiguous()
-    plain = torch.empty_like(x_BWD) if both or not narrow else x_BWD
+    narrow, both = inputs != "plain", inputs == "both"
+    plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
     made = empty_rounded(x_BWD)._replace(wide=plain if both else None) if narrow else None
     out, scale = (plain, plain) if made is None else (made.values, made.scale)
     width = x_BWD.shape[-1]
@@ -117,7 +92,7 @@ def add_rms_norm(
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
     _add_rms_norm[(x_BWD.numel() // width,)](
         x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, width, apart, stride, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=narrow and both,
+        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=both,
         **_size(width), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, plain if made is None else made
@@ -134,7 +109,7 @@ def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexp
     tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
+def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded:
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
     width = gate_up_BWX.shape[-1] // 2
@@ -144,4 +119,4 @@ def swiglu(gate_up_BWX: Tensor, narrow: bool = False) -> Rows:
         gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
     )
     # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
-    return round_rows(out_BWM) if narrow else out_BWM
+    return out_BWM if inputs == "plain" else round_rows(out_BWM)

@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.deferred import Sum, addends
-from dinfer.kernels.rotary import HeadNorm
-from dinfer.kernels.triton.deferred import added
+from dinfer.kernels.triton.deferred import added, addends
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
+from dinfer.kernels.types import Projections
 
 
 @triton.jit
@@ -83,19 +82,16 @@ def _rotate_and_store(
     tl.store(v_ptr + (place * G + head - H - G) * E + entry, v, mask=inside & (head >= H + G))
 
 
-def rotate_and_store(
-    qkv_BWXE: Sum, table: tuple[Tensor, Tensor], norm: HeadNorm | None, heads: int,
-    k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor,
-) -> Tensor:  # fmt: skip
+def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor) -> Tensor:
     """See `dinfer.kernels.rotary.rotate_and_store`."""
-    qkv, parts = addends(qkv_BWXE)
-    lanes, width, all_heads, size = qkv_BWXE.shape
-    q_BWHE = qkv.new_empty(lanes, width, heads, size, dtype=qkv_BWXE.dtype)
+    qkv, parts = addends(x.qkv_BWXE)
+    lanes, width, all_heads, size = x.qkv_BWXE.shape
+    q_BWHE = qkv.new_empty(lanes, width, x.heads, size, dtype=x.qkv_BWXE.dtype)
     some = min(8, triton.next_power_of_2(all_heads))
-    weight_X, eps = (q_BWHE, 0.0) if norm is None else (norm.weight_X, norm.eps)
+    weight_X, eps = (q_BWHE, 0.0) if x.norm is None else (x.norm.weight_X, x.norm.eps)
     _rotate_and_store[(lanes * width, triton.cdiv(all_heads, some))](
-        qkv, *table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
-        PARTS=parts, H=heads, G=k_YGE.shape[1], E=size, TURNED=table[0].shape[-1], NORM=norm is not None, HEADS=some,
-        num_warps=8, **early(qkv),
+        qkv, *x.table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
+        PARTS=parts, H=x.heads, G=k_YGE.shape[1], E=size, TURNED=x.table[0].shape[-1], NORM=x.norm is not None,
+        HEADS=some, num_warps=8, **early(qkv),
     )  # fmt: skip
     return q_BWHE

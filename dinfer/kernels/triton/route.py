@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.deferred import Sum, addends
-from dinfer.kernels.triton.deferred import added
+from dinfer.kernels.triton.deferred import added, addends
 from dinfer.kernels.triton.launch import early, let_next, wait
+from dinfer.kernels.types import Parts
 
 LOWEST = tl.constexpr(-(2**31))
 
@@ -85,7 +85,7 @@ def _route(
 
 
 def route(
-    logits_NX: Sum, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
+    logits_NX: Tensor | Parts, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
     groups: int, groups_chosen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.moe.route`. The experts of a token come with the best first; of equals the first is taken."""

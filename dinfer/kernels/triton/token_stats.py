@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.stats import Draw
 from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
-
-if TYPE_CHECKING:
-    from dinfer.kernels.token_stats import Draw
 
 PIECE = 4096
 NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) exp, best token's logit, two largest

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels import window
+from dinfer.core.plan import window_bounds
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow, shared
 
-_bounds = shared(window.window_bounds)
+_bounds = shared(window_bounds)
 
 
 @triton.jit

@@ -1,0 +1,70 @@
+"""What a step knows of the logits: the statistics that decoders read, and what a sampler draws tokens by. Plain data.
+
+Shape suffixes: R rows of blocks, L block length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """The proposed token of every position. All [R, L]."""
+
+    token_RL: Tensor  # int64, the most likely token but the mask token; ties go to the lowest id
+    confidence_RL: Tensor  # its probability under the whole distribution, mask token included
+    mask_confidence_RL: Tensor  # the probability of the mask token
+    entropy_RL: Tensor | None = None  # of the whole distribution, in nats; if asked for
+    margin_RL: Tensor | None = None  # the largest probability less the second largest; if asked for
+    best_RL: Tensor | None = None  # int64, the most likely token but the mask token, whatever was drawn; if asked for
+    mask_drawn_RL: Tensor | None = None  # bool: the mask token was drawn; None: nothing was
+
+    def of(self, name: str) -> Tensor:
+        """A further statistic, "entropy", "margin" or "best". Raises KeyError if the decoder's `needs` lack it."""
+        value = {"entropy": self.entropy_RL, "margin": self.margin_RL, "best": self.best_RL}[name]
+        if value is None:
+            raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
+        return value
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
+        """The same with every statistic that is there changed."""
+        there = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(stat_RL) for name, stat_RL in there.items() if stat_RL is not None})
+
+    @property
+    def top_RL(self) -> Tensor:
+        """The largest probability, the mask token's included; where tokens are drawn, that of what was drawn."""
+        if self.mask_drawn_RL is not None:
+            return torch.where(self.mask_drawn_RL, self.mask_confidence_RL, self.confidence_RL)
+        return torch.maximum(self.confidence_RL, self.mask_confidence_RL)
+
+    @property
+    def declined_RL(self) -> Tensor:
+        """The mask token itself is the most likely, or was drawn: the model would rather wait."""
+        if self.mask_drawn_RL is not None:
+            return self.mask_drawn_RL
+        return self.mask_confidence_RL > self.confidence_RL
+
+    @property
+    def finite_RL(self) -> Tensor:
+        """False where the logits held a NaN or +inf, or nothing but -inf for every token but the mask."""
+        return self.confidence_RL.isfinite()
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a sampler makes of the logits: the token is the best by `logits` + `scale` times Gumbel noise, which is a
+    function of (seed, position, step, token). Rows that are not noisy get what they would get without a sampler."""
+
+    belief_RLV: Tensor  # logits of the distribution that confidences are taken of
+    logits_RLV: Tensor  # of the one that is drawn from
+    scale_R1: Tensor  # float64, 0: the most likely token
+    noisy_R1: Tensor  # bool: probabilities do not say whether the mask token won
+    seed_R: Tensor
+    pos_RL: Tensor
+    step_R: Tensor

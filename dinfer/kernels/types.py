@@ -1,0 +1,77 @@
+"""What one kernel leaves to the next. Only kernels look inside; others pass it on, or `deferred.close` it.
+
+Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token and expert, D hidden size,
+B lanes, W positions, X query, key and value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = {FLOAT8: 448, torch.int8: 127}
+
+
+class Parts(NamedTuple):
+    """Partial sums whose reduction is fused into the consumer, which adds them in order, in float32.
+
+    With weights they are the outputs of each token's experts: those of one token are adjacent, its first C parts are
+    multiplied by its weights, and a shared expert's comes last.
+    """
+
+    values: Tensor  # [S, ...]; with weights [P, D]
+    dtype: torch.dtype  # that the sum is rounded to
+    weights_NC: Tensor | None = None  # float32
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the sum."""
+        if self.weights_NC is None:
+            return self.values.shape[1:]
+        return torch.Size((self.weights_NC.shape[0], self.values.shape[-1]))
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Parts:
+        """Splits a dimension of the sum, counted from the last; only without weights."""
+        return self._replace(values=self.values.unflatten(dim, sizes))
+
+
+class Rounded(NamedTuple):
+    """Rows in 8 bits, whose scales the consumer multiplies its products with."""
+
+    values: Tensor
+    scale: Tensor  # float32, the shape of `values` without the last dimension
+    dtype: torch.dtype  # of the rows before they were rounded
+    wide: Tensor | None = None  # these rows, if the consumer wants both
+
+
+Deferred = Tensor | Parts | Rounded
+"""A tensor, or one whose last sum or product is left to the kernel that reads it, so that no kernel runs for that
+alone. `dinfer.kernels.deferred.close` makes a tensor of any."""
+
+Inputs = Literal["plain", "rounded", "both"]
+"""How a layer takes its input rows: as they are, rounded to float8, or rounded with the original beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm of each query head, by the first E weights, and of each key head, by the last E (Qwen3's QK-norm)."""
+
+    weight_X: Tensor  # [2 * E]
+    eps: float
+
+
+Table = tuple[Tensor, Tensor]
+"""cos and signed sin of a rotation, see `dinfer.kernels.rotary.rotary_table`."""
+
+
+class Projections(NamedTuple):
+    """Queries, keys and values of a layer; norm and rotation are left to the kernel that stores the keys."""
+
+    qkv_BWXE: Tensor | Parts  # query heads, then key heads, then as many value heads
+    heads: int  # query heads
+    table: Table
+    norm: HeadNorm | None = None

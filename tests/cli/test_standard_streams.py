@@ -1,0 +1,147 @@
+"""What goes to stdout and what to stderr, streams that are full or closed, text that is no UTF-8, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.command_line import write_checkpoint
+
+import dinfer
+from dinfer.cli.errors import reported
+from dinfer.cli.main import main
+from dinfer.cli.progress import Report
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def _program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dinfer"])
+
+
+def ended(args: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    return end.value.code
+
+
+@pytest.mark.parametrize("more", [[], ["--watch"]])
+def test_an_edited_answer_is_printed_once(folder: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = {"name": "joint_threshold", "threshold": 0.0, "edit_threshold": 0.0}
+    pipe = dinfer.load(str(folder), decoder=decoder, cache="none", device="cpu")
+    result = pipe.generate("How many?", max_new_tokens=12, trace=True)
+    drafts = [pipe.decode(canvas[len(result.prompt_ids) :]) for canvas in result.trace]
+    options = ["decoder=joint_threshold", "decoder.threshold=0", "decoder.edit_threshold=0", "cache=none", "device=cpu"]
+    main(["generate", "How many?", "max_new_tokens=12", f"model.checkpoint={folder}", *options, *more])
+    said = capsys.readouterr()
+    assert len(set(drafts)) > 1 and said.out == f"{result.text}\n"
+    assert re.search(r"^\d+ tokens, \d+ forwards", said.err, re.MULTILINE)
+
+
+def test_a_full_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert ended(["list", "cache"]) == 2
+    assert capsys.readouterr().err == "dinfer: standard output: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert ended(["list", "cache"]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_streams_that_are_closed_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    main(["list", "cache"])
+    assert sys.stdout is None
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as in UTF-8, and as in the C locale
+def test_a_text_that_is_no_utf8(
+    errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+    assert ended(["generate", "-"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and re.fullmatch("dinfer: standard input is not UTF-8: .*\n", said.err)
+    for args in (["generate", "caf\udce9"], ["plot", "caf\udce9"]):
+        assert ended(args) == 2
+        assert capsys.readouterr().err == "dinfer: the argument 'caf\\udce9' is not UTF-8\n"
+
+
+def test_the_second_interrupt_kills() -> None:
+    with pytest.raises(SystemExit) as end, reported():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert end.value.code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupted_evaluation_says_how_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = f"model.checkpoint={folder}"
+    line = ["eval", "tasks=mini_turns", "limit=4", "max_new_tokens=8", checkpoint, "out=my runs", "overwrite=true"]
+    usual = Report.at
+
+    def at(self: Report, what: str, done: int = 0, *rest: object) -> None:
+        if done == 2:
+            signal.raise_signal(signal.SIGINT)
+        usual(self, what, done, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "at", at)
+        assert ended(line) == 130
+    said = capsys.readouterr()
+    assert said.out == "" and "interrupted; 2 answers are kept in my runs. To go on: dinfer eval" in said.err
+    again = shlex.split(said.err.strip().rpartition("To go on: ")[2])
+    assert again == ["dinfer", *line[:-1]], "with overwrite=true it would begin anew"
+    main(again[1:])
+    answers = next((tmp_path / "my runs").glob("*.answers-0.jsonl")).read_text()
+    assert answers.count('"key"') == 4 and answers.count('"setup"') == 2
+
+
+def test_outputs_are_checked_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    wrong = [
+        (["trace", "a", f"out={tmp_path}/file/a.html"], "file: Not a directory"),
+        (["audit", "a", f"out={tmp_path}/file/a"], "file: Not a directory"),
+        (["eval", f"out={tmp_path}/file"], "file: Not a directory"),
+        (["tune", f"folder={tmp_path}/file"], "file/recipe: Not a directory"),
+        (["tune", f"folder={tmp_path}/conf", f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
+    ]
+    for args, message in wrong:
+        assert ended([*args, "model.checkpoint=/no/such/folder"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(every=0.01) as report:
+        report.at("mini_gsm", 3, 50, "12 steps")
+        deadline = time.monotonic() + 60
+        said = ""
+        while said.count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert "mini_gsm 3 of 50 12 steps, 0 s\n" in said
