@@ -2,6 +2,7 @@
 # make test      the same environment with the tools, then the tests (ARGS="-k decoder" for some)
 # make test-all  make test, then make test-rest: the combinations and random examples that it leaves out
 # make lint      ruff and mypy
+# make docs      the documentation site, in site/                    (open site/index.html)
 # make clean     removes the environment and all caches
 #
 # Variables, on the command line or in the environment (`make clean` before another PYTHON or TORCH):
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
-.PHONY: demo test test-rest test-all lint clean
+.PHONY: demo test test-rest test-all lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -40,8 +41,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.torch:
@@ -59,4 +63,8 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 
 $(VENV)/.installed-dev: pyproject.toml $(PINS) $(VENV)/.installed
 	$(PIP) --quiet --constraint $(PINS) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(PINS) $(VENV)/.installed
+	$(PIP) --quiet --constraint $(PINS) --editable '.[docs]'
 	touch $@

@@ -108,7 +108,7 @@ OUTSIDE: dict[str, set[str]] = {
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
 ALL = [
     path
-    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "hydra_plugins", "tools", "tests")
+    for folder in ("dinfer", "evaluations", "benchmarks", "examples", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 
