@@ -16,18 +16,19 @@ LONGEST = 400
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {"analysis", "core", "loading", "pipeline"}
 
-CORE = {"core.canvas", "core.protocols", "kernels", "core.spec", "core.stats"}
+CORE = {"core.canvas", "core.plan", "core.protocols", "kernels", "core.spec", "core.stats"}
 COMPONENT = CORE | {"core.registry"}
 # What each unit may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
+    "core.plan": set(),
     "core.stats": set(),
-    "kernels": {"core.stats"},
+    "kernels": {"core.plan", "core.stats"},
     "core.canvas": {"kernels"},
     "core.describe": set(),
     "core.registry": {"core.describe"},
     "demo": set(),
     "core.spec": set(),
-    "core.protocols": {"core.canvas", "core.spec", "core.stats"},
+    "core.protocols": {"core.canvas", "core.plan", "core.spec", "core.stats"},
     "layers": {"core.protocols", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
@@ -54,7 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
-    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
+    "core.window": CORE,
+    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
         "core.step",
