@@ -237,13 +237,14 @@ def test_no_error_is_swallowed(path: Path) -> None:
 
 
 def test_importing_dinfer_is_light() -> None:
-    """Nor does it cost anything to learn the name and the options of a component."""
+    """Nor does it cost anything to learn the name and the options of a component, or where a checkpoint is."""
     heavy = [
         "torch", "numpy", "triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers",
         "jinja2",
     ]  # fmt: skip
     code = (
-        "import sys, dinfer; [r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
+        "import sys, dinfer, dinfer.loading.hub as hub; hub.locate('tiny'); "
+        "[r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
         f"print(*[m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
