@@ -42,11 +42,14 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
 
 def options_of(component: Any) -> list[OptionInfo]:
     """The options of a component or of its class, in the order of definition."""
-    hints = get_type_hints(component if isinstance(component, type) else type(component))
+    hints = _hints(component if isinstance(component, type) else type(component))
     return [
         OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False), hints[f.name])
         for f in dataclasses.fields(component)
     ]
+
+
+_hints = cache(get_type_hints)  # it compiles every annotation anew
 
 
 def brief(component: Any) -> str:
@@ -139,10 +142,17 @@ class Registry(Generic[T]):
         def add(cls: T) -> T:
             known = self._table.setdefault(name, cls)
             if known is not cls:
-                raise ValueError(f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}")
+                raise ValueError(
+                    f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}: take another name, or "
+                    f"call {self.kind.upper()}S.unregister({name!r}) first"
+                )
             return cls
 
         return add
+
+    def unregister(self, name: str) -> None:
+        """Frees the name of a class that was registered, for a notebook that defines the class anew."""
+        self._table.pop(name, None)
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, Description]]:
@@ -178,7 +188,8 @@ class Registry(Generic[T]):
         if name in self._written and name not in self._table:
             return self._written[name][1]
         cls: Any = self.get(name)
-        return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
+        summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.

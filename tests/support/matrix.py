@@ -11,6 +11,7 @@ from itertools import combinations as combinations_of
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 
 from dinfer.core.protocols import StepShape
@@ -129,6 +130,11 @@ def covering(points: list[Combination]) -> list[Combination]:
 LEGAL = legal()
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
+
+# `make test` runs the sample, `make test-all` every legal combination.
+every_recipe = pytest.mark.parametrize(
+    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
+)
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]

@@ -268,12 +268,11 @@ def test_steps_that_are_too_narrow_for_a_row_leave_it_alone(cache: str, sweep: s
     recipe = recipe_of(cache, model="half", sweep=sweep)
     host = Host(recipe, requests_for(recipe), seed=2)
     for _ in range(400):
-        for width in (3, BLOCK, BLOCK + 3):
-            for phase in ACTIVE:
-                host.step(phase, host.slots, width=width)
-        host.step(host.random.choice(ACTIVE), host.slots, width=host.capacity)
-        if not host.running():
+        for phase in ACTIVE:
+            host.step(phase, host.slots, width=host.random.choice((3, BLOCK, BLOCK + 3)))
+        if not (live := host.live()):
             break
+        host.step(host.random.choice(live), host.slots)
     want = run(recipe)
     assert host.canvases() == [c.canvas for c in want]
     assert host.steps() == [c.counts.forwards - c.counts.prefills for c in want]  # a prefill takes what it is given

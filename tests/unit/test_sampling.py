@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.matrix import completions, engine_for, observed, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
@@ -101,7 +102,7 @@ def test_top_k_and_top_p_restrict_the_draw() -> None:
     assert set(some.nonzero().flatten().tolist()) == set(order[:size].tolist())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]), st.booleans())
 def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: float, masked: bool) -> None:
     """However many are sorted, and with many equals."""

@@ -7,7 +7,7 @@ none are downloaded. Shown are the family, the parameters, the memory of the wei
 tokens and the file that names each, a chat as the model reads it, the recommended recipe, and every problem: tensors
 that are missing, unexpected or of another shape, and fields of config.json that make no network. Files that are not
 there are no problem; what cannot be known without them is said. Options are those of the family, such as
-model.block=16. `--json` is for programs.
+model.block=16.
 
 Exit status: 0 if nothing speaks against loading it, 1 if there are problems, 2 if there is no such checkpoint.
 """
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -28,35 +29,41 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.cli.conf import GROUPS, PRIMARY, Schema, folder, read
+from dinfer.cli import conf
+from dinfer.cli.arguments import Parser
 from dinfer.cli.errors import FAILED
 from dinfer.core.registry import MODELS, unknown
-from dinfer.core.spec import ModelSpec
 from dinfer.loading.catalog import CATALOG, entry_of
 from dinfer.loading.hub import SMALL, boxed, locate
-from dinfer.loading.inspect import Inspection, inspect
+
+if TYPE_CHECKING:
+    from dinfer.core.spec import ModelSpec
+    from dinfer.loading.inspect import Inspection
 
 OPTION = "model."
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="all that is known, for programs")
+
+
+def run(args: Namespace) -> None:
     """Prints what is known of one checkpoint. Ends with status 1 if it has problems."""
-    flags = [arg for arg in args if arg.startswith("-")]
-    options = [arg for arg in args if arg.startswith(OPTION) and "=" in arg]
-    names = [arg for arg in args if arg not in (*flags, *options)]
-    for flag in flags:
-        if flag != "--json":
-            raise unknown("flag", flag, ["--json", "--help"])
+    options = [word for word in args.words if word.startswith(OPTION) and "=" in word]
+    names = [word for word in args.words if word not in options] + args.literal
     if len(names) != 1:
         raise ValueError(f"give one folder or name of a checkpoint, not {len(names)}: dinfer inspect tiny")
     dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([option.removeprefix(OPTION) for option in options]))
     given = {"checkpoint": names[0]} | preset_of(names[0]) | dotted
     name = str(given["checkpoint"])
+
+    from dinfer.loading.inspect import inspect
+
     found = inspect(locate(name, given.get("revision"), wanted=SMALL), given)
     if given.get("adapter"):
         found.unknown.append(f"adapter {given['adapter']}: the model is inspected without it")
     use = recommended(names[0], found, options)
-    if "--json" in args:
+    if args.json:
         print(json.dumps(described(names[0], found, use), indent=1))
     else:
         show(names[0], found, use)
@@ -69,31 +76,23 @@ def preset_of(name: str) -> dict[str, Any]:
     if name in boxed() or Path(name).expanduser().exists():
         return {}
     entry = next((entry for entry in CATALOG if entry.checkpoint == name), None)
-    own = {} if entry is None else options_of_preset(entry.preset)
+    own = {} if entry is None else conf.preset(entry.preset).options
     if "/" in name:
         return own if own.get("adapter") == name else {}
-    choices = Schema(PRIMARY).choices("model")
+    choices = conf.choices("model")
     if name not in choices:
         raise ValueError(
             f"{unknown('checkpoint', name, sorted({*boxed(), *choices}))} A folder or a hub name such as "
             "'GSAI-ML/LLaDA-8B-Instruct' is good too."
         )
-    return options_of_preset(name)
-
-
-def options_of_preset(name: str) -> dict[str, Any]:
-    """The family and the options of a choice of `model`."""
-    file, family = folder() / "model" / f"{name}.yaml", Schema(PRIMARY).choices("model")[name]
-    own = {key: value for key, value in read(file).items() if key != "defaults"} if file.is_file() else {}
-    return {"checkpoint": MODELS.build(family).checkpoint, **own, "name": family}
+    return conf.preset(name).options
 
 
 def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, str]:
     """The overrides that run the checkpoint as its authors do, as `use`, and the components that they choose."""
     if found.family is None or found.spec is None:
         return {}
-    schema, entry = Schema("generate"), None
-    preset = name if name in schema.choices("model") and name not in MODELS.names() else None
+    entry, preset = None, name if name in conf.choices("model") and name not in MODELS.names() else None
     if preset is None:
         path = str(found.folder.resolve()) if Path(name).expanduser().exists() else name
         default = MODELS.build(found.family).checkpoint
@@ -101,15 +100,14 @@ def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, s
         if entry is None:
             return {}
         preset = entry.preset
-    own, block = options_of_preset(preset), found.spec.causal_block
+    chosen, block = conf.preset(preset), found.spec.causal_block
     overrides = [f"model={preset}"]
-    if name not in (preset, own["checkpoint"], own.get("adapter"), found.family):
+    if name not in (preset, chosen.options["checkpoint"], chosen.options["adapter"], found.family):
         overrides.append(f"model.checkpoint={name}")
     overrides += options
     if entry is not None and block not in (None, entry.block):
         overrides.append(f"iteration.block={block}")
-    parts = schema.chosen({"model": preset})
-    return {"use": shlex.join(overrides)} | {kind: parts[kind] for kind in GROUPS if kind != "model"}
+    return {"use": shlex.join(overrides)} | chosen.recipe
 
 
 def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, Any]:
