@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import expert_mlps
 from support.models import tiny_spec
 
 from dinfer.core.spec import ExpertSpec
-from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.moe import block_experts, route
 from dinfer.layers.mlp import Experts, blocks_of
 
 
