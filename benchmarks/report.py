@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/results.md and docs/performance.md from the files in benchmarks/results.
+"""Writes the tables of README.md, docs/results.md and docs/performance.md, from the files in benchmarks/results.
 
     python -m benchmarks.report
 
@@ -11,6 +11,10 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers import table
+from dinfer.core.registry import MODELS
+from dinfer.loading.catalog import CATALOG
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -120,50 +124,6 @@ def _cards(report: dict[str, Any]) -> str:
     )
 
 
-PEERS = {  # a row's title, and its run
-    "dInfer, eager, dual cache": "peer-eager",
-    "dInfer, torch.compile, dual cache": "peer-dual",
-    "ours, dual cache": "ours-dual",
-    "ours, dual cache, fp8": "ours-fp8",
-    "dInfer, torch.compile, vicinity 16/16": "peer-vicinity",
-    "ours, vicinity 16/16": "ours-vicinity",
-    "dInfer, torch.compile, no cache": "peer-none",
-    "ours, no cache": "ours-none",
-    "dInfer, torch.compile, dual cache, batch 8": "peer-batch8",
-    "ours, dual cache, batch 8": "ours-batch8",
-}
-
-
-def peers() -> str:
-    """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
-    report = json.loads((RESULTS / "peers-h200-5453251.json").read_text())
-    runs, some = report["runs"], report["runs"]["ours-dual"]
-    together = [title for title, name in PEERS.items() if runs[name].get("together_with")]
-    lines = [
-        f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
-        f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
-        "rule and commits the leftmost masks. dInfer at commit "
-        f"{report['peer_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
-        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
-        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
-        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
-        "are longer than alone; they were timed one at a time.",
-        "",
-        "| run | ms a forward, generation | window step | full pass | tokens/s | forwards | first call |",
-        "| --- |" + " --- |" * 6,
-    ]
-    for title, name in PEERS.items():
-        run = runs[name]
-        widths = {int(key.split()[-1]): found["median_ms"] for key, found in run["by_width"].items()}
-        full = widths.pop(run["prompt"] + run["new"])
-        window = " to ".join(f"{ms:.2f}" for ms in sorted(set(widths.values()))) or "-"
-        lines.append(
-            f"| {title} | {run['ms_per_forward']:.2f} | {window} | {full:.2f} | {run['tokens_per_s']:,.0f} "
-            f"| {run['forwards']} | {run['warm_up_s']:.0f} s{' *' if title in together else ''} |"
-        )
-    return "\n".join(lines)
-
-
 def parts() -> str:
     """Where the time of these steps goes."""
     reports = _step_reports()
@@ -244,17 +204,62 @@ def _cell(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{row['accuracy']:.1f}%, {row['tpf']:.2f}, {row['seconds']:.2f} s"
 
 
-def rendered(readme: str) -> str:
-    """The README with its results section written anew."""
-    links = (
-        "[docs/results.md](docs/results.md) has every decoder with every iteration and cache, "
-        "[benchmarks/README.md](benchmarks/README.md) the commands and all files."
+def families() -> str:
+    """What the families of published checkpoints are, a line each."""
+    lines = [
+        "| family | published | attention | experts | gaps anywhere | exact cache |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for family in MODELS.names():
+        entries = [entry for entry in CATALOG if entry.family == family]
+        attention = " and ".join(dict.fromkeys(entry.attention for entry in entries))
+        both_ways = attention == "bidirectional"
+        cells = [
+            f"`{entries[0].checkpoint}`{f' and {len(entries) - 1} more' if entries[1:] else ''}",
+            attention,
+            "yes" if any("-A" in entry.size for entry in entries) else "no",
+            "yes" if both_ways else "no",
+            "no" if both_ways else "`block`",
+        ]
+        lines.append(f"| `{family}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    """One figure of speed, and one of accuracy against tokens per forward."""
+    report = table.measured()
+    ours, peer, ours8, peer8 = (
+        report["runs"][f"{who}-{run}"] for run in ("dual", "batch8") for who in ("ours", "peer")
     )
-    return _with_section(readme, f"{quality()}\n\n{second()}\n\n{steps()}\n\n{links}\n")
+    box = json.loads((RESULTS / "tiny-quality-h200.json").read_text())
+    return "\n".join(
+        [
+            f"**Speed.** LLaDA-8B's shape on one {report['hardware']}: a forward takes {ours['ms_per_forward']:.2f} ms "
+            f"over whole generations, with the published dInfer (torch.compile) {peer['ms_per_forward']:.2f} ms. The "
+            f"first call takes {ours['warm_up_s']:.0f} s against {peer['warm_up_s']:.0f} s; a batch of 8 yields "
+            f"{ours8['tokens_per_s']:,.0f} against {peer8['tokens_per_s']:,.0f} tokens a second. Both did the same "
+            f"work, dInfer at commit {report['peer_commit']} and ours at {report['commit']}; "
+            "[docs/performance.md](docs/performance.md#beside-the-published-dinfer) has all figures.",
+            "",
+            '<img src="docs/images/speed.svg" width="600" alt="Tokens a second, ours and the published dInfer">',
+            "",
+            f"**Accuracy.** The model in the box on {box['rows'][0]['problems']} held-out problems, each point a "
+            "setting of a decoder. [docs/results.md](docs/results.md) has every decoder with every cache.",
+            "",
+            '<img src="docs/images/accuracy.svg" width="600" alt="Accuracy against tokens per forward">',
+        ]
+    )
+
+
+def rendered(readme: str) -> str:
+    """The README with its generated sections written anew."""
+    readme = _with_section(readme, families() + "\n", "families")
+    return _with_section(readme, summary() + "\n")
 
 
 def rendered_results(page: str) -> str:
     """docs/results.md with its tables written anew."""
+    page = _with_section(page, f"{quality()}\n\n{second()}\n", "box")
     return _with_section(page, everything() + "\n")
 
 
@@ -334,7 +339,7 @@ def rendered_performance(page: str) -> str:
     """docs/performance.md with its sections written anew."""
     for name, body in {
         "steps": steps(),
-        "peers": peers(),
+        "peers": table.peers(),
         "parts": parts(),
         "quantized": quantized(),
         "throughput": throughput(),

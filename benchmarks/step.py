@@ -31,8 +31,10 @@ from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
 from dinfer import Pipeline, Runtime, compose
+from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts
@@ -74,8 +76,8 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
     launches = sum(row["launches"] for row in steps)
     return {
         "warm_up_s": warm_up,
-        "graphs": pipe.engine.launcher.captured,
-        "refused_graphs": [*pipe.engine.launcher.refused.values()],
+        "graphs": pipe.engine.runner.captured,
+        "refused_graphs": [*pipe.engine.runner.refused.values()],
         "step_ms": usual["median_ms"],
         "host_ms": (1e3 * wall - sum(row["total_ms"] for row in steps)) / launches,
         "lanes": usual["lanes"],
@@ -84,6 +86,12 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
         "repeats_itself": [r.canvas for r in first] == [r.canvas for r in again],
         "canvas": [r.canvas for r in again],
     }, clock.shapes
+
+
+def pool(engine: Engine) -> KVPool:
+    """Keys and values of an engine that has run."""
+    assert engine.runner.state is not None
+    return engine.runner.state.kv
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
@@ -137,7 +145,7 @@ def main(args: list[str] | None = None) -> None:
     seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
     keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
     report["limit"] = limits(
-        model, pipe.engine.launcher.state.kv, rows=given.batch, width=found["width"], block=given.block, keys=keys,
+        model, pool(pipe.engine), rows=given.batch, width=found["width"], block=given.block, keys=keys,
         experts=report["experts_read"], rates=card,
     )  # fmt: skip
     if cuda:

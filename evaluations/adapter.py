@@ -22,7 +22,7 @@ from tqdm import tqdm
 from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.analysis.metrics import Sample
 from dinfer.core.registry import REGISTRIES, unknown
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, load
 from evaluations.gen_kwargs import Wish, cut, wish
 from evaluations.ledger import Ledger, key_of

@@ -19,6 +19,8 @@ class WindowCache(CachePolicy):
     attention block in which the active region ends is never computed: nobody sees it yet.
     """
 
+    remark = "exact for block-causal and causal models only"
+
     def reach(self) -> tuple[int, int | None]:
         """Positions recomputed before the active region and behind it; None: all to the end of the canvas."""
         return 0, 0

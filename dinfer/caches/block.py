@@ -25,6 +25,7 @@ class BlockCache(CachePolicy):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
+    remark = "exact for block-causal and causal models only"
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.causal_block is not None or spec.encoder:

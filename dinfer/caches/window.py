@@ -28,6 +28,7 @@ class NoCache(WindowCache):
     """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
+    remark = "exact for every model"
     reuses = False
 
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:

@@ -1,70 +1,97 @@
-"""Runs a command as a Hydra application: configuration, overrides, sweeps and --cfg are Hydra's."""
+"""Runs a command as a Hydra application: configuration, overrides, launchers and --cfg are Hydra's."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dinfer.cli import conf
-from dinfer.cli.arguments import flags_of, split
+from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
-from dinfer.cli.names import check, spread
-from dinfer.cli.sweep_points import Missed
+from dinfer.cli.explain import explained, parse
+from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
-from dinfer.core.recipe import IncompatibleRecipe
+from dinfer.core.registry import unknown
 
 Task = Callable[[dict[str, Any], str | None], None]
 
 
-def launch(
-    command: str, args: list[str], task: Task, *, switches: Mapping[str, str] | None = None, takes_text: bool = False
-) -> None:
+def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     """Calls `task(configuration, text)` once, or once for each point of a sweep.
 
-    `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
+    `conf/<command>.yaml` is the configuration.
     """
-    schema = schema_of(command, args)
-    found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
-    check(found.overrides, schema, multirun=found.multirun)
-    if found.multirun:
-        found.overrides = spread(found.overrides)
-    conf.publish_components()
+    command, folder = args.command, args.config_dir
+    text, overrides = divided(args, cache(lambda: names(command, folder)), takes_text=takes_text)
+    if folder:
+        overrides.append(f"hydra.searchpath={conf.searched(folder)}")
+    parsed = [parse(override) for override in overrides]
+    check(command, folder, parsed, multirun=args.multirun)
 
-    def guarded(config: DictConfig) -> Missed | None:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        settings = {str(key): value for key, value in values.items()}  # type: ignore[union-attr]
-        if found.multirun:
-            return point(task, settings, found.text)
+    def run(config: DictConfig) -> Missed | None:
         # Inside Hydra, which would add lines of its own to an error that reaches it.
         with reported():
-            task(settings, found.text)
+            values = conf.values_of(config)
+            if args.multirun:
+                return point(task, values, text)
+            task(values, text)
         return None
 
-    with TemporaryDirectory(prefix="dinfer-sweep-") as scratch, _errors_raised():
-        # Hydra gives every sweep a folder; what a command has to keep, it writes itself.
-        sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
-        if any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in found.overrides):
-            sweep = []  # jobs elsewhere need a folder that is there too, and outlives this process
-        sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
-        hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
+    if args.multirun and not args.flags:
+        sweep(command, parsed, run)
+    else:
+        in_hydra([*["--multirun"] * args.multirun, *args.flags, *overrides], command, run)
 
 
-def schema_of(command: str, args: list[str]) -> conf.Schema:
-    """What a command with these arguments may be told; names in a folder of the user's are settings too."""
-    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
-    if extra is not None and not extra.is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    return conf.Schema(command, extra)
+def in_hydra(argv: Sequence[str], command: str, task: Callable[[DictConfig], Any] = print) -> None:
+    """Runs Hydra's own command line. Raises ValueError for what Hydra does not know."""
+    conf.publish()
+    before, sys.argv = sys.argv, ["dinfer", *argv]
+    try:
+        with _errors_raised(), explained():
+            hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(task)()
+    finally:
+        sys.argv = before
+
+
+def roots(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with. `folder`: a further one of configurations."""
+    with conf.session():
+        settings = conf.compose(command, [])
+    groups = [path.name for path in Path(folder).iterdir() if path.is_dir()] if folder else []
+    return {*settings, *groups, conf.RECIPE, "hydra"}
+
+
+def names(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with, and options, since a user may forget to name their component."""
+    described = [registry.describe(name) for registry in conf.GROUPS.values() for name in registry.names()]
+    return roots(command, folder) | {option.name for description in described for option in description.options}
+
+
+def check(command: str, folder: str | None, overrides: Sequence[Override], *, multirun: bool) -> None:
+    """Raises ValueError for overrides that Hydra would accept, or refuse without naming them."""
+    for override in overrides:
+        key, swept = override.key_or_group, override.is_sweep_override()
+        if swept and not multirun:
+            raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
+        if key in conf.GROUPS and not swept and not isinstance(override.value(), (str, list)):
+            raise unknown(key, override.value(), conf.GROUPS[key].names())
+        if override.is_add() or override.is_force_add():
+            root, known = key.replace("/", ".").partition(".")[0], roots(command, folder)
+            if root not in known:
+                raise unknown("setting", key, sorted(known))
 
 
 def numbered(path: Path) -> Path:
@@ -80,15 +107,16 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
         task(settings, text)
-    except IncompatibleRecipe as error:
-        return missed(error, failed=False)
     except (*input_errors(), *failures()) as error:
-        return missed(error, failed=True)
+        return missed(error)
     return None
 
 
-def missed(error: BaseException, *, failed: bool) -> Missed:
+def missed(error: BaseException) -> Missed:
     """Says at once why a point has no result."""
+    from dinfer.core.recipe import IncompatibleRecipe
+
+    failed = not isinstance(error, IncompatibleRecipe)
     if failed and debugging():
         raise error
     sys.stdout.flush()

@@ -186,10 +186,6 @@ class Canvas:
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
         return cursors
 
-    def release(self, slot: int) -> None:
-        """Frees a slot. Host side."""
-        self.cursors_NC[slot] = 0
-
     def lanes(self, slot_B: Tensor, phase: Phase) -> RowCursors:
         columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))
         blocks = (columns_CB.shape[0] - len(CURSORS)) // 2

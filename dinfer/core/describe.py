@@ -40,6 +40,7 @@ class Description:
 
     summary: str  # the first line of the docstring
     paper: str
+    remark: str
     options: tuple[OptionInfo, ...]
 
 
@@ -93,15 +94,16 @@ def _register_call(node: ast.AST) -> bool:
 def _description(name: str, node: ast.ClassDef, trees: Mapping[str, ast.Module]) -> Description:
     line = list(_line_of_descent(name, node, trees))  # the farthest ancestor first
     options: dict[str, OptionInfo] = {}
-    paper = ""
+    texts = {"paper": "", "remark": ""}
     for cls in line:
         for statement in cls.body:
             match statement:
-                case ast.Assign([ast.Name("paper")], value):
-                    paper = _literal(value)
+                case ast.Assign([ast.Name(text)], value) if text in texts:
+                    texts[text] = _literal(value)
                 case ast.AnnAssign(ast.Name(field), hint) if _is_dataclass(cls) and "ClassVar" not in ast.dump(hint):
                     options[field] = _option(field, hint, statement.value)
-    return Description(inspect.cleandoc(ast.get_docstring(node) or "").split("\n")[0], paper, tuple(options.values()))
+    summary = inspect.cleandoc(ast.get_docstring(node) or "").split("\n")[0]
+    return Description(summary, **texts, options=tuple(options.values()))
 
 
 def _line_of_descent(name: str, node: ast.ClassDef, trees: Mapping[str, ast.Module]) -> Iterator[ast.ClassDef]:

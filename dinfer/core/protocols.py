@@ -149,6 +149,7 @@ class Component(ABC):
     """What all components but models share."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
+    remark: ClassVar[str] = ""  # one more line for `dinfer list`
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""

@@ -139,10 +139,17 @@ class Registry(Generic[T]):
         def add(cls: T) -> T:
             known = self._table.setdefault(name, cls)
             if known is not cls:
-                raise ValueError(f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}")
+                raise ValueError(
+                    f"{self.kind} {name!r} is already {known.__module__}.{known.__qualname__}: take another name, or "
+                    f"call {self.kind.upper()}S.unregister({name!r}) first"
+                )
             return cls
 
         return add
+
+    def unregister(self, name: str) -> None:
+        """Frees the name of a class that was registered, for a notebook that defines the class anew."""
+        self._table.pop(name, None)
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, Description]]:
@@ -178,7 +185,8 @@ class Registry(Generic[T]):
         if name in self._written and name not in self._table:
             return self._written[name][1]
         cls: Any = self.get(name)
-        return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
+        summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -94,6 +95,9 @@ class ModelSpec:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be an integer, at least 1")
+        for name in ("norm_eps", "rope_theta"):
+            if type(getattr(self, name)) not in (int, float) or not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be a number above 0")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{self.family}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and "

@@ -11,12 +11,12 @@ from dinfer.core.canvas import Cursors
 
 
 class CursorReader:
-    """Copies of the cursors, small and pinned, that the device makes when it gets there; two may be under way."""
+    """Small pinned copies of the cursors, made by the device in order with its steps. Two may be under way."""
 
     def __init__(self, cursors_NC: Tensor) -> None:
         self._cursors_NC, self._cuda = cursors_NC, cursors_NC.is_cuda
         self._spare = [
-            (torch.empty_like(cursors_NC, device="cpu", pin_memory=self._cuda), _event(self._cuda)) for _ in range(2)
+            (torch.empty_like(cursors_NC, device="cpu", pin_memory=self._cuda), event(self._cuda)) for _ in range(2)
         ]
         self._asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
@@ -29,13 +29,14 @@ class CursorReader:
         self._asked.append(self._spare.pop())
 
     def read(self) -> list[Cursors]:
-        """The cursors that were asked for first and not read yet, of every slot; waits for them."""
+        """Waits for the oldest copy that was asked for. Returns the cursors of every slot."""
         host_NC, copied = self._asked[0]
         if copied is not None:
-            copied.synchronize()  # an interrupt comes here, and finds it still asked for
+            copied.synchronize()  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
         return [Cursors._make(row[: len(Cursors._fields)]) for row in host_NC.tolist()]
 
 
-def _event(cuda: bool) -> torch.cuda.Event | None:
+def event(cuda: bool) -> torch.cuda.Event | None:
+    """What says that a copy is there. On a CPU it is there at once."""
     return torch.cuda.Event() if cuda else None

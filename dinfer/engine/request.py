@@ -13,7 +13,7 @@ class NonFiniteLogits(RuntimeError):
 
 
 class StalledRow(RuntimeError):
-    """A row was stepped again and again without committing a token or leaving its block."""
+    """Step after step, a request committed no token and left no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Update:
     masked: list[bool] | None = None  # what is still to be decoded, likewise
     completion: Completion | None = None  # after the last step
     blocks: int = 0  # finished so far
-    error: RuntimeError | None = None  # NonFiniteLogits or StalledRow: the request ended without a completion
+    error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property
     def full(self) -> bool:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 VARIABLE = "DINFER_KERNELS"
 WIDEST_HEAD = 256  # the tiles are made for heads up to this size
 
@@ -28,6 +33,23 @@ def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
         _tell(head_dim)
     able = able and tensor.dtype != torch.float64
     return tensor.is_cuda and choice == "triton" and able and not torch.is_grad_enabled()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one. Triton kernels, events and graphs go there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_own_device(work: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Runs a function with the device of its first argument, a network, as the current one."""
+
+    @wraps(work)
+    def placed(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        network: Any = args[0]
+        with on_device(network.device):
+            return work(*args, **kwargs)
+
+    return placed
 
 
 @cache

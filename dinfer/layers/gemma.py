@@ -17,6 +17,7 @@ from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
@@ -206,6 +207,7 @@ class Gemma(nn.Module):
         )
         return self(torch.cat((self.embed(ids_BT), x_BCD), 1), attend)
 
+    @on_own_device
     def score(self, ids_BT: Tensor, canvas_BC: Tensor, expected_BCV: Tensor | None = None) -> Tensor:
         """Logits of a canvas behind a prompt, without a cache. [B, T], [B, C] -> [B, C, V]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.types import Deferred, Inputs
 from dinfer.layers.formats.format import FORMATS, EightBits, Format, Weight
@@ -52,17 +53,24 @@ class Linear(Formatted, nn.Linear):
         return self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
 
 
+def roundings() -> list[str]:
+    """The names of the formats that `quantize=` rounds to."""
+    return [name for name in FORMATS.names() if name != "plain"]
+
+
 def format_of(name: str) -> Format:
     """The format that `quantize=name` rounds to. Raises ValueError for a name that is not one."""
-    known = [known for known in FORMATS.names() if known != "plain"]
-    if name not in known:
-        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(known)}, or null for none")
+    if name not in roundings():
+        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
     return FORMATS.get(name)()
 
 
-def stored_formats() -> dict[str, EightBits]:
-    """The formats whose values are taken as a checkpoint has them, by safetensors' name of their dtype."""
-    formats = [FORMATS.get(name)() for name in FORMATS.names()]
+def taken(quantize: str | None) -> dict[str, EightBits]:
+    """The formats in which weights may stay as a checkpoint has them, by safetensors' name of their dtype.
+
+    With `quantize`, only what is in that format already stays.
+    """
+    formats = [format_of(name) for name in (roundings() if quantize is None else [quantize])]
     return {known.stored: known for known in formats if isinstance(known, EightBits)}
 
 
@@ -72,6 +80,7 @@ def formatted(network: nn.Module) -> dict[str, tuple[Formatted, str]]:
     return {f"{path}.{own}": (module, own) for path, module in modules.items() for own in module.formats}
 
 
+@on_own_device
 def quantize(network: nn.Module, name: str) -> None:
     """Rounds the weights of every linear layer and of all experts to a format, in place, layer by layer.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -72,8 +72,7 @@ def load_network(
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
-    takes, asked = linear.stored_formats(), None if quantize is None else linear.format_of(quantize)
-    wanted = [name for name in takes if asked is None or type(takes[name]) is type(asked)]
+    takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
@@ -84,10 +83,10 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
-    kept = scales.kept(tensors, placements, wanted, adapter.pairs if adapter else ())
-    for name in set(kept.values()):
-        takes[name].check(device, f"{folder}: what it holds in {name}")
-    network = _empty(family, spec, dtype, device, {name: takes[dtype] for name, dtype in kept.items()}, rank)
+    kept = scales.kept(tensors, placements, takes, adapter.pairs if adapter else ())
+    for held in set(kept.values()):
+        takes[held].check(device, f"{folder}: what it holds in {held}")
+    network = empty_network(family, spec, dtype, device, {name: takes[held] for name, held in kept.items()}, rank)
     parameters, weights = dict(network.named_parameters()), linear.formatted(network)
     scale_of, wide = scales.read(), set()
     pieces = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
@@ -146,7 +145,7 @@ def random_network(
 
     Of a `rank`, the share that it has of the network with this seed.
     """
-    network, divided = _empty(family, spec, dtype, device, rank=rank), divisions(family, spec, rank)
+    network, divided = empty_network(family, spec, dtype, device, rank=rank), divisions(family, spec, rank)
     for name, parameter in network.named_parameters():
         split, whole = divided.get(name), parameter
         if split is not None:
@@ -175,7 +174,7 @@ def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
     return [size if dim == split.dim else old for dim, old in enumerate(parameter.shape)]
 
 
-def _empty(
+def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
     formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
@@ -214,19 +213,24 @@ def save_network(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def check(
-    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
-) -> None:
-    """CheckpointError that lists every tensor which is missing, not known, of another shape, or no float though it has
-    no scale."""
-    problems = [f"missing: {name}" for name in placements if name not in tensors]
-    problems += [f"unexpected: {name}" for name in tensors if name not in placements]
+def differences(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> Iterator[str]:
+    """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    yield from (f"missing: {name}" for name in placements if name not in tensors)
+    yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():
         found = tensors[name]
         if found.shape != placements[name].shape:
-            problems.append(f"shape of {name}: {found.shape}, must be {placements[name].shape}")
+            yield f"shape of {name}: {found.shape}, must be {placements[name].shape}"
         if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
-            problems.append(f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}")
+            yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
     if scales is not None:
-        problems += scales.problems(tensors)
-    refuse(problems, f"the tensors in {folder} do not fit its config.json")
+        yield from scales.problems(tensors)
+
+
+def check(
+    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> None:
+    """CheckpointError that lists the differences."""
+    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its config.json")

@@ -19,6 +19,7 @@ from dinfer.loading.files import CheckpointError, read_object
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Slices = tuple[slice, ...]
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
 
@@ -76,22 +77,30 @@ def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices
         parts = parts[taken:]
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file that holds each tensor, as the index in `folder` says."""
+    found = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map={found!r:.80} must name a file for each tensor")
+    return found
+
+
 def _shards(folder: Path) -> Iterator[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        where = read_object(index).get("weight_map")
-        if not isinstance(where, dict):
-            raise CheckpointError(f"{index} has no weight_map")
-        names = sorted(set(where.values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+    if (folder / INDEX).is_file():
+        names = sorted(set(weight_map(folder).values()))
+        refuse_absent(folder, [name for name in names if not (folder / name).is_file()])
         yield from (folder / name for name in names)
-    elif single.is_file():
-        yield single
+    elif (folder / SINGLE).is_file():
+        yield folder / SINGLE
     else:
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "*.bin"
         raise CheckpointError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json. Weights in pickles ({found}) "
-            "are not read: a pickle may run code. Save the model as safetensors with the program that wrote it."
+            f"{folder} has neither {SINGLE} nor {INDEX}. Weights in pickles ({found}) are not read: a pickle may run "
+            "code. Save the model as safetensors with the program that wrote it."
         )
+
+
+def refuse_absent(folder: Path, names: Sequence[str]) -> None:
+    """Raises CheckpointError if there are any files that the index names and `folder` has not."""
+    if names:
+        raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(names)}")

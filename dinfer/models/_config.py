@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+LARGEST, EXPERTS = 2**31, 2**20  # of one field; of all layers: no checkpoint comes near, and their names fill memory
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
@@ -41,10 +42,10 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
         for name in names:
             value = config.get(name, least)
-            if not (null and value is None) and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"config.json: {name}={value!r} must be an integer, at least {least}{', or null' if null else ''}"
-                )
+            if not (null and value is None) and (type(value) is not int or not least <= value < LARGEST):
+                allowed = f"an integer, at least {least}{', or null' if null else ''}"
+                allowed = f"below {LARGEST}" if type(value) is int and value > least else allowed
+                raise ValueError(f"config.json: {name}={value!r} must be {allowed}")
     rope = config.get("rope_parameters")
     if rope is not None and not isinstance(rope, Mapping):
         raise ValueError(f"config.json: rope_parameters={rope!r} must be an object")
@@ -72,7 +73,10 @@ def check_fit(config: Mapping[str, Any]) -> None:
             value, bound = config.get(name), config.get(other)
             if value and bound and (value > bound if pairs is AT_MOST else bound % value):
                 raise ValueError(f"config.json: {name}={value} must be {rule} {other}={bound}")
-    layers = config.get("num_hidden_layers")
+    layers, experts = config.get("num_hidden_layers"), config.get("num_experts", 1)
+    if (layers or config.get("n_layers", 1)) * experts > EXPERTS:
+        name = "n_layers" if layers is None else "num_hidden_layers"
+        raise ValueError(f"config.json: {name}={config[name]} times num_experts={experts} must be at most {EXPERTS}")
     for name in ("layer_types", "moe_layer_freq"):
         if config.get(name) is not None and len(config[name]) != layers:
             raise ValueError(f"config.json: {name} has {len(config[name])} entries for num_hidden_layers={layers}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,15 +73,7 @@ class HubCheckpoint(ModelFamily):
         ids = listed(config.get("eos_token_id"), "eos_token_id") or published(
             "eos_token_id", self.published_stops, vocab, self.stop_ids, "model.stop_ids, the ids that end an answer"
         )
-        inside("config.json: eos_token_id", ids, vocab)
-        inside("model.stop_ids", self.stop_ids, vocab)
         return {"eos_id": ids[0], "stop_ids": tuple(dict.fromkeys(ids + self.stop_ids))}
-
-
-def inside(name: str, ids: Iterable[int], vocab: int) -> None:
-    """Raises ValueError for a token id that no token of the vocabulary has."""
-    if outside := [token for token in ids if token >= vocab]:
-        raise ValueError(f"{name}={outside[0]} is outside the vocabulary of {vocab}")
 
 
 def published(field: str, ids: tuple[int, ...], vocab: int, option: tuple[int, ...], remedy: str) -> tuple[int, ...]:
@@ -134,7 +126,6 @@ class HubFamily(HubCheckpoint):
             "model.mask_id, the id of the token that stands for what is still to be decoded",
         )  # fmt: skip
         name = "config.json: mask_token_id" if self.mask_id is None else "model.mask_id"
-        inside(name, mask, vocab)
         stops = self.stops(config, vocab)
         if mask[0] in stops["stop_ids"]:
             raise ValueError(f"{name}={mask[0]} is a stop token as well: eos_token_id={[*stops['stop_ids']]}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
 from dinfer.layers.gemma import Gemma
-from dinfer.models._config import complete, expect
+from dinfer.models._config import check_kinds, complete, expect
 from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -75,7 +75,7 @@ class DiffusionGemma(HubCheckpoint):
             mlp=text["intermediate_size"],
             norm_eps=text["rms_norm_eps"],
             rope_theta=ropes[FULL]["rope_theta"],
-            rope_pairs=int(ropes[FULL].get("partial_rotary_factor", 1.0) * head_dim // 2),
+            rope_pairs=int((ropes[FULL].get("partial_rotary_factor") or 1.0) * head_dim // 2),
             qk_norm=True,
             local=_local(text) if LOCAL in kinds else None,
             softcap=text["final_logit_softcapping"],
@@ -109,11 +109,12 @@ def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
     """Head size and key heads of the layers of a kind, which must be alike."""
     if "per_layer_config" in text:
         own = text["per_layer_config"]
-        found = {
-            tuple((own.get(str(i)) or {}).get(name) or text[name] for name in ("head_dim", "num_key_value_heads"))
-            for i, other in enumerate(text["layer_types"])
-            if other == kind
-        }
+        if not isinstance(own, Mapping) or not all(isinstance(part, Mapping) for part in own.values()):
+            raise ValueError(f"config.json: per_layer_config={own!r:.80} must be an object of objects")
+        parts = [own.get(str(i), {}) for i, other in enumerate(text["layer_types"]) if other == kind]
+        for part in parts:
+            check_kinds(part)
+        found = {tuple(part.get(name) or text[name] for name in ("head_dim", "num_key_value_heads")) for part in parts}
     elif kind == FULL:
         found = {(text["global_head_dim"], text.get("num_global_key_value_heads") or text["num_key_value_heads"])}
     else:

@@ -14,8 +14,9 @@ import torch
 
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import MODELS
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate

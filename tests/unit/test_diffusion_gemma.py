@@ -18,8 +18,8 @@ from dinfer.core.canvas import Phase
 from dinfer.core.kv import RESERVED, KVPool
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS
-from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import load_network, save_network

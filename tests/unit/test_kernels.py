@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import tiny_spec
 
 from dinfer.core.kv import NULL, RESERVED, SCRATCH, KVPool
@@ -36,7 +37,7 @@ def naive_attention(q_HE: torch.Tensor, k_SGE: torch.Tensor, v_SGE: torch.Tensor
     return out
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     seed=st.integers(0, 9999), rows=st.integers(1, 3), queries=st.integers(1, 5), keys=st.integers(1, 9),
     groups=st.integers(1, 3), per_group=st.integers(1, 3),
@@ -82,7 +83,7 @@ def test_attention_interval_fills_in_two_integers(length: int, start: int, block
             assert list(range(first, end)) == visible
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 9999), vocab=st.integers(2, 12), mask=st.integers(0, 11), digits=st.sampled_from([0, 1, 9]),
     wide=st.booleans(),

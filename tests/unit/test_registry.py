@@ -45,7 +45,7 @@ def test_what_is_read_from_the_source_is_what_the_class_says(registry: Registry)
     for name in registry.names():
         cls = registry.get(name)
         summary = (cls.__doc__ or "").strip().split("\n")[0]
-        assert fresh.describe(name) == Description(summary, cls.paper, tuple(options_of(cls)))
+        assert fresh.describe(name) == Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
 
 
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **files: str) -> Registry:
@@ -77,7 +77,7 @@ def test_a_module_is_imported_when_a_component_of_it_is_built(tmp_path: Path, mo
         registry.check({"name": "plain", "kind": "c"})
     assert "lazy.plain" not in sys.modules
     assert registry.describe("plain") == Description(
-        "Says what it does.", "arXiv:1", tuple(options_of(registry.get("plain")))
+        "Says what it does.", "arXiv:1", "", tuple(options_of(registry.get("plain")))
     )
     assert "lazy.plain" in sys.modules
 
@@ -106,8 +106,10 @@ def test_source_that_cannot_be_read_is_run(text: str, tmp_path: Path, monkeypatc
 def test_a_name_belongs_to_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = package(tmp_path, monkeypatch, "taken", plain=HEAD.format(package="taken") + BASE + PLAIN)
     registry.register("plain")(object)
-    with pytest.raises(ValueError, match=r"decoder 'plain' is already builtins\.object"):
+    with pytest.raises(ValueError, match=r"decoder 'plain' is already builtins\.object.*call DECODERS\.unregister"):
         registry.get("plain")
+    registry.unregister("plain")
+    assert registry.get("plain").__module__ == "taken.plain"
 
 
 def test_every_public_name_is_there_and_no_other() -> None:

@@ -99,12 +99,12 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool) -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         return Proposal(every(view), busy_R=torch.ones_like(view.step_R, dtype=torch.bool))
 
     engine = engine_for(scripted_recipe(Proposing(propose=propose)))
-    engine = launched_ahead(engine, monkeypatch) if ahead else engine
+    engine = launched_ahead(engine) if ahead else engine
     for _ in range(2):  # the engine is good for another run
         with pytest.raises(StalledRow, match=r"request 0: .* Proposing keeps the row busy"):
             completions(engine, [Request(PROMPT, NEW), Request(PROMPT, 1)])

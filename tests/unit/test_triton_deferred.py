@@ -64,7 +64,7 @@ def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
 def test_parts_are_whole_numbers_of_depths(
     rows: int, outputs: int, width: int, sizes: tuple[int, int], split: bool
 ) -> None:
-    config = triton_linear._config(rows, outputs, width, *sizes, split)
+    config = triton_linear.config_for(rows, outputs, width, *sizes, split)
     assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
 
 

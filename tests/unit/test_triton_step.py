@@ -19,12 +19,15 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
+from triton.runtime.jit import KernelInterface  # noqa: E402
+
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
+from dinfer.kernels.triton import rows as triton_rows  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
@@ -171,7 +174,9 @@ def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.Mo
             grids.append(grid)
             return lambda *given, **options: None
 
-    monkeypatch.setattr("dinfer.kernels.triton.rows._store_rows", Kernel())
+    for name, kernel in [*vars(triton_rows).items()]:
+        if isinstance(kernel, KernelInterface):
+            monkeypatch.setattr(triton_rows, name, Kernel())
     monkeypatch.setattr(rows, "use_triton", lambda tensor: True)
     rows_NX = torch.empty(SLOTS, 1, 1024, 150_000, device="meta")
     slot_B, live_B = torch.tensor([3, 0]), torch.tensor([True, True])
@@ -330,7 +335,5 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
 def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, depth: int) -> None:
     """Of 48 KB a stage, on H200, A100, RTX 4090, and what is smaller than one stage."""
     monkeypatch.setattr(launch, "max_shared_mem", lambda index: card)
-    launch._shared.cache_clear()
-    found = launch.stages(torch.device("cuda", 0), 3 << 14, 4)
-    launch._shared.cache_clear()
-    assert found == depth
+    device = torch.device("cuda", card >> 11)  # another index for each: what is found of a device is kept
+    assert launch.stages(device, 3 << 14, 4) == depth

@@ -13,7 +13,6 @@ from support.command_line import write_checkpoint
 from dinfer.analysis.metrics import Sample, measure
 from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
 from dinfer.cli import preset
-from dinfer.cli.conf import Schema
 from dinfer.cli.main import main
 from dinfer.core.recipe import IncompatibleRecipe
 
@@ -145,8 +144,7 @@ def test_from_the_command_line_to_the_next_command(
     assert f"wrote {path.relative_to(tmp_path)}" in told and "95% interval" in path.read_text()
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
-    chosen = Schema("generate", tmp_path / "conf").chosen({"recipe": "mine"})
-    assert chosen["decoder"] == "mine" and report["parts"]["decoder"]["name"] == "threshold"
+    assert "override /decoder: mine" in path.read_text() and report["parts"]["decoder"]["name"] == "threshold"
     usage = said.splitlines()[-1].split('"question" ')[1].split()
     assert usage == ["--config-dir", "conf", "recipe=mine"]
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
@@ -157,7 +155,7 @@ def test_from_the_command_line_to_the_next_command(
     capsys.readouterr()
     for line, message in (
         ([*usage[:2], "recipe=mien"], "unknown recipe 'mien'. Did you mean 'mine'?"),
-        ([*usage, "decoder.steps=3"], "unknown option of decoder 'mine': 'steps'"),
+        ([*usage, "decoder.steps=3"], "unknown option of decoder 'threshold': 'steps'"),
     ):
         with pytest.raises(SystemExit):
             main(["generate", "a", checkpoint, *line])
@@ -168,7 +166,7 @@ def test_from_the_command_line_to_the_next_command(
         (["name=dual"], "is taken by a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
         (["count=0"], "count=0 must be at least 1"),
-        (["--max-drop"], "--max-drop needs a value"),
+        (["--max-drop"], "--max-drop: expected one argument"),
     ):
         with pytest.raises(SystemExit):
             main(["tune", *common, *line])

@@ -16,6 +16,7 @@ docs/research.md defines it. Speeds of different machines do not belong into one
 from __future__ import annotations
 
 import csv
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dinfer.analysis.metrics import wilson
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.pareto import front
 from dinfer.analysis.plots import AXES, areas, draw
+from dinfer.cli.arguments import Parser
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
 
@@ -37,10 +38,14 @@ NUMBERS = ("problems", "accuracy", "accuracy_low", "accuracy_high", "tpf", "tps"
 NEEDED = ("problems", "accuracy", "tpf")
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    """It has no flags."""
+
+
+def run(args: Namespace) -> None:
     """Reads, draws and prints."""
     settings, paths = dict(SETTINGS), []
-    for arg in args:
+    for arg in [*args.words, *args.literal]:
         name, equals, value = arg.partition("=")
         if not equals or Path(arg).exists():
             paths.append(Path(arg))
@@ -105,6 +110,8 @@ def read(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], int]:
 
 
 def numbered(where: str, line: dict[str, Any]) -> dict[str, Any]:
+    from dinfer.analysis.metrics import wilson
+
     row = dict(line)
     for name in NUMBERS:
         try:
