@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that share the documents."""
+    """This process, one of those that share the documents."""
 
     rank: int
     size: int

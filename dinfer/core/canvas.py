@@ -63,6 +63,11 @@ class Cursors(NamedTuple):
     seed: int = 0
     stops: int = 0
 
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """What the window of a row depends on, see `dinfer.core.plan`."""
+        return self.start, self.end, self.length, self.kept, self.prompt
+
 
 CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
 
@@ -92,6 +97,11 @@ class RowCursors:
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
+
+    @property
+    def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the window of a row depends on, see `dinfer.core.plan`."""
+        return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B
 
 
 @dataclass(frozen=True, slots=True)

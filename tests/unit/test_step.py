@@ -15,7 +15,7 @@ from support.scripted import Scripted
 
 from dinfer.caches.block import BlockCache
 from dinfer.core.canvas import Phase
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
 from dinfer.decoders.fixed import Fixed
@@ -185,14 +185,15 @@ def test_decoder_state_is_fresh_in_every_block_and_request() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(BlockCache):
-    """Counts the windows that it is asked for."""
+    """Counts the passes that it sees."""
+
+    watches: ClassVar[bool] = True
 
     def fresh_state(self, spec: Any, length: int) -> State:
         return {"passes": torch.zeros((), dtype=torch.int64)}
 
-    def window(self, lanes: Any, canvas: Any, spec: Any, shape: StepShape, state: State) -> Any:
+    def observe(self, pos_BW: Any, old_BWX: Any, new_BWX: Any, lanes: Any, state: State) -> None:
         state["passes"] += 1
-        return super().window(lanes, canvas, spec, shape, state)
 
 
 def test_passes_that_decode_nothing_keep_the_state_of_the_cache() -> None:

@@ -47,13 +47,13 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     families = setting(config, "families", tuple[str, ...] | None)
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
-    from dinfer.cli.comparison import compare, table
-
     problems = generate("heldout", count, seed, families)
     decoders = decoders_of(config)
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
+    from dinfer.cli.comparison import compare, table
+
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)

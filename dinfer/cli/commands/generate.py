@@ -46,10 +46,10 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         raise ValueError('a question is needed: dinfer generate "question"')
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
+    pipe = pipeline(config)
     from dinfer.cli.stream import summary, write_answer
     from dinfer.cli.watch import watch
 
-    pipe = pipeline(config)
     if live or sys.stdout.isatty():
         ids = pipe.encode(prompt, chat=chat)
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)

@@ -75,10 +75,8 @@ class Scheduler:
         if row.need_at == now[:DECIDING]:
             return
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
-        width = cache.width(spec, Phase(now.phase), **place, prompt=now.prompt, forwards=now.forwards)
-        settles = self.runtime.settle and now.phase == Phase.WINDOW
-        row.need, row.need_at = Need(width, cache.narrow(spec, **place) if settles else None), now[:DECIDING]
+        narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
+        row.need, row.need_at = Need(cache.width(spec, now), narrow), now[:DECIDING]
 
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         by_slot = {row.slot: row for row in rows if row.slot is not None}
