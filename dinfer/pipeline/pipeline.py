@@ -302,7 +302,7 @@ def load(
 
     `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
     if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8",
-    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None
+    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`). `runtime`: None
     runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
     """
     where = _device(device)
@@ -321,12 +321,7 @@ def load(
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    from dinfer.layers import linear  # only here: networks are heavy to import
-
-    narrow = None if quantize is None else linear.quantized_dtype(quantize)
-    network = load_network(folder, family, dtype=dtype, device=where, narrow=narrow)
-    if narrow is not None:
-        linear.quantize(network, narrow)
+    network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 

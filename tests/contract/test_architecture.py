@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": set(),
     "core.spec": set(),
     "core.protocols": {"core.canvas", "core.plan", "core.spec", "core.stats"},
-    "layers": {"core.protocols", "kernels", "core.spec"},
+    "layers": {"core.protocols", "core.registry", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,

@@ -375,7 +375,7 @@ def test_a_network_that_is_called_directly_runs_on_its_own_device(monkeypatch: p
     model.score([[1, 2, 3]])
     log_likelihoods(model, [([1], [2, 3])], samples=2)
     greedy(model, [([1], [2])])
-    quantize(model, torch.int8)
+    quantize(model, "int8")
     assert asked == [model.device] * 4
 
 
