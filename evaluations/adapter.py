@@ -67,15 +67,9 @@ class DinferLM(TemplateLM):
     """Any recipe of dinfer, for any task of lm-eval."""
 
     def __init__(
-        self,
-        pipe: Pipeline,
-        *,
-        likelihood: Likelihood | None = None,
-        among: Ranks | None = None,
-        max_new_tokens: int | None = None,
-        ledger: Ledger | None = None,
-        progress: Progress | None = None,
-    ) -> None:
+        self, pipe: Pipeline, *, likelihood: Likelihood | None = None, among: Ranks | None = None,
+        max_new_tokens: int | None = None, ledger: Ledger | None = None, progress: Progress | None = None,
+    ) -> None:  # fmt: skip
         """`max_new_tokens`: instead of the tasks' own lengths. `ledger`: keeps answers, and has those given before.
         `progress`: called after each answer; None: a bar, where stderr is a terminal. Raises ValueError."""
         super().__init__()
@@ -128,7 +122,8 @@ class DinferLM(TemplateLM):
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, Any, dict[str, Any]]]:
             how, model = self.likelihood, self.pipe.model
-            for part in self._chunks(jobs):
+            size = CHUNK * how.batch
+            for part in (jobs[first : first + size] for first in range(0, len(jobs), size)):
                 pairs = [self._pair(*job.instance.args) for job in part]
                 written = greedy(model, pairs, batch=how.batch) if how.greedy else [False] * len(pairs)
                 for job, bound, same in zip(part, self._bounds(part, pairs), written, strict=True):
@@ -303,10 +298,6 @@ class DinferLM(TemplateLM):
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
         usual = self.pipe.recipe.sampling_of([])["seed"]
         return asked.options | {name: asked.options.get(name, usual) + job.repeat}
-
-    def _chunks(self, jobs: list[Job]) -> Iterator[list[Job]]:
-        size = CHUNK * self.likelihood.batch
-        return (jobs[first : first + size] for first in range(0, len(jobs), size))
 
     def _pair(self, context: str, continuation: str) -> Pair:
         if context:

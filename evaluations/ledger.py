@@ -18,7 +18,7 @@ from typing import Any
 
 from dinfer.analysis.metrics import Sample
 from dinfer.analysis.outputs import check_folder, naming
-from evaluations.ranks import Ranks
+from evaluations.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ledger:
     """All answers so far. Without a path they are kept in memory alone."""
 
     def __init__(
-        self, stem: Path | None = None, *, among: Ranks | None = None, setup: dict[str, Any] | None = None,
+        self, stem: Path | None = None, *, among: Ranks = ALONE, setup: dict[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:  # fmt: skip
         """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes what an earlier run left.
@@ -54,7 +54,7 @@ class Ledger:
         Raises ValueError for files of another setup or of a run that is still going on, OSError.
         """
         self._answers: dict[str, Answer] = {}
-        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank if among else 0, None
+        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank, None
         if stem is None:
             return
         check_folder(stem.parent)
@@ -70,9 +70,8 @@ class Ledger:
         if overwrite:
             self._file.truncate(0)
             if self._rank == 0:
-                _forget(stem, of=among.size if among else 1)
-            if among:
-                among.wait()
+                _forget(stem, of=among.size)
+            among.wait()
         _mend(self._path)
         for path in files(stem):
             for answer in _read(path, setup or {}):

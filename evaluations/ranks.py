@@ -39,6 +39,9 @@ class Ranks:
             torch.distributed.barrier()
 
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
 def ranks(device: str | None) -> Ranks:
     """The ranks that there are. `device`: None takes CUDA if there is any, a card for each rank of a machine."""
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()

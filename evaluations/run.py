@@ -87,17 +87,10 @@ def report_of(stem: Path) -> Path:
 
 
 def evaluate(
-    load: Callable[[], Pipeline],
-    settings: Settings,
-    *,
-    among: Ranks,
-    recipe: Mapping[str, Any],
-    runtime: Mapping[str, Any],
-    stem: Path | None,
-    overwrite: bool = False,
-    command: str = "",
+    load: Callable[[], Pipeline], settings: Settings, *, among: Ranks, recipe: Mapping[str, Any],
+    runtime: Mapping[str, Any], stem: Path | None, overwrite: bool = False, command: str = "",
     progress: Progress | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Runs the tasks, or what is left of them. The report on the first rank, None on others.
 
     `load` makes the pipeline, after files and tasks are checked. `stem`: writes STEM.json, STEM.samples.jsonl,
@@ -132,17 +125,12 @@ def evaluate(
     # lm-eval numbers requests among the chosen documents, and results among all.
     first = settings.documents[0] if settings.documents is not None else 0
     moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
-    document = (
-        {"schema": SCHEMA, "command": command, "date": date}
-        | setup
-        | report(results, list({answer.key: answer for answer in moved}.values()), settings.metric)
-        | {
-            "likelihood": lm.get_model_info()["likelihood"],
-            "recipe": dict(recipe),
-            "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
-            "runtime": dict(runtime),
-        }
-    )
+    document = {
+        "schema": SCHEMA, "command": command, "date": date, **setup,
+        **report(results, list({answer.key: answer for answer in moved}.values()), settings.metric),
+        "likelihood": lm.get_model_info()["likelihood"], "recipe": dict(recipe), "runtime": dict(runtime),
+        "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
+    }  # fmt: skip
     if stem is not None:
         samples = "".join(json.dumps(line, default=str) + "\n" for line in samples_of(results))
         write(stem.with_name(f"{stem.name}.samples.jsonl"), samples)

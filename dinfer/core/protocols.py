@@ -179,6 +179,7 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
+    reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
 
     @property
@@ -186,12 +187,16 @@ class Decoder(Component):
         """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
 
+    def __init_subclass__(cls) -> None:
+        if "adjust" in vars(cls) and not cls.reads_logits:
+            raise TypeError(f"{cls.__name__} defines `adjust`, which is called only with `reads_logits = True`: add it")
+
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""
         return {}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        """Logits to take the statistics of; changes `state` in place, never the logits."""
+        """Logits to take the statistics of; changes `state` in place, never the logits. Only if `reads_logits`."""
         return logits_RLV
 
     @property

@@ -173,7 +173,8 @@ def proposed_tokens(
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
         seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
-    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    if decoder.reads_logits:
+        logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": set(),
     "core.spec": set(),
     "core.protocols": {"core.canvas", "core.plan", "core.spec", "core.stats"},
-    "layers": {"core.protocols", "kernels", "core.spec"},
+    "layers": {"core.protocols", "core.registry", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,
@@ -63,15 +63,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
+    "pipeline.inputs": set(),
+    "pipeline.streaming": {"engine"},
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
-        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling", "layers",
-        "core.registry",
+        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling",
+        "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
-    "pipeline": {"pipeline.pipeline"},
+    "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
     "analysis.pareto": set(),
     "analysis.plots": {"analysis.pareto"},
@@ -237,13 +239,14 @@ def test_no_error_is_swallowed(path: Path) -> None:
 
 
 def test_importing_dinfer_is_light() -> None:
-    """Nor does it cost anything to learn the name and the options of a component."""
+    """Nor does it cost anything to learn the name and the options of a component, or where a checkpoint is."""
     heavy = [
         "torch", "numpy", "triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers",
         "jinja2",
     ]  # fmt: skip
     code = (
-        "import sys, dinfer; [r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
+        "import sys, dinfer, dinfer.loading.hub as hub; hub.locate('tiny'); "
+        "[r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
         f"print(*[m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

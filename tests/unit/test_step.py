@@ -229,3 +229,12 @@ def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) 
     tokens_BW, _ = host.state.canvas.gather(slot_B, pos_BW)
     iteration.embed(model, tokens_BW, pos_BW, lanes, state)
     assert all(torch.equal(state[key], tensor) for key, tensor in before.items())
+
+
+def test_a_decoder_that_adjusts_logits_says_so() -> None:
+    """Else the step would compute no logits for it, and never call it."""
+    with pytest.raises(TypeError, match=r"Silent defines `adjust`.*reads_logits = True"):
+
+        class Silent(Proposing):
+            def adjust(self, logits_RLV: torch.Tensor, view: BlockView, state: State) -> torch.Tensor:
+                return logits_RLV + 1

@@ -116,7 +116,4 @@ class Scheduler:
         shape, slots = self._steps[0]
         if shape.phase != Phase.WINDOW or shape.settles or shape.scored or {row.slot for row in rows} != {*slots}:
             return False
-        return all(
-            row.steady and row.need.width == shape.width and not row.snapshots and stays_open(row.left, row.fastest)
-            for row in rows
-        )
+        return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)
