@@ -36,7 +36,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
+from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts
 from dinfer.loading.checkpoint import random_network
 
@@ -104,7 +104,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
-    parser.add_argument("--quantize", choices=QUANTIZED)
+    parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--out", type=Path)
@@ -121,7 +121,7 @@ def main(args: list[str] | None = None) -> None:
     torch.manual_seed(0)
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     if given.quantize:
-        quantize(model, quantized_dtype(given.quantize))
+        quantize(model, given.quantize)
     iteration = {"name": given.iteration, "block": given.block, "stop": "off"}
     plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
     recipe = apart(plain) if given.spread else plain

@@ -39,7 +39,7 @@ from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
+from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 
 
@@ -139,7 +139,7 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
         torch.manual_seed(0)
         model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
         if given.quantize:
-            quantize(model, quantized_dtype(given.quantize))
+            quantize(model, given.quantize)
         tokenizer = None
     causal = model.spec.causal_block is not None
     iteration = {
@@ -188,7 +188,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle", action="store_true")
     parser.add_argument("--gather", action="store_true")
     parser.add_argument("--stagger", action="store_true")
-    parser.add_argument("--quantize", choices=QUANTIZED)
+    parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dinfer.core.registry import MODELS, options_of
 from dinfer.core.spec import ExpertLayout, Placement
-from dinfer.kernels.linear import round_rows
-from dinfer.layers.linear import QUANTIZED, roundable
+from dinfer.layers.formats.format import Format
+from dinfer.layers.linear import format_of, formatted
 from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
 from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.hub import locate
@@ -65,8 +65,9 @@ def convert(
     made = regrouped(tensors, have, want)
     if quantize is not None:
         with torch.device("meta"):
-            narrow = roundable(family.network(spec)).keys()
-        made = rounded(made, {name for name, place in want.items() if place.parameter in narrow}, QUANTIZED[quantize])
+            weights = formatted(family.network(spec)).keys()
+        names = {name for name, place in want.items() if place.parameter in weights}
+        made = rounded(made, names, format_of(quantize))
         config = read_object(source / "config.json") | {FIELD: described(quantize)}
         (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     write(target, made, shard)
@@ -92,14 +93,14 @@ def regrouped(
 
 
 def rounded(
-    tensors: Iterator[tuple[str, Tensor]], names: Collection[str], dtype: torch.dtype
+    tensors: Iterator[tuple[str, Tensor]], names: Collection[str], format: Format
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors, those that are named in 8 bits and followed by the scales of their outputs."""
     for name, tensor in tensors:
         if name in names:
-            made = round_rows(tensor, dtype)
-            yield name, made.values
-            yield f"{name}_scale", made.scale[..., None]
+            values, scale = format.make(tensor)
+            yield name, values
+            yield f"{name}_scale", scale[..., None]
         else:
             yield name, tensor
 

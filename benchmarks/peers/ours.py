@@ -18,7 +18,7 @@ from benchmarks.peers.work import RATE, arguments, report
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
 from dinfer.core.registry import MODELS
 from dinfer.decoders.threshold import Threshold
-from dinfer.layers.linear import quantize, quantized_dtype
+from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import family_of, random_network
 
 
@@ -42,7 +42,7 @@ def main(args: list[str] | None = None) -> None:
     with torch.no_grad():  # neither a stop token nor a mask is ever the most likely
         model.head.weight[min(model.spec.mask, *model.spec.stop_ids) :] = 0
     if given.quantize:
-        quantize(model, quantized_dtype(given.quantize))
+        quantize(model, given.quantize)
     cache = {"name": "vicinity", "back": 16, "ahead": 16, "warmup": 4} if given.cache == "vicinity" else given.cache
     iteration = {"name": "blockwise", "block": given.block, "stop": "off"}
     recipe = dinfer.compose(model, iteration=iteration, decoder=Scripted(), cache=cache)

@@ -112,7 +112,7 @@ def audit(
         total += request.new_tokens
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
     spec = recipe.model.spec
-    exact = recipe.cache.exact(1 if spec.encoder else spec.causal_block)  # what an encoder has read does not change
+    exact = recipe.cache.exact(spec.shift, spec.attention_block, recipe.iteration.grain)
     if kv != "model":
         names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))

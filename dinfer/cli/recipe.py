@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
 from dinfer.core.registry import typed, unknown
+from dinfer.loading.hub import SMALL, locate
 
 if TYPE_CHECKING:
     from dinfer.engine.runtime import Runtime
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
 
 def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
+    parts = {kind: config[kind] for kind in GROUPS}
+    _, options = GROUPS["model"].check(parts["model"])
+    if checkpoint := options.get("checkpoint"):  # before torch is imported, so that an error comes at once
+        locate(checkpoint, options.get("revision"), wanted=SMALL)
     import torch
 
     from dinfer.pipeline import load
 
-    parts = {kind: config[kind] for kind in GROUPS}
     device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
     # Before the weights are read, so that a slip in a decoder's option is known at once.
     for kind, registry in GROUPS.items():

@@ -63,11 +63,14 @@ class Description:
 
 def options_of(component: Any) -> list[OptionInfo]:
     """The options of a component or of its class, in the order of definition."""
-    hints = get_type_hints(component if isinstance(component, type) else type(component))
+    hints = _hints(component if isinstance(component, type) else type(component))
     return [
         OptionInfo(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("per_request", False), hints[f.name])
         for f in dataclasses.fields(component)
     ]
+
+
+_hints = cache(get_type_hints)  # it compiles every annotation anew
 
 
 def brief(component: Any) -> str:

@@ -120,6 +120,11 @@ class ModelSpec:
             )
 
     @property
+    def attention_block(self) -> int:
+        """Positions of an attention block, which see each other and all blocks before; 0: all positions do."""
+        return 1 if self.encoder else self.causal_block or 0
+
+    @property
     def mask(self) -> int:
         """The mask token. Raises ValueError if the model has none."""
         if self.mask_id is None:

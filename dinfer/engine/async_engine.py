@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Deltas, Request, Update
 
 
 class AsyncEngine:
@@ -20,15 +20,17 @@ class AsyncEngine:
         self._queues: dict[int, asyncio.Queue[Update | BaseException]] = {}
         self._work: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request, *, snapshots: bool = False) -> AsyncIterator[Update]:
+    async def stream(
+        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None
+    ) -> AsyncIterator[Update]:
         """The request after each of its steps, the last time with its completion.
 
-        `snapshots`: with the canvas. A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a
-        cancelled task, cancels the request: its slot and pages are free. Raises ValueError for a request that can
-        never run, and the error that ends it, such as NonFiniteLogits or StalledRow.
+        `snapshots`: with the canvas; `deltas`: with the new output. A caller who stops, by `aclose`, `break` under
+        `contextlib.aclosing`, or as a cancelled task, cancels the request: its slot and pages are free. Raises
+        ValueError for a request that can never run, and the error that ends it, such as NonFiniteLogits or StalledRow.
         """
         queue: asyncio.Queue[Update | BaseException] = asyncio.Queue()
-        index = self._engine.add(request, snapshots=snapshots)
+        index = self._engine.add(request, snapshots=snapshots, deltas=deltas)
         self._queues[index] = queue
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from dinfer.core.canvas import Status
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
-from dinfer.engine.reader import CursorReader
+from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.row import Row
 from dinfer.engine.runtime import Runtime
@@ -62,7 +61,7 @@ class Batch:
             recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
             device=recipe.model.device, block=room.block,
         )  # fmt: skip
-        self.reader = CursorReader(self.state.canvas.cursors_NC)
+        self.reader = CanvasReader(self.state.canvas, self.state.block)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 
@@ -87,22 +86,16 @@ class Batch:
             self.state.kv.wipe(pages[len(shared) :])
             self.state.kv.assign(slot, pages[: row.visible], pages[row.visible :])
             tokens, masked = request.prompt + [0] * (request.length - len(request.prompt)), request.masked
-            row.cursors = self.state.admit(
+            row.cursors, row.canvas = self.state.admit(
                 recipe, slot, tokens, masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
             )  # fmt: skip
-            row.open_before = list(accumulate(masked, initial=0))
+            row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
         except BaseException:
             self.pages.release(pages)
             raise
         row.began, row.pages, row.slot, self.rows[slot] = time.perf_counter(), pages, slot, row
         return True
-
-    def canvas(self, row: Row) -> list[int]:
-        """A row's tokens, ~token where a position is still open. Waits for the device."""
-        length, canvas = row.request.asked, self.state.canvas
-        tokens_S, status_S = canvas.tokens_NS[row.slot, :length], canvas.status_NS[row.slot, :length]
-        return torch.where(status_S == int(Status.OPEN), ~tokens_S, tokens_S).tolist()
 
     def publish(self, row: Row) -> None:
         """Lets others share the pages of a prompt whose keys have just been computed."""

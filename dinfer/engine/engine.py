@@ -18,7 +18,7 @@ from dinfer.core.kv import kv_dtype
 from dinfer.core.recipe import Recipe
 from dinfer.engine.batch import pages_of
 from dinfer.engine.loop import Loop
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Deltas, Request, Update
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, compiled
@@ -66,17 +66,19 @@ class Engine:
         """Pages of keys and values without an owner. None: nothing is allocated yet."""
         return None if self.loop.batch is None else self.loop.batch.pages.free
 
-    def run(self, requests: Sequence[Request], *, snapshots: bool = False) -> Iterator[Update]:
+    def run(
+        self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None
+    ) -> Iterator[Update]:
         """Yields every request after each of its steps, the last time with its completion; `index` is its place here.
 
-        `snapshots`: with the canvas. Raises ValueError for a request that can never run, and the error of the first one
-        that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for whatever reason, so do its
-        requests.
+        `snapshots`: with the canvas; `deltas`: with the new output. Raises ValueError for a request that can never run,
+        and the error of the first one that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for
+        whatever reason, so do its requests.
         """
         for request in requests:
             self.check(request)
         inbox: deque[Update] = deque()
-        rows = [Row(i, request, inbox, snapshots) for i, request in enumerate(requests)]
+        rows = [Row(i, request, inbox, snapshots, deltas) for i, request in enumerate(requests)]
         left = len(rows)
         try:
             with self._turn:
@@ -92,14 +94,15 @@ class Engine:
         finally:
             self._cancel(rows)
 
-    def add(self, request: Request, *, snapshots: bool = False) -> int:
+    def add(self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None) -> int:
         """Puts a request in the queue and returns the number by which `step` and `cancel` know it.
 
-        `snapshots`: its updates hold the canvas. Raises ValueError for a request that can never run.
+        `snapshots`: its updates hold the canvas; `deltas`: its updates hold the new output. Raises ValueError for a
+        request that can never run.
         """
         self.check(request)
         with self._turn:
-            row = Row(self._count, request, self._inbox, snapshots)
+            row = Row(self._count, request, self._inbox, snapshots, deltas)
             self._count += 1
             self._added[row.index] = row
             self.loop.waiting.append(row)

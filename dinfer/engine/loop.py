@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from dinfer.core.canvas import ACTIVE, Cursors
+from dinfer.core.canvas import ACTIVE
 from dinfer.core.recipe import Recipe
 from dinfer.engine.batch import Batch, Room, pages_of, room_for
+from dinfer.engine.reader import Seen
 from dinfer.engine.request import StalledRow, Update
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
@@ -38,7 +38,7 @@ class Loop:
         self._room: Room | None = None  # of the last batch
         self._most_pages = 0  # that memory turned out to have room for; 0: no limit is known
         self._flights: deque[list[Row]] = deque()  # the rows of each round that the device is at
-        self._moved: deque[tuple[Row, list[int] | None]] = deque()  # rows that took a step, and their canvases
+        self._moved: deque[Row] = deque()  # rows that took a step which the caller does not know yet
         self._ended: deque[Row] = deque()  # rows with an error that the caller does not know yet
 
     @property
@@ -69,11 +69,14 @@ class Loop:
         if self.ahead and not self._flights:  # the device is then busy while the host and the caller do the rest
             self._launch()
         while self._moved:
-            self._each([self._moved[0][0]], self._tell)
+            if self._moved[0].error is None:
+                self._each([self._moved[0]], self._tell)
             self._moved.popleft()
         while self._ended:
-            row = self._ended.popleft()
-            self.updates.append((row, replace(row.update(self.recipe), error=row.error)))
+            self._tell(self._ended.popleft())
+
+    def _tell(self, row: Row) -> None:
+        self.updates.append((row, row.update(self.recipe)))
 
     def _launch(self) -> None:
         """Admits what there is room for, and launches the steps of a round."""
@@ -105,13 +108,18 @@ class Loop:
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
+                if not launched:
+                    batch.reader.begin()
                 self.runner.launch(shape, slots)
                 launched += rows
             except BaseException as error:
                 self._blame(rows, error)
         if launched:
-            batch.reader.request()
-            self._flights.append(launched)
+            try:
+                batch.reader.request()
+                self._flights.append(launched)
+            except BaseException as error:
+                self._blame(launched, error)
         return launched
 
     def _take(self) -> None:
@@ -119,33 +127,28 @@ class Loop:
         if self.batch is None or not self._flights:
             return
         try:
-            cursors = self.batch.reader.read()
+            seen = self.batch.reader.read()
         except Exception as error:  # the device has failed: nothing that it holds can be relied on
             self._blame(self.running, error)
             self._close()
             return
         rows = self._flights.popleft()
-        self._each(rows, lambda row: self._move(row, cursors))
+        self._each(rows, lambda row: self._move(row, seen))
         self.scheduler.observe(rows)
 
-    def _move(self, row: Row, cursors: Sequence[Cursors]) -> None:
+    def _move(self, row: Row, seen: Seen) -> None:
         """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(cursors[row.slot])
+        moved = row.advance(seen.cursors[row.slot])
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
         if moved:
             self.batch.publish(row)
-            ended = row.cursors.phase not in ACTIVE
-            # Now, as the next round may change the canvas, or another row take the slot.
-            canvas = self.batch.canvas(row) if ended or row.snapshots else None
-            if ended:
+            row.look(seen.active_NX[row.slot])
+            if row.cursors.phase not in ACTIVE:
                 self.batch.release(row)
-            self._moved.append((row, canvas))
-
-    def _tell(self, row: Row) -> None:
-        self.updates.append((row, row.update(self.recipe, self._moved[0][1])))
+            self._moved.append(row)
 
     def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
         """Does some work for each row. An error ends the row that it comes from."""

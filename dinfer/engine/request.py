@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dinfer.core.canvas import Phase
+
+Deltas = Literal["commit", "block"]
+"""When output is told: as soon as it is decided, or with its block. Decoders that edit decide with the block."""
 
 
 class NonFiniteLogits(RuntimeError):
@@ -126,6 +130,7 @@ class Update:
     masked: list[bool] | None = None  # what is still to be decoded, likewise
     completion: Completion | None = None  # after the last step
     blocks: int = 0  # finished so far
+    new: list[int] | None = None  # if asked for: output that no later step changes, beyond that of earlier updates
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from dinfer.core.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.recipe import Recipe
 from dinfer.engine.pages import Key
-from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one say where a row is
 STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
@@ -30,7 +32,8 @@ class Row:
     index: int  # the request's number in its updates
     request: Request
     inbox: deque[Update]  # where its updates go
-    snapshots: bool = False
+    snapshots: bool = False  # its updates hold the canvas
+    deltas: Deltas | None = None  # its updates hold new output
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -48,6 +51,9 @@ class Row:
     awaited: bool = False  # a request waits for these keys
 
     # From step to step.
+    canvas: list[int] = field(default_factory=list)  # ~token where it is open; active blocks as far as anyone asks
+    settled: int = 0  # positions that no later step changes, as far as updates have told
+    told: int = 0  # tokens of output that updates have told
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
@@ -91,20 +97,44 @@ class Row:
             )
         return None
 
-    def update(self, recipe: Recipe, canvas: list[int] | None = None) -> Update:
-        """What the caller hears of a step. `canvas`: the tokens after it, ~token where a position is still open."""
-        step, now, tokens, masked, done = self.before, self.cursors, None, None, None
-        if canvas is not None and self.snapshots:
-            tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
-        if canvas is not None and now.phase == Phase.IDLE:
-            done = self._completion(canvas, recipe)
-        return Update(
-            self.index, now.forwards, Phase(step.phase), (step.start, step.end), tokens, masked, done, now.block
-        )
+    def look(self, active_X: Tensor) -> None:
+        """Takes the tokens of the blocks that were active, where the row has left them or is asked for them."""
+        if not self.steady or self.snapshots or self.deltas is not None:
+            start, end = self.before.start, self.before.end
+            self.canvas[start:end] = active_X[: end - start].tolist()
 
-    def _completion(self, canvas: list[int], recipe: Recipe) -> Completion:
+    def update(self, recipe: Recipe) -> Update:
+        """What the caller hears of the last step, or of the error that ended the row."""
+        step, now = self.before, self.cursors
+        said = Update(self.index, now.forwards, Phase(step.phase), (step.start, step.end), blocks=now.block)
+        if self.error is not None:
+            return replace(said, error=self.error)
+        done = self._completion(recipe) if now.phase == Phase.IDLE else None
+        tokens, masked, new = None, None, None
+        if self.snapshots:
+            canvas = self.canvas[: self.request.asked]
+            tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
+        if self.deltas is not None:
+            new = self._settle(recipe) if done is None else done.output[self.told :]
+            self.told += len(new)
+        return replace(said, tokens=tokens, masked=masked, completion=done, new=new)
+
+    def _settle(self, recipe: Recipe) -> list[int]:
+        """The output that no later step changes, from where the last call has ended. Not for a row that is done."""
+        whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
+        end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
+        while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:
+            if self.open_before[at] < self.open_before[at + 1]:
+                if self.request.stops and token in stop_ids:
+                    break
+                new.append(token)
+            at += 1
+        self.settled = at
+        return new
+
+    def _completion(self, recipe: Recipe) -> Completion:
         spec = recipe.model.spec
-        tokens = [token if token >= 0 else spec.eos_id for token in canvas]
+        tokens = [token if token >= 0 else spec.eos_id for token in self.canvas[: self.request.asked]]
         output, stopped = self.request.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began
         counts = Counts(now.forwards, now.forwards - now.steps, now.refreshes, now.committed, len(output), seconds)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.window import span
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -54,59 +55,6 @@ def window_values(
 def padded(pos: Tensor, scratch: int) -> Tensor:
     """Positions with padding (-1) sent to the scratch index, which is the last."""
     return pos.remainder(scratch + 1)
-
-
-def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
-    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
-    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
-    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
-
-
-def window_positions(
-    start_B: Tensor, end_B: Tensor, length_B: Tensor, kept_B: Tensor | None, *, width: int, active: int, shift: int,
-    causal_block: int | None, back: int | None, ahead: int | None, prefill: bool, settles: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The window around the active region `[start, end)` of each row, and what becomes of it.
-
-    It reaches from `back` positions before the region, or from 0, or, with `kept`, from there or from the attention
-    block that holds the first logits, whichever comes first; and to `ahead` positions behind the region or to the last
-    that any query of it sees. Blocks before the one with the first logits are settled: a `prefill` computes no more,
-    and with `settles`, rows for whose window `width` is too narrow compute as many of them as it holds.
-
-    int64 [B, W], the positions, -1 behind the window; bool [B], whether `width` is enough; int64 [B, active], the place
-    in the window of the logits of each position of the region, which stand `shift` before it, -1 from `end` on, in
-    bounds where the row does not fit. With `kept`, int64 [B], up to where keys are final once the row has been decoded
-    or its prefill is over. With `prefill` or `settles`, int64 [B], up to where a row that only settles has keys; -1: it
-    decodes.
-    """
-    if use_triton(start_B):
-        from dinfer.kernels.triton.canvas import window_positions as kernel
-
-        return kernel(
-            start_B, end_B, length_B, kept_B, width, active, shift=shift, block=causal_block, back=back, ahead=ahead,
-            prefill=prefill, settles=settles,
-        )  # fmt: skip
-    block = causal_block or 1
-    region_B = start_B // block * block
-    settled_B = (start_B - shift).clamp_min(0) // block * block
-    stop_B = length_B
-    if causal_block is not None:
-        stop_B = torch.minimum(-(-(end_B - shift).clamp_min(1) // block) * block, length_B)
-    if ahead is not None:
-        stop_B = torch.minimum(end_B + ahead - shift, stop_B).clamp_min(1)
-    if kept_B is not None:  # what was finished when the step began has been computed after it
-        first_B, kept_B = torch.minimum(kept_B, settled_B), settled_B if prefill else region_B
-    else:
-        first_B = torch.zeros_like(start_B) if back is None else (start_B - back).clamp_min(0)
-    fits_B, only_B = stop_B - first_B <= width, None
-    if prefill or settles:
-        decodes_B = fits_B & (not prefill)
-        piece_B = torch.minimum(first_B + width // block * block, settled_B)
-        stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
-        fits_B = decodes_B | (piece_B > first_B)
-    pos_BX = span(start_B, end_B, active)
-    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
-    return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), kept_B, only_B
 
 
 def active_rows(

@@ -34,6 +34,11 @@ def to_add(x: Deferred) -> Tensor | Parts:
     return x if isinstance(x, Parts) else close(x)
 
 
+def rows(x: Deferred) -> Tensor | Rounded:
+    """What a consumer that takes rounded rows reads."""
+    return x if isinstance(x, Rounded) else close(x)
+
+
 def held(x: Deferred) -> Tensor:
     """A tensor on the device of `x`, in the dtype that kernels read it in."""
     return x if isinstance(x, Tensor) else x.values

@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         """[B, L, D] -> [B, L, V]"""
         inputs = "plain" if self.head is None else self.head.takes
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
-        return linear(normed_BLD, self.embedding.weight) if self.head is None else self.head(normed_BLD)
+        return close(linear(normed_BLD, self.embedding.weight)) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.core.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
-from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.loading.files import CheckpointError, read_object, refuse
 from dinfer.loading.hub import locate
 from dinfer.loading.lora import CONFIG as ADAPTER
@@ -61,16 +60,19 @@ def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
 
 def load_network(
     folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device,
-    narrow: torch.dtype | None = None, rank: Rank = WHOLE,
+    quantize: str | None = None, rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
     """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
 
     Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor. Experts may
     be stored each for itself or all of a layer together. An adapter of the family is merged in. Weights that the
-    checkpoint holds in 8 bits (`loading.quantized`) stay so where the network has a place for their scales; of others,
-    a warning says so. `narrow`: those in another dtype are widened too, as they are to be rounded to this one. Of a
+    checkpoint holds in 8 bits (`loading.quantized`) stay so where a format can hold them; of others, a warning says so.
+    `quantize`: the format that all weights of linear layers and experts end in; None: as the checkpoint has them. Of a
     `rank` only its share is read, and parameters have the shape of that.
     """
+    from dinfer.layers import linear  # only here: networks are heavy to import
+
+    takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
@@ -81,11 +83,11 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
-    kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
-    if FLOAT8 in kept.values():
-        check_float8(device, f"{folder}: what it holds in float8", "quantize=int8, which rounds anew")
-    network = empty_network(family, spec, dtype, device, kept, rank)
-    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    kept = scales.kept(tensors, placements, takes, adapter.pairs if adapter else ())
+    for held in set(kept.values()):
+        takes[held].check(device, f"{folder}: what it holds in {held}")
+    network = empty_network(family, spec, dtype, device, {name: takes[held] for name, held in kept.items()}, rank)
+    parameters, weights = dict(network.named_parameters()), linear.formatted(network)
     scale_of, wide = scales.read(), set()
     pieces = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
     parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
@@ -94,14 +96,17 @@ def load_network(
             parameter = placements[name].parameter
             if name in scale_of:
                 scale = scale_at(scale_of[name].to(device), tensors[name].shape, block, source)
-                if parameters[parameter].dtype == tensor.dtype:
-                    buffers[f"{parameter}_scale"][target[:-1]].copy_(scale[..., 0])
-                else:
-                    tensor = tensor.to(device).float() * scale
-                    wide.add(name)
+                if parameter in kept and parameter in weights:
+                    module, own = weights[parameter]
+                    takes[kept[parameter]].take(module.weight_of(own), target, tensor, scale)
+                    continue
+                tensor = tensor.to(device).float() * scale
+                wide.add(name)
             merged = tensor if adapter is None else adapter.merged(name, tensor, device, source)
             parameters[parameter].detach()[target].copy_(merged)
-    if wide and narrow is None:
+    if quantize is not None:
+        linear.quantize(network, quantize)
+    elif wide:
         logging.getLogger(__name__).warning(
             "%s: %d of %d rounded weights are widened to %s: their scales are of blocks, an adapter changes them, or "
             "they share a matrix with others. quantize=fp8, int8 or int4 rounds them again.",
@@ -171,14 +176,13 @@ def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
 
 def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-    narrow: Mapping[str, torch.dtype] = MappingProxyType({}), rank: Rank = WHOLE,
+    formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
     """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
 
-    `narrow`: parameters in 8 bits, if the network has a place for their scales. Parameters have the shape of the rank's
-    share.
+    `formats`: of parameters, where the network lets a format hold them. They have the shape of the rank's share.
     """
-    from dinfer.layers.linear import roundable  # only here: networks are heavy to import
+    from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
     with torch.device("meta"):
         network = family.network(spec).to(dtype)
@@ -189,11 +193,9 @@ def empty_network(
             (path, _, own), whole = name.rpartition("."), network.get_parameter(name)
             share = nn.Parameter(torch.empty(resized(whole, split, rank), dtype=dtype))
             setattr(network.get_submodule(path), own, share)
-        for name, (module, own) in roundable(network).items():
-            if name in narrow:
-                shape = getattr(module, own).shape
-                setattr(module, own, nn.Parameter(torch.empty(shape, dtype=narrow[name]), requires_grad=False))
-                setattr(module, f"{own}_scale", torch.empty(shape[:-1]))
+        for name, (module, own) in formatted(network).items():
+            if name in formats:
+                module.hold(own, formats[name].empty(module.get_parameter(own).shape, dtype), formats[name])
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 

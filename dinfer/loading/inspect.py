@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from jinja2 import TemplateError
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.core.spec import ModelSpec, Placement
-from dinfer.layers.linear import QUANTIZED, roundable, rounded
+from dinfer.layers.formats.plain import PLAIN
+from dinfer.layers.linear import format_of, formatted, roundings, taken
 from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
 from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
@@ -234,29 +234,23 @@ def _memory(
     memory: dict[str, int | None] = {}
     network: Any = None
     now = None
-    for name, narrow in {"none": None, **QUANTIZED}.items():
-        kept = scales.kept(tensors, placements, narrow, ())
+    for name in ("none", *roundings()):
+        takes = taken(None if name == "none" else name)
+        kept = scales.kept(tensors, placements, takes, ())
         if kept != now:
-            network, now = empty_network(family, found.spec, found.dtype, torch.device("meta"), kept), kept
+            held, now = {path: takes[dtype] for path, dtype in kept.items()}, kept
+            network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-        weights = roundable(network).items() if narrow is not None else ()
         try:
-            for path, (module, own) in weights:
-                if path not in kept:
+            for module, own in formatted(network).values() if name != "none" else ():
+                if module.formats[own] is PLAIN:
                     weight = module.get_parameter(own)
-                    size += weight.shape[:-1].numel() * _row_bytes(weight.shape[-1], narrow) - weight.nbytes
+                    size += format_of(name).nbytes(weight.shape, weight.dtype) - weight.nbytes
             memory[name] = size
         except ValueError as error:
             memory[name] = None
             found.unknown.append(str(error))
     return memory
-
-
-@cache
-def _row_bytes(width: int, narrow: torch.dtype) -> int:
-    """Bytes of one rounded row of a weight, its scales included."""
-    values, scale = rounded(torch.empty(1, width, device="meta"), narrow)
-    return values.nbytes + scale.nbytes
 
 
 def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:

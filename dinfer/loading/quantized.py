@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
@@ -112,19 +111,19 @@ class Scales:
         return {owner[own]: scale.float().clone() for own, scale in read(dict(self.stored.values()))}
 
     def kept(
-        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: torch.dtype | None,
+        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: Collection[str],
         changed: Collection[str],
-    ) -> dict[str, torch.dtype]:  # fmt: skip
-        """The parameters that may hold what the checkpoint does bit for bit: all that goes there is in the same 8 bits.
+    ) -> dict[str, str]:  # fmt: skip
+        """The parameters that may hold bit for bit what the checkpoint does, and safetensors' name of its dtype.
 
-        `only`: and in these. `changed`: weights that an adapter changes.
+        All that goes there is in the same 8 bits, of those in `only`. `changed`: weights that an adapter changes.
         """
-        found: dict[str, set[torch.dtype | None]] = {}
+        found: dict[str, set[str]] = {}
         for name, place in placements.items():
             fits = name in self.stored and name not in changed and self.per_output(name, weights)
-            found.setdefault(place.parameter, set()).add(NARROW[weights[name].dtype] if fits else None)
-        dtypes = {parameter: next(iter(kinds)) for parameter, kinds in found.items() if len(kinds) == 1}
-        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None and only in (None, dtype)}
+            found.setdefault(place.parameter, set()).add(weights[name].dtype if fits else "")
+        dtypes = {parameter: min(kinds) for parameter, kinds in found.items() if len(kinds) == 1}
+        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype in only}
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:

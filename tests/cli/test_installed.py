@@ -46,6 +46,7 @@ WRONG = [
     ["generate", "a", "+decoder.foo=1"], ["generate", "a", "decoder.threshold=high"], ["generate", "a", "--wach"],
     ["generate", "a", "-m", "decoder=threshold,factr"], ["generate", "a", "-m", "decoder.threshold="],
     ["plot", "nowhere"],
+    *([*line, "model.checkpoint=/no/where"] for line in (["generate", "a"], ["infill", "[MASK:1]"], ["trace", "a"])),
 ]  # fmt: skip
 # A module that takes long to import, and Ctrl-C while it does.
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"

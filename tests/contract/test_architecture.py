@@ -16,19 +16,20 @@ LONGEST = 400
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {"analysis", "core", "loading", "pipeline"}
 
-CORE = {"core.canvas", "core.protocols", "kernels", "core.spec", "core.stats"}
+CORE = {"core.canvas", "core.plan", "core.protocols", "kernels", "core.spec", "core.stats"}
 COMPONENT = CORE | {"core.registry"}
 # What each unit may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
+    "core.plan": set(),
     "core.stats": set(),
-    "kernels": {"core.stats"},
+    "kernels": {"core.plan", "core.stats"},
     "core.canvas": {"kernels"},
     "core.declarations": set(),
     "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
-    "core.protocols": {"core.canvas", "core.spec", "core.stats"},
-    "layers": {"core.protocols", "kernels", "core.spec"},
+    "core.protocols": {"core.canvas", "core.plan", "core.spec", "core.stats"},
+    "layers": {"core.protocols", "core.registry", "kernels", "core.spec"},
     "core.kv": {"kernels", "core.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,
@@ -54,22 +55,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
-    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state"},
+    "core.window": CORE,
+    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
         "core.step",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
+    "pipeline.inputs": set(),
+    "pipeline.streaming": {"engine"},
     "analysis.metrics": {"engine"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
-        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling", "layers",
-        "core.registry",
+        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling",
+        "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
-    "pipeline": {"pipeline.pipeline"},
+    "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
     "analysis.pareto": set(),
     "analysis.plots": {"analysis.pareto"},
@@ -235,13 +239,14 @@ def test_no_error_is_swallowed(path: Path) -> None:
 
 
 def test_importing_dinfer_is_light() -> None:
-    """Nor does it cost anything to learn the name and the options of a component."""
+    """Nor does it cost anything to learn the name and the options of a component, or where a checkpoint is."""
     heavy = [
         "torch", "numpy", "triton", "transformers", "hydra", "omegaconf", "huggingface_hub", "rich", "tokenizers",
         "jinja2",
     ]  # fmt: skip
     code = (
-        "import sys, dinfer; [r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
+        "import sys, dinfer, dinfer.loading.hub as hub; hub.locate('tiny'); "
+        "[r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
         f"print(*[m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.core.canvas import ACTIVE
+from dinfer.core.canvas import ACTIVE, Cursors
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
@@ -68,9 +68,9 @@ def meta_steps(recipe: Recipe) -> None:
     )
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
-    cursors = {"kept": 0, "prompt": 5, "forwards": 0, "start": 5, "end": end, "length": LENGTH}
+    row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
     for phase in ACTIVE:
-        width = cache.width(recipe.model.spec, phase, **cursors)
+        width = max(cache.width(recipe.model.spec, row._replace(phase=phase)), 1)
         for more in (False, True):
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
             shape = StepShape(

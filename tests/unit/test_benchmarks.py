@@ -23,7 +23,7 @@ from dinfer.core.canvas import Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
-from dinfer.layers.linear import FLOAT8, quantize
+from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 
 
@@ -206,7 +206,7 @@ def test_what_a_step_reads_and_multiplies() -> None:
     assert found["bytes_ms"] == pytest.approx((weight_bytes(model, 8) + cached) / 1e6)
     assert found["flops_ms"] == pytest.approx(work["weights"] / 1e6 + work["attention"] / 1e5)
     assert found["limit_ms"] == max(found["bytes_ms"], found["flops_ms"])
-    quantize(model, FLOAT8)
+    quantize(model, "fp8")
     assert everything / 4 < weight_bytes(model, None) < everything / 3
 
 

@@ -20,14 +20,16 @@ from support.models import tiny_model
 import dinfer.kernels.dispatch
 from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
-from dinfer.core.protocols import ModelSpec, Phase, StepShape
+from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.state import BatchState
 from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import CursorReader
+from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request, StalledRow, Update
+from dinfer.engine.row import Row
 from dinfer.engine.runtime import Runtime
+from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
 from dinfer.pipeline import Pipeline
 
@@ -83,10 +85,10 @@ def fails_for_one(patch: pytest.MonkeyPatch, owner: Any, name: str, concerns: Ca
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "shared pages": (Batch, "admit", lambda batch, row: row.request.length == BAD),
     "admission": (BatchState, "admit", lambda state, recipe, slot, tokens, *masked, **named: len(tokens) == BAD),
-    "plan": (DualCache, "width", lambda *given, length, **named: length == BAD),
-    "plan ahead": (DualCache, "width", lambda *given, length, forwards, **named: length == BAD and forwards),
+    "plan": (Scheduler, "update", lambda scheduler, row: row.request.length == BAD),
+    "plan ahead": (Scheduler, "prepare", lambda scheduler, row: row.request.length == BAD),
     "publication": (Batch, "publish", lambda batch, row: row.request.length == BAD),
-    "last look": (Batch, "canvas", lambda batch, row: row.request.length == BAD),
+    "last look": (Row, "look", lambda row, active_X: row.request.length == BAD),
     "answer": (Request, "answer", lambda request, *given: request.length == BAD),
 }
 
@@ -145,16 +147,16 @@ def test_an_error_of_a_step_ends_its_rows_and_those_that_wait_go_on(
 
 
 def test_an_error_that_the_device_reports_late_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, want, read, calls = engine_for(recipe_of(), rows=2), wanted(), CursorReader.read, 0
+    engine, want, read, calls = engine_for(recipe_of(), rows=2), wanted(), CanvasReader.read, 0
 
-    def broken(self: CursorReader) -> Any:
+    def broken(self: CanvasReader) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return read(self)
 
-    monkeypatch.setattr(CursorReader, "read", broken)
+    monkeypatch.setattr(CanvasReader, "read", broken)
     names = [engine.add(request) for request in GOOD]
     found = results(serve(engine))
     assert [type(found[name]) for name in names[:2]] == [RuntimeError] * 2 and found[names[2]] == want[2]
@@ -176,8 +178,8 @@ def test_an_interrupt_within_a_step_ends_its_rows_and_no_more(monkeypatch: pytes
 class TooNarrow(DualCache):
     """Host and device disagree: no step is as wide as the window."""
 
-    def width(self, spec: ModelSpec, phase: Phase, **place: int) -> int:
-        return super().width(spec, phase, **place) - 1
+    def width(self, *given: Any, **named: Any) -> int:
+        return super().width(*given, **named) - 1
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -346,8 +348,8 @@ def test_steps_run_with_the_engines_device_as_the_current_one(monkeypatch: pytes
     for owner, name in (
         (BatchState, "alloc"),
         (BatchState, "admit"),
-        (CursorReader, "request"),
-        (CursorReader, "read"),
+        (CanvasReader, "request"),
+        (CanvasReader, "read"),
     ):
         watched(owner, name)
     engine = engine_for(recipe_of())
@@ -373,7 +375,7 @@ def test_a_network_that_is_called_directly_runs_on_its_own_device(monkeypatch: p
     model.score([[1, 2, 3]])
     log_likelihoods(model, [([1], [2, 3])], samples=2)
     greedy(model, [([1], [2])])
-    quantize(model, torch.int8)
+    quantize(model, "int8")
     assert asked == [model.device] * 4
 
 

@@ -17,7 +17,7 @@ from support.models import GEMMA
 from support.real_configs import FOLDERS, REAL, copied
 
 from dinfer.core.registry import MODELS
-from dinfer.layers.linear import QUANTIZED, quantize
+from dinfer.layers.linear import roundings
 from dinfer.loading.checkpoint import load_network, read_spec
 from dinfer.loading.hub import locate
 from dinfer.loading.inspect import Inspection, inspect
@@ -66,11 +66,9 @@ def test_every_real_folder_is_tested() -> None:
 def test_memory_is_that_of_the_loaded_network(name: str) -> None:
     folder = locate(name)
     found = inspected(folder)
-    for kind, narrow in {"none": None, **QUANTIZED}.items():
-        family = MODELS.build({"name": found.family})
-        network = load_network(folder, family, dtype=None, device=torch.device("cpu"), narrow=narrow)
-        if narrow is not None:
-            quantize(network, narrow)
+    for kind in ("none", *roundings()):
+        family, quantize = MODELS.build({"name": found.family}), None if kind == "none" else kind
+        network = load_network(folder, family, dtype=None, device=torch.device("cpu"), quantize=quantize)
         assert found.memory[kind] == sum(one.nbytes for one in (*network.parameters(), *network.buffers()))
     assert found.problems == [] and found.dtype == torch.float16
 

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.kernels import expert_mlps
 from support.models import tiny_spec
 
 from dinfer.core.spec import ExpertSpec
-from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.moe import block_experts, route
 from dinfer.layers.mlp import Experts, blocks_of
 
 

@@ -24,8 +24,9 @@ from triton.runtime.jit import KernelInterface  # noqa: E402
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
+from dinfer.core.plan import WindowPlan  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
-from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats  # noqa: E402
+from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats, window  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.kernels.triton import rows as triton_rows  # noqa: E402
 
@@ -46,7 +47,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, window):
             monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -186,15 +187,16 @@ def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
-    start_B = number(30, 9)
+    start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
     end_B = start_B + number(active + 1, 9)
-    length_B = end_B + number(2 * width, 9)
-    for kept_B, block, back, ahead, (prefill, settles) in itertools.product(
-        (None, number(20, 9)), (None, 1, 4), (None, 0, 5), (None, 0, 3), ((False, False), (False, True), (True, False))
-    ):
+    place_B = start_B, end_B, end_B + number(2 * width, 9), kept_B, prompt_B
+    plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
+    plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
+    modes = (False, False), (False, True), (True, False)
+    for plan, block, (prefill, settles) in itertools.product(plans, (0, 1, 4), modes):
         work = partial(
-            canvas.window_positions, start_B, end_B, length_B, kept_B, width=width, active=active, shift=shift,
-            causal_block=block, back=back, ahead=ahead, prefill=prefill, settles=settles,
+            window.window_positions, plan, place_B, shift, block, width=width, active=active, prefill=prefill,
+            settles=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
         same([made for made in got if made is not None], [made for made in want if made is not None])

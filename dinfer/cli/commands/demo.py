@@ -47,13 +47,13 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     families = setting(config, "families", tuple[str, ...] | None)
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
-    from dinfer.cli.comparison import compare, table
-
     problems = generate("heldout", count, seed, families)
     decoders = decoders_of(config)
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
+    from dinfer.cli.comparison import compare, table
+
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)
@@ -78,13 +78,12 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
     from dinfer.cli.stream import summary, write_answer
     from dinfer.cli.watch import in_colour, watch
 
-    updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
-    ids = pipe.encode(problem.question)
     if in_colour(sys.stdout):
-        completion = watch(pipe, ids, updates, delay)
+        updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
+        completion = watch(pipe, pipe.encode(problem.question), updates, delay)
     else:
         print(f"{problem.question}\n")
-        completion = write_answer(pipe, len(ids), updates)
+        completion = write_answer(pipe.stream(problem.question, max_new_tokens=new_tokens))
     right = is_correct(problem, pipe.decode(completion.output))
     print(f"\n{'right' if right else 'wrong'}: the answer is {problem.answer}")
     print(summary(completion.counts))

@@ -46,14 +46,15 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         raise ValueError('a question is needed: dinfer generate "question"')
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
+    pipe = pipeline(config)
     from dinfer.cli.stream import summary, write_answer
     from dinfer.cli.watch import watch
 
-    pipe = pipeline(config)
-    if live or sys.stdout.isatty():
-        ids = pipe.encode(prompt, chat=chat)
+    if live:
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
-        counts = (watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)).counts
+        counts = watch(pipe, pipe.encode(prompt, chat=chat), updates, delay).counts
+    elif sys.stdout.isatty():
+        counts = write_answer(pipe.stream(prompt, max_new_tokens=new_tokens, chat=chat)).counts
     else:
         result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat)
         print(result.text)

@@ -36,9 +36,10 @@ def infill(config: dict[str, Any], given: str | None) -> None:
     if text is None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
     stop = setting(config, "stop", bool)
+    pipe = pipeline(config)
     from dinfer.cli.stream import summary
 
-    result = pipeline(config).infill(text, stop=stop)
+    result = pipe.infill(text, stop=stop)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")

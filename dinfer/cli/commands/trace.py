@@ -57,12 +57,11 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
             raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
     configs = [config] + ([changed("trace", changes)] if changes else [])
-
+    pipe = pipeline(config)
     from dinfer.analysis.trace.animation import animation
     from dinfer.analysis.trace.page import page
     from dinfer.analysis.trace.record import document
 
-    pipe = pipeline(config)
     traces = [recorded(beside(pipe, config, other), other, prompt) for other in configs]
     found = document(prompt, traces)
     for one in traces:

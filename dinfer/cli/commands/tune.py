@@ -82,7 +82,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
             else:
                 tried.append(one)
                 say(f"{len(tried):>3}  {told(one, goal)}")
-                progress.at("searching", len(tried), trials)
+                progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
     if found is None:
         raise NothingFound("the search ended without a recipe")
     finish(config, found, path, command)

@@ -75,10 +75,8 @@ class Scheduler:
         if row.need_at == now[:DECIDING]:
             return
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        place = {"kept": now.kept, "start": now.start, "end": now.end, "length": now.length}
-        width = cache.width(spec, Phase(now.phase), **place, prompt=now.prompt, forwards=now.forwards)
-        settles = self.runtime.settle and now.phase == Phase.WINDOW
-        row.need, row.need_at = Need(width, cache.narrow(spec, **place) if settles else None), now[:DECIDING]
+        narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
+        row.need, row.need_at = Need(cache.width(spec, now), narrow), now[:DECIDING]
 
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         by_slot = {row.slot: row for row in rows if row.slot is not None}
@@ -118,7 +116,4 @@ class Scheduler:
         shape, slots = self._steps[0]
         if shape.phase != Phase.WINDOW or shape.settles or shape.scored or {row.slot for row in rows} != {*slots}:
             return False
-        return all(
-            row.steady and row.need.width == shape.width and not row.snapshots and stays_open(row.left, row.fastest)
-            for row in rows
-        )
+        return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)
