@@ -104,6 +104,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 TUTORIALS = (
     "first_answer", "choose", "evaluate", "read_a_trace", "add_a_cache", "add_an_iteration", "add_a_model",
+    "how_it_works",
 )  # fmt: skip
 # Each page is a program of its own. All run in one process, which is not that of the tests: a page may register
 # components, and importing torch takes longer than most pages.
