@@ -233,7 +233,7 @@ class Canvas:
         Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
         `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
         """
-        if use_triton(self.cursors_NC):
+        if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
 
             columns = {name: column for column, name in enumerate(Cursors._fields)}

@@ -48,7 +48,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     made = []
     for use in (True, False):
         for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, window):
-            monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
+            monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
 
@@ -178,7 +178,7 @@ def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.Mo
     for name, kernel in [*vars(triton_rows).items()]:
         if isinstance(kernel, KernelInterface):
             monkeypatch.setattr(triton_rows, name, Kernel())
-    monkeypatch.setattr(rows, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(rows, "use_triton", lambda *given: True)
     rows_NX = torch.empty(SLOTS, 1, 1024, 150_000, device="meta")
     slot_B, live_B = torch.tensor([3, 0]), torch.tensor([True, True])
     rows.store_rows(rows_NX, slot_B, live_B, rows_NX[:2])
@@ -328,7 +328,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, token_stats):
         small = module not in (rows, token_stats)
         monkeypatch.setattr(
-            module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
+            module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())
         )
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want
 
