@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 # More arguments for every pip install, such as --index-url.
 PIP_ARGS ?=
 ARGS ?=
-# How test-rest draws random examples: `explore` has a fresh seed each time, `dinfer` always the same one.
+# How test-rest draws random examples: `explore` has a fresh seed each time, `fixed` always the same one.
 PROFILE ?= explore
 
 BIN := $(VENV)/bin
