@@ -1,7 +1,9 @@
-# make demo   a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
-# make test   the same environment with the tools, then the tests (ARGS="-k decoder" for some)
-# make lint   ruff and mypy
-# make clean  removes the environment and all caches
+# make demo      a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
+# make test      the same environment with the tools, then the tests (ARGS="-k decoder" for some)
+# make test-all  make test, then make test-rest: the combinations and random examples that it leaves out
+# make lint      ruff and mypy
+# make docs      the documentation site, in site/                    (open site/index.html)
+# make clean     removes the environment and all caches
 #
 # Variables, on the command line or in the environment (`make clean` before another PYTHON or TORCH):
 PYTHON ?= python3
@@ -13,28 +15,39 @@ TORCH_INDEX ?=
 # More arguments for every pip install, such as --index-url.
 PIP_ARGS ?=
 ARGS ?=
+# How test-rest draws random examples: `explore` has a fresh seed each time, `fixed` always the same one.
+PROFILE ?= explore
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-rest test-all lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/dinfer demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-rest: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto --dist worksteal -m '(matrix or hypothesis) and not gpu' \
+	  --hypothesis-profile=$(PROFILE) $(ARGS)
+
+test-all: test test-rest
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.torch:
@@ -52,4 +65,8 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 
 $(VENV)/.installed-dev: pyproject.toml $(PINS) $(VENV)/.installed
 	$(PIP) --quiet --constraint $(PINS) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(PINS) $(VENV)/.installed
+	$(PIP) --quiet --constraint $(PINS) --editable '.[docs]'
 	touch $@

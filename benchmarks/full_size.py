@@ -22,6 +22,7 @@ import torch
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
+from benchmarks.step import pool
 from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import random_network
 
@@ -46,7 +47,7 @@ def measured(name: str, device: torch.device, prompt: int, new: int) -> dict[str
     weights = sum(p.nbytes for p in model.parameters())
     ids = random_prompts(spec, 1, prompt)[0]
     runs = [generation(pipe, ids, new) for _ in range(2)]
-    kv = pipe.engine._state.kv
+    kv = pool(pipe.engine)
     cached = kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dinfer.core.kv import KVPool
-from dinfer.kernels.linear import FLOAT8
+from dinfer.kernels.types import FLOAT8
 from dinfer.layers.mlp import Experts
 
 SIDE = 8192  # of the matrices

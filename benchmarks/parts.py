@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -115,16 +116,16 @@ def profiled(engine: Engine, run: Callable[[], Any], shapes: Sequence[StepShape]
 
     On a CPU, for dry runs, the operators instead.
     """
-    launcher, cuda, launches = engine.launcher, engine.device.type == "cuda", 0
-    launch, (first, end) = launcher.launch, longest(shapes)
+    cuda, launches, (first, end) = engine.device.type == "cuda", 0, longest(shapes)
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
 
-    def watched(step_shape: StepShape, slots: list[int]) -> None:
+    @contextmanager
+    def watched(step_shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
         nonlocal launches
         if launches == first:
             wait()
             profiler.start()
-        launch(step_shape, slots)
+        yield
         launches += 1
         if launches == end:
             wait()
@@ -134,11 +135,11 @@ def profiled(engine: Engine, run: Callable[[], Any], shapes: Sequence[StepShape]
         if cuda:
             torch.cuda.synchronize()
 
-    launcher.launch = watched  # type: ignore[method-assign]
+    engine.runner.observer = watched
     try:
         run()
     finally:
-        launcher.launch = launch  # type: ignore[method-assign]
+        engine.runner.observer = None
     if launches < end:
         raise RuntimeError(f"the run made {launches} launches, and {first} to {end} were to be profiled")
     device = DeviceType.CUDA if cuda else DeviceType.CPU

@@ -31,10 +31,12 @@ from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
 from dinfer import Pipeline, Runtime, compose
+from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
+from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts
 from dinfer.loading.checkpoint import random_network
 
@@ -74,8 +76,8 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
     launches = sum(row["launches"] for row in steps)
     return {
         "warm_up_s": warm_up,
-        "graphs": pipe.engine.launcher.captured,
-        "refused_graphs": [*pipe.engine.launcher.refused.values()],
+        "graphs": pipe.engine.runner.captured,
+        "refused_graphs": [*pipe.engine.runner.refused.values()],
         "step_ms": usual["median_ms"],
         "host_ms": (1e3 * wall - sum(row["total_ms"] for row in steps)) / launches,
         "lanes": usual["lanes"],
@@ -84,6 +86,12 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
         "repeats_itself": [r.canvas for r in first] == [r.canvas for r in again],
         "canvas": [r.canvas for r in again],
     }, clock.shapes
+
+
+def pool(engine: Engine) -> KVPool:
+    """Keys and values of an engine that has run."""
+    assert engine.runner.state is not None
+    return engine.runner.state.kv
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
@@ -96,7 +104,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
-    parser.add_argument("--quantize", choices=QUANTIZED)
+    parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--out", type=Path)
@@ -113,7 +121,7 @@ def main(args: list[str] | None = None) -> None:
     torch.manual_seed(0)
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     if given.quantize:
-        quantize(model, quantized_dtype(given.quantize))
+        quantize(model, given.quantize)
     iteration = {"name": given.iteration, "block": given.block, "stop": "off"}
     plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
     recipe = apart(plain) if given.spread else plain
@@ -137,7 +145,7 @@ def main(args: list[str] | None = None) -> None:
     seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
     keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
     report["limit"] = limits(
-        model, pipe.engine.launcher.state.kv, rows=given.batch, width=found["width"], block=given.block, keys=keys,
+        model, pool(pipe.engine), rows=given.batch, width=found["width"], block=given.block, keys=keys,
         experts=report["experts_read"], rates=card,
     )  # fmt: skip
     if cuda:

@@ -32,13 +32,14 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, shape
+from benchmarks.step import pool
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import check_range, option
 from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import QUANTIZED, quantize, quantized_dtype
+from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 
 
@@ -113,15 +114,15 @@ def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
     closed_loop(engine, work if stagger else requests, in_flight)  # the whole, or sizes to come are captured later
-    warm_up, captured = time.perf_counter() - began, engine.launcher.captured
+    warm_up, captured = time.perf_counter() - began, engine.runner.captured
     with Clock(engine) as clock:
         result = closed_loop(engine, work, in_flight)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
     return {
         "in_flight": in_flight, **result, "warm_up_s": warm_up, "device_share": busy / result["seconds"],
-        "graphs": engine.launcher.captured, "captured_while_timed": engine.launcher.captured - captured,
-        "refused_graphs": [*engine.launcher.refused.values()], "steps": steps[:12],
+        "graphs": engine.runner.captured, "captured_while_timed": engine.runner.captured - captured,
+        "refused_graphs": [*engine.runner.refused.values()], "steps": steps[:12],
     }  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
         torch.manual_seed(0)
         model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
         if given.quantize:
-            quantize(model, quantized_dtype(given.quantize))
+            quantize(model, given.quantize)
         tokenizer = None
     causal = model.spec.causal_block is not None
     iteration = {
@@ -161,7 +162,7 @@ def prompts(given: argparse.Namespace, pipe: dinfer.Pipeline, count: int) -> lis
 
 def memory(engine: Engine, before: int) -> dict[str, float]:
     """Bytes beyond the weights: of keys and values, and of all else that torch has taken from the card."""
-    kv = engine.launcher.state.kv
+    kv = pool(engine)
     keys = kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes
     return {"kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9}
 
@@ -187,7 +188,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle", action="store_true")
     parser.add_argument("--gather", action="store_true")
     parser.add_argument("--stagger", action="store_true")
-    parser.add_argument("--quantize", choices=QUANTIZED)
+    parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
     from dinfer.engine.async_engine import AsyncEngine
-    from dinfer.engine.engine import Runtime
     from dinfer.engine.request import Counts, NonFiniteLogits
+    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline, Result, load
     from dinfer.pipeline.infilling import Infilled
 

@@ -1,4 +1,4 @@
-"""What a task asks of a generation, from lm-eval's `generation_kwargs` to per-request options of the recipe."""
+"""Reads lm-eval's `generation_kwargs` of a task: stop strings, a length, and per-request options of the recipe."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import unknown
 
+DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One generation. All requests of a task have the same."""
+class GenKwargs:
+    """What a task asks of a generation. All requests of a task have the same."""
 
-    until: list[str]
+    until: list[str]  # stop strings
     new_tokens: int
-    infill: bool = False  # fill a gap of `new_tokens` in front of the document's `suffix`, or of its own `gap`
-    sampled: bool = False  # so that repeats of a request differ
-    options: dict[str, Any] = field(default_factory=dict)
+    infill: bool = False  # fill a gap of `new_tokens`, or of the document's `gap`, in front of its `suffix`
+    sampled: bool = False  # so repeats of a request differ
+    options: dict[str, Any] = field(default_factory=dict)  # per-request options of the recipe
 
 
-def wish(kwargs: Mapping[str, Any], recipe: Recipe, *, new_tokens: int | None, default: int) -> Wish:
-    """Reads `generation_kwargs`. Every name that is neither lm-eval's nor a per-request option is refused.
+def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> GenKwargs:
+    """Reads `generation_kwargs`. `new_tokens`: the length, whatever the task says.
 
-    `new_tokens`: the length whatever the task says; None: the task's, else `default`. Raises ValueError.
+    Raises ValueError for a wrong value, and for a name that is neither lm-eval's nor a per-request option.
     """
     known = [name for option in recipe.request_options for name in (option.name, f"{option.kind}.{option.name}")]
     for name in kwargs:
@@ -48,19 +49,19 @@ def wish(kwargs: Mapping[str, Any], recipe: Recipe, *, new_tokens: int | None, d
             raise ValueError(f"gen_kwargs: {name}={kwargs[name]!r} must be true or false")
     if type(kwargs.get("temperature", 0.0)) not in (int, float):
         raise ValueError(f"gen_kwargs: temperature={kwargs['temperature']!r} must be a number")
-    asked = normalize_gen_kwargs(dict(kwargs), default)
+    normal = normalize_gen_kwargs(dict(kwargs), DEFAULT_LENGTH)
     options = {name: value for name, value in kwargs.items() if name not in OURS}
     temperature = recipe.sampling_of([]).get("temperature", 0.0)
-    if asked["do_sample"] and "temperature" in kwargs:
+    if normal["do_sample"] and "temperature" in kwargs:
         options["sampling.temperature"] = temperature = float(kwargs["temperature"])
-    elif not asked["do_sample"] and temperature > 0 and ("do_sample" in kwargs or "temperature" in kwargs):
+    elif not normal["do_sample"] and temperature > 0 and ("do_sample" in kwargs or "temperature" in kwargs):
         raise ValueError(
             f"the task asks for greedy decoding, but sampling.temperature={temperature}. Leave that at 0, or give the "
             f"temperature to the task: gen_kwargs={{do_sample: true, temperature: {temperature}}}"
         )
-    return Wish(
+    return GenKwargs(
         until=[text for text in until if text],
-        new_tokens=new_tokens or asked["max_gen_toks"],
+        new_tokens=new_tokens or normal["max_gen_toks"],
         infill=kwargs.get("infill", False),
         sampled=temperature > 0,
         options=options,
@@ -68,9 +69,9 @@ def wish(kwargs: Mapping[str, Any], recipe: Recipe, *, new_tokens: int | None, d
 
 
 def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, bool]:
-    """The text before the first stop string, how many of the tokens are in it as a whole, and whether there was one.
+    """The text before the first stop string, how many tokens lie wholly in it, and whether there was a stop string.
 
-    Stop strings are looked for in the text with special tokens, which then are left out.
+    Stop strings may name special tokens. The text has none.
     """
     raw = tokenizer.decode(ids, skip_special_tokens=False)
     ends = [raw.find(text) for text in until if text in raw]

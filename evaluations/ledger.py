@@ -1,4 +1,4 @@
-"""Answers on disk, one JSON line each as soon as it is there: a run that is killed goes on where it was.
+"""Answers on disk, one JSON line each, written at once: a run that is killed goes on where it was.
 
 A run has one file a rank. A later session reads the files of all ranks, however many there were. The first line of a
 session says what it ran with: sessions that would answer differently do not share a file. A session locks its file.
@@ -18,27 +18,27 @@ from typing import Any
 
 from dinfer.analysis.metrics import Sample
 from dinfer.analysis.outputs import check_folder, naming
-from evaluations.ranks import Ranks
+from evaluations.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one request."""
+    """The answer to one request."""
 
     key: str
     task: str
     document: int
     response: Any  # a text; [log-likelihood, greedy]; or a log-likelihood
-    at: float  # seconds that the rank had worked on this task in this session
+    at: float  # seconds that the rank has worked on this task in this session
     session: str = ""
     rank: int = 0
     sample: Sample | None = None  # of a generation
     error: float | None = None  # standard error of a log-likelihood
-    passes: int = 0  # of the network, for a log-likelihood
+    passes: int = 0  # forwards behind a log-likelihood
 
 
 def key_of(*parts: Any) -> str:
-    """A name for a request: the same in every session, different for every other request."""
+    """A name for a request: the same in every session, and no other request has it."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
@@ -46,7 +46,7 @@ class Ledger:
     """All answers so far. Without a path they are kept in memory alone."""
 
     def __init__(
-        self, stem: Path | None = None, *, among: Ranks | None = None, setup: dict[str, Any] | None = None,
+        self, stem: Path | None = None, *, among: Ranks = ALONE, setup: dict[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:  # fmt: skip
         """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes what an earlier run left.
@@ -54,7 +54,7 @@ class Ledger:
         Raises ValueError for files of another setup or of a run that is still going on, OSError.
         """
         self._answers: dict[str, Answer] = {}
-        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank if among else 0, None
+        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank, None
         if stem is None:
             return
         check_folder(stem.parent)
@@ -70,9 +70,8 @@ class Ledger:
         if overwrite:
             self._file.truncate(0)
             if self._rank == 0:
-                _forget(stem, of=among.size if among else 1)
-            if among:
-                among.wait()
+                _forget(stem, of=among.size)
+            among.wait()
         _mend(self._path)
         for path in files(stem):
             for answer in _read(path, setup or {}):
@@ -126,7 +125,7 @@ def _forget(stem: Path, of: int) -> None:
 
 
 def seconds(answers: Sequence[Answer]) -> float:
-    """Wall time of a task: the longest of each session, added up for each rank, and of these the slowest."""
+    """Wall time of a task: each rank's sessions added up, and of these sums the longest."""
     sessions: dict[tuple[int, str], float] = {}
     for answer in answers:
         own = answer.rank, answer.session
@@ -136,7 +135,7 @@ def seconds(answers: Sequence[Answer]) -> float:
 
 
 def _mend(path: Path) -> None:
-    """Takes off a line that a kill cut short: its request will be answered again."""
+    """Removes a last line that a kill cut short: its request will be answered again."""
     if path.is_file():
         content = path.read_bytes()
         if not content.endswith(b"\n"):
@@ -144,7 +143,7 @@ def _mend(path: Path) -> None:
 
 
 def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what is behind the last line break was cut short
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # another rank may be writing the last one
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -20,14 +21,12 @@ _RESULT = re.compile(r"(?<== )\d+")
 
 
 def questions(*, families: Sequence[str] | None = None, **_: Any) -> dict[str, Dataset]:
-    """Questions with answers. What else lm-eval passes is its own."""
-    names = ("family", "question", "solution", "answer")
-    rows = [{name: getattr(problem, name) for name in names} for problem in _problems(families)]
-    return {"test": Dataset.from_list(rows)}
+    """Questions with answers. lm-eval passes more arguments, for its own use."""
+    return {"test": Dataset.from_list([asdict(problem) for problem in _problems(families)])}
 
 
 def choices(**_: Any) -> dict[str, Dataset]:
-    """Four worked solutions, alike but for the last line: one has the answer, three those of other problems."""
+    """Four worked solutions that differ in the last line: one has the answer, three have those of other problems."""
     rows = []
     problems = _problems(None)
     for index, problem in enumerate(problems):
@@ -56,8 +55,7 @@ def gaps(**_: Any) -> dict[str, Dataset]:
 
 def judged(document: dict[str, Any], responses: list[str]) -> dict[str, float]:
     """Exact match of the final answer, as everywhere in dinfer."""
-    problem = Problem(document["family"], document["question"], document["solution"], document["answer"])
-    return {"exact_match": float(is_correct(problem, responses[0]))}
+    return {"exact_match": float(is_correct(Problem(**document), responses[0]))}
 
 
 def _problems(families: Sequence[str] | None) -> list[Problem]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that share the documents."""
+    """This process, one of those that share the documents."""
 
     rank: int
     size: int
@@ -37,6 +37,9 @@ class Ranks:
     def wait(self) -> None:
         if self.size > 1:
             torch.distributed.barrier()
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def ranks(device: str | None) -> Ranks:

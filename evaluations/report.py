@@ -1,4 +1,4 @@
-"""What is written down of a run: scores, figures and settings in one JSON, and a table with a line for each task."""
+"""The report of a run: scores, figures and settings in one JSON, and a table with a line for each task."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dinfer.analysis.metrics import Sample, measure
+from dinfer.analysis.metrics import measure
 from dinfer.analysis.outputs import replacing
 from evaluations.ledger import Answer, seconds
 
@@ -19,9 +20,9 @@ KINDS = ("model", "iteration", "decoder", "cache", "sampling")
 
 
 def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | None) -> dict[str, Any]:
-    """Scores and figures of every task. `metric`: that `accuracy` is, such as "exact_match" or "exact_match,strict".
+    """Scores and figures of every task. Raises ValueError for a metric that a task does not have.
 
-    Raises ValueError for a metric that a task does not have.
+    `metric`: the one that counts as accuracy, such as "exact_match" or "exact_match,strict"; None: each task's first.
     """
     tasks = {}
     for task, lines in (results.get("samples") or {}).items():
@@ -43,7 +44,7 @@ def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | 
 
 
 def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every document with what came of it."""
+    """Every document with its responses and scores."""
     for task, lines in (results.get("samples") or {}).items():
         for line in lines:
             keep = ("doc_id", "filter", "doc", "target", "resps", "filtered_resps", *line["metrics"])
@@ -73,14 +74,14 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     recipe = document["recipe"]
     parts = {kind: recipe[kind]["name"] for kind in KINDS} | {"checkpoint": recipe["model"].get("checkpoint")}
     options = {f"{kind}.{name}": value for kind in KINDS[1:] for name, value in recipe[kind].items() if name != "name"}
-    surroundings = {name: document[name] for name in ("commit", "date", "hardware", "ranks")}
+    origin = {name: document[name] for name in ("commit", "date", "hardware", "ranks")}
     for task, found in document["tasks"].items():
         figures = found["metrics"] or {}
         likelihood = found["likelihood"] or {}
         yield (
             {"run": path.stem, "task": task, "metric": found["metric"], "score": found["score"], **parts, **options}
             | {**figures, **{f"likelihood.{name}": value for name, value in likelihood.items()}}
-            | surroundings
+            | origin
         )
 
 
@@ -94,17 +95,17 @@ def _chosen(task: str, lines: Sequence[Mapping[str, Any]], metric: str | None) -
 
 
 def _figures(answers: Sequence[Answer], lines: Sequence[Mapping[str, Any]], chosen: tuple[str, str]) -> dict[str, Any]:
-    """The metrics of generations, and what the likelihoods cost."""
+    """The metrics of generations, and the cost of likelihoods."""
     name, kind = chosen
     scores = {line["doc_id"]: line[name] for line in lines if line["filter"] == kind}
     judged = all(isinstance(score, Real) and 0 <= float(score) <= 1 for score in scores.values())
     mean = sum(float(score) for score in scores.values()) / len(scores) if judged and scores else None
-    generated = [answer for answer in answers if answer.sample is not None]
+    generated = [(answer.document, answer.sample) for answer in answers if answer.sample is not None]
     estimated = [answer for answer in answers if answer.error is not None]
     found: dict[str, Any] = {"score": mean, "metrics": None, "likelihood": None}
-    if generated and {answer.document for answer in generated} >= scores.keys():
-        samples = [_judged(answer.sample, float(scores[answer.document]) if judged else None) for answer in generated]
-        found["metrics"] = measure(samples, seconds(generated)).row()
+    if generated and {document for document, _ in generated} >= scores.keys():
+        samples = [replace(one, score=float(scores[document]) if judged else None) for document, one in generated]
+        found["metrics"] = measure(samples, seconds([answer for answer in answers if answer.sample])).row()
     if estimated:
         found["likelihood"] = {
             "requests": len(estimated),
@@ -113,12 +114,6 @@ def _figures(answers: Sequence[Answer], lines: Sequence[Mapping[str, Any]], chos
             "seconds": seconds(estimated),
         }
     return found
-
-
-def _judged(sample: Sample | None, score: float | None) -> Sample:
-    if sample is None:
-        raise ValueError("an answer without counts cannot be measured")
-    return Sample(sample.forwards, sample.refreshes, sample.tokens, sample.seconds, sample.stopped, score)
 
 
 def _plain(value: Any) -> Any:

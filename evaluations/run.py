@@ -1,4 +1,4 @@
-"""One evaluation: tasks through lm-eval, judged and measured together, and written down."""
+"""One evaluation: tasks through lm-eval, judged and measured in one run, and written down."""
 
 from __future__ import annotations
 
@@ -31,34 +31,27 @@ from evaluations.sandbox import Limits, in_sandbox
 
 TASKS = Path(__file__).parent / "tasks"
 SCHEMA = "dinfer-eval/1"
-# What a task whose configuration is wrong raises when lm-eval loads it.
+# What lm-eval raises when it loads a task with a wrong configuration.
 TASK_ERRORS = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    OSError,
-    yaml.YAMLError,
-    jinja2.TemplateError,
-)
+    ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, yaml.YAMLError, jinja2.TemplateError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked of an evaluation, beside the recipe."""
+    """The settings of an evaluation, beside the recipe."""
 
     tasks: tuple[str, ...]
     include: tuple[str, ...] = ()  # folders with tasks of the user's
     limit: int | float | None = None  # documents of each task; below 1: that share of them
-    documents: tuple[int, int] | None = None  # instead of a limit: these alone, [first, end)
+    documents: tuple[int, int] | None = None  # instead of a limit: only these, [first, end)
     num_fewshot: int | None = None
     chat: bool | None = None  # None: if the tokenizer has a chat template
     system: str | None = None
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
     fewshot_seed: int = 1234
-    metric: str | None = None  # that `accuracy` is; None: the first of each task
+    metric: str | None = None  # which one is the accuracy; None: the first of each task
     allow_code: bool = False
     code: Limits = field(default_factory=Limits)
     likelihood: Likelihood = field(default_factory=Likelihood)
@@ -80,7 +73,7 @@ class Settings:
 
 
 def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> Path:
-    """The path of a run's files without their endings: readable, and another one for whatever may change a figure."""
+    """The path of a run's files without their endings. A setting that may change a figure changes it."""
     everything = json.dumps([recipe, asdict(settings), runtime], sort_keys=True, default=str)
     digest = hashlib.blake2b(everything.encode(), digest_size=4).hexdigest()
     parts = ("+".join(settings.tasks), *(recipe[kind]["name"] for kind in ("model", "iteration", "decoder", "cache")))
@@ -89,27 +82,20 @@ def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: M
 
 
 def report_of(stem: Path) -> Path:
-    """Where the report of a run is; it is there only if the run is complete."""
+    """The report of a run. The file exists only if the run is complete."""
     return stem.with_name(f"{stem.name}.json")
 
 
 def evaluate(
-    load: Callable[[], Pipeline],
-    settings: Settings,
-    *,
-    among: Ranks,
-    recipe: Mapping[str, Any],
-    runtime: Mapping[str, Any],
-    stem: Path | None,
-    overwrite: bool = False,
-    command: str = "",
+    load: Callable[[], Pipeline], settings: Settings, *, among: Ranks, recipe: Mapping[str, Any],
+    runtime: Mapping[str, Any], stem: Path | None, overwrite: bool = False, command: str = "",
     progress: Progress | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Runs the tasks, or what is left of them. The report on the first rank, None on others.
 
-    `load` is called once files and tasks are known to be good. `stem`: writes STEM.json, STEM.samples.jsonl,
-    STEM.answers-RANK.jsonl, and runs.csv beside them; None: keeps nothing. `overwrite`: begins anew. Raises ValueError
-    for tasks and settings that cannot be, or if another process is at this run; OSError.
+    `load` makes the pipeline, after files and tasks are checked. `stem`: writes STEM.json, STEM.samples.jsonl,
+    STEM.answers-RANK.jsonl, and runs.csv beside them; None: keeps nothing. `overwrite`: begins anew. Raises OSError,
+    and ValueError for tasks or settings that do not work or if another process is at this run.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     say = progress or (lambda *_: None)
@@ -123,7 +109,7 @@ def evaluate(
         say("loading the model")
         pipe = load()
         chat = _chat(pipe, settings.chat)
-        lm = DinferLM.of(
+        lm = DinferLM(
             pipe, likelihood=settings.likelihood, among=among, max_new_tokens=settings.max_new_tokens, ledger=ledger,
             progress=progress,
         )  # fmt: skip
@@ -139,17 +125,12 @@ def evaluate(
     # lm-eval numbers requests among the chosen documents, and results among all.
     first = settings.documents[0] if settings.documents is not None else 0
     moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
-    document = (
-        {"schema": SCHEMA, "command": command, "date": date}
-        | setup
-        | report(results, list({answer.key: answer for answer in moved}.values()), settings.metric)
-        | {
-            "likelihood": lm.get_model_info()["likelihood"],
-            "recipe": dict(recipe),
-            "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
-            "runtime": dict(runtime),
-        }
-    )
+    document = {
+        "schema": SCHEMA, "command": command, "date": date, **setup,
+        **report(results, list({answer.key: answer for answer in moved}.values()), settings.metric),
+        "likelihood": lm.get_model_info()["likelihood"], "recipe": dict(recipe), "runtime": dict(runtime),
+        "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
+    }  # fmt: skip
     if stem is not None:
         samples = "".join(json.dumps(line, default=str) + "\n" for line in samples_of(results))
         write(stem.with_name(f"{stem.name}.samples.jsonl"), samples)
@@ -188,7 +169,7 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
         if not folder.is_dir():
             raise ValueError(f"include={str(folder)!r}: there is no such folder")
         for path in sorted(folder.glob("**/*.yaml")):
-            _read(path)  # lm-eval would leave out in silence what it cannot read
+            _read(path)  # lm-eval skips what it cannot read, without a word
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(_names(manager, pattern) for pattern in settings.tasks):
         manager = TaskManager(include_path=folders)

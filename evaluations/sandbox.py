@@ -1,11 +1,11 @@
-"""Runs generated code: in a process of its own, with limits of time, memory, files and processes, and no network where
-the system lets us take it away.
+"""Runs generated code in a process of its own, with limits of time, memory and files, and without a network where the
+system allows that.
 
-It is a guard against accidents, not against an attacker who knows it: for code that may be hostile, run the whole
-evaluation in a container. A program passes if it ran to its end; leaving early, with any exit status, is a failure.
+It guards against accidents, not against an attacker: run the whole evaluation in a container if code may be hostile. A
+program passes if it runs to its end. Leaving early is a failure, with any exit status.
 
-lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub, which runs code in
-their own process tree, without a limit on memory worth the name. `in_sandbox` puts this module in its place.
+lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub. It runs code without
+a useful limit on memory. `in_sandbox` puts this module in its place.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from typing import Any
 
 import evaluate
 
-# Runs in the child. The program comes on stdin, behind the word that it has to say at its end.
+# Runs in the child. stdin holds a word, then the program. The child says the word when the program has ended.
 _GUARD = """
 import ctypes, io, os, resource, sys
 seconds, megabytes, end = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 source = sys.stdin.read()
 word, source = source.split("\\n", 1)
 ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # a user namespace, and in it an empty network namespace
-for name, limit in (("AS", megabytes << 20), ("CPU", seconds + 1), ("FSIZE", 16 << 20), ("NOFILE", 64), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+for kind, limit in (
+    (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CPU, seconds + 1), (resource.RLIMIT_FSIZE, 16 << 20),
+    (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
+):
+    resource.setrlimit(kind, (limit, limit))
 sys.stdin = io.StringIO()
 exec(compile(source, "program", "exec"), {"__name__": "__main__"})
 os.write(end, word.encode())
@@ -49,14 +52,14 @@ class Limits:
     megabytes: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "megabytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"code.{name}={getattr(self, name)} must be at least 1")
+        for name, value in (("seconds", self.seconds), ("megabytes", self.megabytes)):
+            if value < 1:
+                raise ValueError(f"code.{name}={value} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a program."""
+    """The outcome of a program."""
 
     passed: bool
     remark: str  # empty, or the last line of its error, or "timed out"
@@ -71,7 +74,7 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="dinfer-code-") as folder,
-            (Path(folder) / "errors").open("w+b") as errors,  # a file, since what it may hold is limited
+            (Path(folder) / "errors").open("w+b") as errors,  # a file, since its size has a limit
         ):
             child = subprocess.Popen(
                 [sys.executable, "-I", "-c", _GUARD, str(limits.seconds), str(limits.megabytes), str(writer)],
@@ -101,7 +104,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _said(reader: int) -> str:
-    """What the program said at its end; empty if it did not come that far."""
+    """What the program said at its end; empty if it did not get there."""
     os.set_blocking(reader, False)
     with suppress(BlockingIOError):
         return os.read(reader, 64).decode(errors="replace")
@@ -116,7 +119,7 @@ class CodeEval:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1, 10, 100)
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
-        """Scores by name, and by problem what came of each program."""
+        """Scores by name, and for each problem the outcome of each program."""
         jobs = [(i, f"{p}\n{test}") for i, test in enumerate(references) for p in predictions[i]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = list(pool.map(lambda job: run(job[1], self.limits), jobs))
@@ -134,12 +137,12 @@ def pass_at(k: int, programs: int, passed: int) -> float:
     return 1.0 - math.comb(programs - passed, k) / math.comb(programs, k)
 
 
-CODE_EVAL = CodeEval()  # one for the process: lm-eval keeps what its tasks have loaded
+CODE_EVAL = CodeEval()  # one for the process: lm-eval caches what its tasks load
 
 
 @contextmanager
 def in_sandbox(limits: Limits) -> Iterator[None]:
-    """While it lasts, `evaluate.load("code_eval")` gives `CodeEval`. Tasks load their metrics when they are loaded."""
+    """While it lasts, `evaluate.load("code_eval")` gives `CodeEval`: tasks load their metrics as they are loaded."""
     usual, CODE_EVAL.limits = evaluate.load, limits
 
     def load(path: str, *args: Any, **kwargs: Any) -> Any:

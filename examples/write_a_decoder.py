@@ -29,9 +29,8 @@ class Apart(Decoder):
         return Proposal(view.masked_RL & peak_RL & (score_RL >= view.options["threshold"]))
 
 
-question = "Eva wants 32 books and 37 cups. One of the books costs 7 coins, one of the cups 9 coins. " \
-    "How many coins does Eva pay?"  # fmt: skip
+question = "Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?"
 for decoder in ("threshold", Apart(), Apart(threshold=0.3)):
-    result = dinfer.load("tiny", decoder=decoder).generate(question, max_new_tokens=64)
+    result = dinfer.load("tiny", decoder=decoder).generate(question)
     print(f"{decoder}: {result.counts.forwards} forwards, {result.counts.tpf:.2f} tokens per forward")
     print(f"  {' / '.join(result.text.splitlines())}")

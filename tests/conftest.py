@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,13 +14,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whichever test
 
 torch.set_num_threads(1)
-settings.register_profile("dinfer", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("dinfer")
+# `make test` tries the same examples at each run. `make test-all` draws others (support/examples.py says how many).
+settings.register_profile("fixed", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=1000, database=None, print_blob=True)
+settings.load_profile("fixed")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What tests recorded under "summary"; also from the workers of pytest-xdist, whose output is not shown."""
+SEED = "DINFER_HYPOTHESIS_SEED"  # in the environment, which the workers of pytest-xdist inherit
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for all workers of a run that explores."""
+    if config.option.hypothesis_profile == "explore" and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What tests recorded under "summary", those of pytest-xdist's workers too, whose output is lost; and the seed."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "summary":
                 terminalreporter.write_line(value)
+    if config.option.hypothesis_profile == "explore":
+        seed = config.option.hypothesis_seed
+        terminalreporter.write_line(f"Hypothesis drew examples; --hypothesis-seed={seed} draws the same again")

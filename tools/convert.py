@@ -24,11 +24,13 @@ from torch import Tensor
 
 from dinfer.core.registry import MODELS, options_of
 from dinfer.core.spec import ExpertLayout, Placement
-from dinfer.kernels.linear import round_rows
-from dinfer.layers.linear import QUANTIZED, roundable
-from dinfer.loading.checkpoint import check, family_of, layout, locate, place_of, read_config, read_spec
+from dinfer.layers.formats.format import Format
+from dinfer.layers.linear import format_of, formatted
+from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
+from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.hub import locate
 from dinfer.loading.quantized import FIELD
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -63,8 +65,9 @@ def convert(
     made = regrouped(tensors, have, want)
     if quantize is not None:
         with torch.device("meta"):
-            narrow = roundable(family.network(spec)).keys()
-        made = rounded(made, {name for name, place in want.items() if place.parameter in narrow}, QUANTIZED[quantize])
+            weights = formatted(family.network(spec)).keys()
+        names = {name for name, place in want.items() if place.parameter in weights}
+        made = rounded(made, names, format_of(quantize))
         config = read_object(source / "config.json") | {FIELD: described(quantize)}
         (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     write(target, made, shard)
@@ -80,7 +83,8 @@ def regrouped(
         if len(dtypes := {tensors[name].dtype for name in own}) > 1:
             raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
         size = sum(torch.Size(tensors[name].shape).numel() for name in own)
-        whole = {parameter: torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]).view(-1, have[own[0]].shape[-1])}
+        flat, first = torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]), have[own[0]]
+        whole = {parameter: flat.view(first.experts, -1, first.shape[-1])}
         for name, tensor in read(tensors, own):
             place_of(whole, have[name]).copy_(tensor)
         yield from (
@@ -89,14 +93,14 @@ def regrouped(
 
 
 def rounded(
-    tensors: Iterator[tuple[str, Tensor]], names: Collection[str], dtype: torch.dtype
+    tensors: Iterator[tuple[str, Tensor]], names: Collection[str], format: Format
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors, those that are named in 8 bits and followed by the scales of their outputs."""
     for name, tensor in tensors:
         if name in names:
-            made = round_rows(tensor, dtype)
-            yield name, made.values
-            yield f"{name}_scale", made.scale[..., None]
+            values, scale = format.make(tensor)
+            yield name, values
+            yield f"{name}_scale", scale[..., None]
         else:
             yield name, tensor
 

@@ -40,7 +40,7 @@ class Muon:
         self.groups: dict[tuple[int, int], list[Tensor]] = {}
         self.velocity: dict[tuple[int, int], Tensor] = {}
         for matrix, rows in self.matrices:
-            for part in matrix.detach().split(rows):
+            for part in matrix.detach().flatten(0, -2).split(rows):
                 self.groups.setdefault((part.shape[0], part.shape[1]), []).append(part)
         for shape, parts in self.groups.items():
             self.velocity[shape] = torch.zeros(len(parts), *shape, device=parts[0].device)
@@ -56,7 +56,7 @@ class Muon:
         for matrix, rows in self.matrices:
             if matrix.grad is None:
                 raise ValueError("Muon: a matrix has no gradient; call backward first")
-            for part in matrix.grad.split(rows):
+            for part in matrix.grad.flatten(0, -2).split(rows):
                 gradients[(part.shape[0], part.shape[1])].append(part)
         for shape, parts in self.groups.items():
             gradient_NRC, velocity_NRC = torch.stack(gradients[shape]), self.velocity[shape]

@@ -83,7 +83,7 @@ def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
     """What Muon steps, and of how many rows the matrices are that a parameter holds. Routers are not for it."""
     for block in model.blocks:
         for name, parameter in block.named_parameters():
-            if parameter.dim() == 2 and "router" not in name:
+            if parameter.dim() > 1 and "router" not in name:
                 yield parameter, block.mlp.experts.width if name == "mlp.gate_up" else model.spec.hidden
 
 

@@ -69,7 +69,7 @@ class Options:
 def initialise(model: Transformer) -> None:
     """Normal weights; those that write into the residual stream smaller, by the number of writers."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() > 1:
             writes = name.endswith(("out.weight", "down.weight", "mlp.down"))
             torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * model.spec.layers) if writes else 0.02)
         else:

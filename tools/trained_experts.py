@@ -34,9 +34,9 @@ class TrainedExperts(Experts):
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         weights_NX = torch.zeros_like(logits_NX).scatter(1, chosen_NC, weights_NC)
         self.load_X += (weights_NX.detach() > 0).sum(0)
-        hidden_NXM = swiglu(F.linear(x_ND, self.gate_up).unflatten(1, (count, -1)))
+        hidden_NXM = swiglu(F.linear(x_ND, self.gate_up.flatten(0, 1)).unflatten(1, (count, -1)))
         hidden_NXM = hidden_NXM * weights_NX[..., None].to(hidden_NXM.dtype)
-        down = self.down.unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
+        down = self.down.transpose(0, 1).flatten(1)
         out_BWD = F.linear(hidden_NXM.flatten(1), down).view_as(x_BWD)
         return out_BWD if self.shared is None else out_BWD + self.shared(x_BWD, pos_BW)
 

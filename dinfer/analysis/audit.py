@@ -22,8 +22,9 @@ from dinfer.core.protocols import Attend, Phase
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES
 from dinfer.core.step import seen
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline import Pipeline
@@ -111,7 +112,7 @@ def audit(
         total += request.new_tokens
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
     spec = recipe.model.spec
-    exact = recipe.cache.exact(1 if spec.encoder else spec.causal_block)  # what an encoder has read does not change
+    exact = recipe.cache.exact(spec.shift, spec.attention_block, recipe.iteration.grain)
     if kv != "model":
         names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
@@ -171,7 +172,8 @@ def _steps(engine: Engine, watch: _Watched, index: int, request: Request) -> Ite
 
 def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     """Logits of the whole canvas as it is, fed what the iteration feeds; and which positions are masked."""
-    iteration, state = engine.recipe.iteration, engine.launcher.state
+    iteration, state = engine.recipe.iteration, engine.runner.state
+    assert state is not None, "the engine has run a step"
     slot_B = torch.zeros(1, dtype=torch.int64, device=model.device)
     pos_BT = torch.arange(length, device=slot_B.device)[None]
     tokens_BT, status_BT = state.canvas.gather(slot_B, pos_BT)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dinfer.core.protocols import Model, ModelSpec
 from dinfer.kernels.attention import attention_interval, interval_mask
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.random import uniform
 from dinfer.layers.transformer import WholeAttend
 
@@ -63,6 +64,7 @@ def estimator(spec: ModelSpec) -> str:
 
 
 @torch.inference_mode()
+@on_own_device
 def log_likelihoods(
     model: Model, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0, guidance: float = 0.0, batch: int = 16
 ) -> list[Bound]:
@@ -102,6 +104,7 @@ def log_likelihoods(
 
 
 @torch.inference_mode()
+@on_own_device
 def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool]:
     """Whether a model, filling as many masks as the answer has tokens, writes the answer: one token a step, the most
     confident first, block after block if the model is block-causal. A text is left at its first wrong token.

@@ -21,15 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.caches._window import scattered
 from dinfer.core.canvas import Canvas
-from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, StepShape, Window
+from dinfer.core.plan import SHARES
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.registry import CACHES, check_range, option
 from dinfer.kernels.canvas import padded
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this
-PARTS = 10**6  # `ratio` is counted in integers of one part in this: host and device must not round differently
 
 
 @CACHES.register("adaptive")
@@ -44,6 +43,7 @@ class AdaptiveCache(CachePolicy):
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"
+    remark = "an approximation"
     watches: ClassVar[bool] = True
 
     prompt_interval: int = option(100, "recompute everything every so many steps; 0: only at first")
@@ -54,10 +54,6 @@ class AdaptiveCache(CachePolicy):
         check_range("cache", self, "prompt_interval", "response_interval", least=0)
         check_range("cache", self, "ratio", least=0, most=1)
 
-    @property
-    def _parts(self) -> int:
-        return round(self.ratio * PARTS)
-
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
         return {
@@ -66,35 +62,31 @@ class AdaptiveCache(CachePolicy):
             "seen": zeros_S - 1,  # the token it held then
         }
 
-    def width(
-        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
-    ) -> int:
-        first = max(start - spec.shift, 0)
+    def plan(self, phase: Phase) -> WindowPlan:
         if phase == Phase.FULL:
-            return length
-        if self.response_interval and forwards % self.response_interval == 0:
-            return length - min(prompt, first)
-        return min(end - first + (length - prompt) * self._parts // PARTS, length - min(prompt, first))
+            return WindowPlan(None, None, unseen=True, chosen=True)
+        return WindowPlan(
+            0, None, response=True, unseen=True, chosen=True, share=round(self.ratio * SHARES),
+            every=self.response_interval,
+        )  # fmt: skip
 
-    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
         tokens_BS = canvas.tokens_NS.index_select(0, lanes.slot_B)
         pos_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         prompt_B1, length_B1, forwards_B1 = (t[:, None] for t in (lanes.prompt_B, lanes.length_B, lanes.forwards_B))
-        inside_BS = pos_S < length_B1
         active_BS = (pos_S >= lanes.start_B[:, None] - spec.shift) & (pos_S < lanes.end_B[:, None])
-        others_BS = inside_BS & (pos_S >= prompt_B1) & ~active_BS
-        if shape.phase == Phase.FULL:
+        inside_BS = pos_S < length_B1
+        if phase == Phase.FULL:
             flags_BS = inside_BS
         else:
+            others_BS = inside_BS & (pos_S >= prompt_B1) & ~active_BS
             drift_BS = state["rate"] * (forwards_B1 - state["when"]) + FARTHEST * (tokens_BS != state["seen"])
             order_BS = drift_BS.masked_fill(~others_BS, -1.0).sort(dim=-1, descending=True, stable=True).indices
-            budget_B1 = (length_B1 - prompt_B1) * self._parts // PARTS
-            chosen_BS = torch.zeros_like(others_BS).scatter(1, order_BS, (pos_S < budget_B1).expand_as(order_BS))
-            if self.response_interval:
-                chosen_BS = chosen_BS | (forwards_B1 % self.response_interval == 0)
+            most_B1 = self.plan(phase).allowance(length_B1 - prompt_B1, forwards_B1)
+            chosen_BS = torch.zeros_like(others_BS).scatter(1, order_BS, (pos_S < most_B1).expand_as(order_BS))
             flags_BS = active_BS | (chosen_BS & others_BS)
         state["seen"].copy_(torch.where(flags_BS, tokens_BS, state["seen"]))
-        return scattered(lanes, spec, shape, flags_BS)
+        return flags_BS
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         index_BW = padded(pos_BW, state["when"].shape[1] - 1)

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.caches._window import scattered
 from dinfer.core.canvas import Canvas, Status
-from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, StepShape, Window
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.registry import CACHES, check_range, option
 
 
@@ -35,6 +34,7 @@ class DelayedCache(CachePolicy):
     """
 
     paper = "dKV-Cache, arXiv:2505.15781"
+    remark = "an approximation"
     scores_decoded: ClassVar[bool] = False
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
@@ -47,19 +47,15 @@ class DelayedCache(CachePolicy):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
 
-    def width(
-        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
-    ) -> int:
+    def plan(self, phase: Phase) -> WindowPlan:
         if phase == Phase.FULL:
-            return length
-        if self.variant == "decode":
-            return min(length - start + spec.shift, length)
-        return min(end + self.around, length) - max(start - max(self.around, spec.shift), 0)
+            return WindowPlan(None, None, chosen=True)
+        back, ahead = (0, None) if self.variant == "decode" else (self.around, self.around)
+        return WindowPlan(back, ahead, chosen=True)
 
-    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
+    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
         open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
         pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
-        inside_BS = pos_S < lanes.length_B[:, None]
         active_BS = (pos_S >= lanes.start_B[:, None]) & (pos_S < lanes.end_B[:, None])
         fresh_BS = state["open"] & ~open_BS
         state["open"].copy_(open_BS)
@@ -71,8 +67,7 @@ class DelayedCache(CachePolicy):
         elif self.around:
             near_BS = F.max_pool1d(fresh_BS[:, None].float(), 2 * self.around + 1, 1, self.around)[:, 0] > 0
             flags_BS = flags_BS | near_BS
-        flags_BS = inside_BS if shape.phase == Phase.FULL else flags_BS & inside_BS
-        return scattered(lanes, spec, shape, flags_BS)
+        return torch.ones_like(flags_BS) if phase == Phase.FULL else flags_BS
 
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         if not self.interval:

@@ -8,14 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.caches._window import WindowCache
-from dinfer.core.protocols import ModelSpec, Moved, Phase, RowCursors, State
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.registry import CACHES, check_range, option
 
 
 @CACHES.register("vicinity")
 @dataclass(frozen=True, kw_only=True)
-class VicinityCache(WindowCache):
+class VicinityCache(CachePolicy):
     """Recomputes `[start - back, end + ahead)`; keys outside are those of the last full pass.
 
     The first `warmup` passes of a request are full and keep nothing; the next keeps its keys, as does the first of
@@ -23,6 +22,7 @@ class VicinityCache(WindowCache):
     """
 
     paper = "dInfer, arXiv:2510.08666"
+    remark = "exact for causal models, and for block-causal ones in whole blocks"
 
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")
@@ -35,8 +35,8 @@ class VicinityCache(WindowCache):
     def __post_init__(self) -> None:
         check_range("cache", self, "back", "ahead", "warmup", "interval", least=0)
 
-    def reach(self) -> tuple[int, int | None]:
-        return self.back, self.ahead
+    def plan(self, phase: Phase) -> WindowPlan:
+        return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(self.back, self.ahead)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zero = torch.zeros((), dtype=torch.int64)

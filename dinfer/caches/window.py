@@ -12,31 +12,37 @@ refresh left them: exact for none, an approximation for bidirectional models oth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dinfer.caches._window import WindowCache
-from dinfer.core.protocols import ModelSpec, Moved, Phase, RowCursors, State
+from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.registry import CACHES, option
 
 
 @CACHES.register("none")
 @dataclass(frozen=True, kw_only=True)
-class NoCache(WindowCache):
+class NoCache(CachePolicy):
     """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
+    remark = "exact for every model"
     reuses = False
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        return WindowPlan(None, None)
 
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefreshedCache(WindowCache):
+class RefreshedCache(CachePolicy):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
+
+    remark = "exact for causal models, and for block-causal ones in whole blocks"
+    ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
     interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")
 
@@ -47,6 +53,9 @@ class RefreshedCache(WindowCache):
     def __post_init__(self) -> None:
         if self.interval < 0:
             raise ValueError(f"cache.interval={self.interval} must be 0 (never) or more")
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
 
     def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
         return torch.ones_like(lanes.live_B) if self.compat and phase == Phase.FULL else None
@@ -69,9 +78,7 @@ class PrefixCache(RefreshedCache):
     """Keeps the keys and values before the active block; recomputes the block and all behind it."""
 
     paper = "Fast-dLLM, arXiv:2505.22618"
-
-    def reach(self) -> tuple[int, int | None]:
-        return 0, None
+    ahead: ClassVar[int | None] = None
 
 
 @CACHES.register("dual")

@@ -1,70 +1,101 @@
-"""Runs a command as a Hydra application: configuration, overrides, sweeps and --cfg are Hydra's."""
+"""Runs a command as a Hydra application: configuration, overrides, launchers and --cfg are Hydra's."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import run_job
+from hydra.experimental.callback import Callback
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig
 
 from dinfer.cli import conf
-from dinfer.cli.arguments import flags_of, split
+from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
-from dinfer.cli.names import check, spread
-from dinfer.cli.sweep_points import Missed
+from dinfer.cli.explain import explained, parse
+from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
-from dinfer.core.recipe import IncompatibleRecipe
+from dinfer.core.registry import unknown
 
 Task = Callable[[dict[str, Any], str | None], None]
 
 
-def launch(
-    command: str, args: list[str], task: Task, *, switches: Mapping[str, str] | None = None, takes_text: bool = False
-) -> None:
+def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     """Calls `task(configuration, text)` once, or once for each point of a sweep.
 
-    `conf/<command>.yaml` is the configuration; `switches` are flags that stand for an override.
+    `conf/<command>.yaml` is the configuration.
     """
-    schema = schema_of(command, args)
-    found = split(args, roots=schema.roots, words=schema.words, switches=switches or {}, takes_text=takes_text)
-    check(found.overrides, schema, multirun=found.multirun)
-    if found.multirun:
-        found.overrides = spread(found.overrides)
-    conf.publish_components()
+    command, folder = args.command, args.config_dir
+    text, overrides = divided(args, cache(lambda: names(command, folder)), takes_text=takes_text)
+    overrides += [f"hydra.searchpath={conf.searched(folder)}"] if folder else []
+    parsed = [parse(override) for override in overrides]
 
-    def guarded(config: DictConfig) -> Missed | None:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        settings = {str(key): value for key, value in values.items()}  # type: ignore[union-attr]
-        if found.multirun:
-            return point(task, settings, found.text)
-        # Inside Hydra, which would add lines of its own to an error that reaches it.
-        with reported():
-            task(settings, found.text)
+    def run(config: DictConfig) -> Missed | None:
+        with reported():  # inside Hydra, which would add lines of its own to an error that reaches it
+            values = conf.values_of(config)
+            if args.multirun:
+                return point(task, values, text)
+            task(values, text)
         return None
 
-    with TemporaryDirectory(prefix="dinfer-sweep-") as scratch, _errors_raised():
-        # Hydra gives every sweep a folder; what a command has to keep, it writes itself.
-        sweep = [f"hydra.sweep.dir='{scratch}'", "hydra.sweep.subdir=."] if found.multirun else []
-        if any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in found.overrides):
-            sweep = []  # jobs elsewhere need a folder that is there too, and outlives this process
-        sys.argv = ["dinfer", *found.flags, *sweep, *found.overrides]
-        hydra.main(version_base="1.3", config_path=str(conf.folder()), config_name=command)(guarded)()
+    if args.flags and args.multirun:
+        raise ValueError("-m runs a sweep, and --cfg and its like show something and stop: leave one of them out")
+    with conf.session() as loader, explained():
+        check(command, folder, parsed, multirun=args.multirun)
+        # Hydra names a type that is internal; the public one has the same methods.
+        context = HydraContext(config_loader=loader, callbacks=Callback())  # type: ignore[arg-type]
+        if args.multirun:
+            return sweep(command, parsed, context, run)
+        config = hydra.compose(command, [*overrides, "hydra.mode=RUN"], return_hydra_config=True)
+        if not args.flags:
+            job = run_job(run, config, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
+            return job.return_value  # raises what the task raised
+    in_hydra([*args.flags, *overrides], command)
 
 
-def schema_of(command: str, args: list[str]) -> conf.Schema:
-    """What a command with these arguments may be told; names in a folder of the user's are settings too."""
-    extra = next((Path(value) for flag, value in flags_of(args) if flag in ("--config-dir", "-cd")), None)
-    if extra is not None and not extra.is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    return conf.Schema(command, extra)
+def in_hydra(argv: Sequence[str], command: str) -> None:
+    """Runs Hydra's own command line, for flags that show something and stop."""
+    conf.publish()
+    before, sys.argv = sys.argv, ["dinfer", *argv]
+    try:
+        hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(print)()
+    finally:
+        sys.argv = before
+
+
+def roots(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with. `folder`: a further one of configurations."""
+    groups = [path.name for path in Path(folder).iterdir() if path.is_dir()] if folder else []
+    with conf.session():
+        return {*conf.compose(command, []), *groups, conf.RECIPE, "hydra"}
+
+
+def names(command: str, folder: str | None) -> set[str]:
+    """All that an override may begin with, and options, since a user may forget to name their component."""
+    described = [registry.describe(name) for registry in conf.GROUPS.values() for name in registry.names()]
+    return roots(command, folder) | {option.name for description in described for option in description.options}
+
+
+def check(command: str, folder: str | None, overrides: Sequence[Override], *, multirun: bool) -> None:
+    """Raises ValueError for overrides that Hydra would accept, or refuse without naming them."""
+    for override in overrides:
+        key, swept = override.key_or_group, override.is_sweep_override()
+        if swept and not multirun:
+            raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
+        if key in conf.GROUPS and not swept and not isinstance(override.value(), (str, list)):
+            raise unknown(key, override.value(), conf.GROUPS[key].names())
+        if override.is_add() or override.is_force_add():
+            root, known = key.replace("/", ".").partition(".")[0], roots(command, folder)
+            if root not in known:
+                raise unknown("setting", key, sorted(known))
 
 
 def numbered(path: Path) -> Path:
@@ -80,31 +111,13 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
         task(settings, text)
-    except IncompatibleRecipe as error:
-        return missed(error, failed=False)
     except (*input_errors(), *failures()) as error:
-        return missed(error, failed=True)
+        from dinfer.core.recipe import IncompatibleRecipe
+
+        failed = not isinstance(error, IncompatibleRecipe)
+        if failed and debugging():
+            raise
+        sys.stdout.flush()
+        say(f"dinfer: {message(error)}")
+        return Missed(message(error), failed)
     return None
-
-
-def missed(error: BaseException, *, failed: bool) -> Missed:
-    """Says at once why a point has no result."""
-    if failed and debugging():
-        raise error
-    sys.stdout.flush()
-    say(f"dinfer: {message(error)}")
-    return Missed(message(error), failed)
-
-
-@contextmanager
-def _errors_raised() -> Iterator[None]:
-    """Lets Hydra raise its errors instead of printing them and leaving, for us to report."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before

@@ -1,4 +1,4 @@
-"""Takes a command's arguments apart: the user's text, Hydra's flags, and overrides.
+"""What a command line holds: flags, which argparse knows, and the user's text and Hydra's overrides, which it leaves.
 
 Text never goes through Hydra's grammar, so that it may hold anything. An argument is an override if it begins with
 `name=` and the name is one that the configuration has, or a slip of the pen for one; `--` puts an end to overrides.
@@ -7,84 +7,101 @@ Text never goes through Hydra's grammar, so that it may hold anything. An argume
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+from dinfer.cli import conf
 from dinfer.cli.terminal import read_stdin
 from dinfer.core.registry import unknown
 
-_OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
-_SWITCHES = ("--multirun", "-m", "--resolve")
-_SHOWN = ("job", "hydra", "all")
-_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
+OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
 
 
-@dataclass(slots=True)
-class Arguments:
-    """A command's arguments, by what they are for."""
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for what it cannot parse. Takes no abbreviations of flags."""
 
-    text: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    flags: list[str] = field(default_factory=list)  # for Hydra
-    multirun: bool = False
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **given)
 
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
-def flags_of(args: list[str]) -> Iterator[tuple[str, str]]:
-    """What each argument would be as a flag with a value: `--flag=value`, or `--flag` and the argument behind it."""
-    for arg, following in itertools.pairwise([*args, ""]):
-        flag, equals, value = arg.partition("=")
-        yield flag, value if equals else following
+    @property
+    def flags(self) -> list[str]:
+        """All long flags."""
+        return re.findall(r"^  (?:-\w+(?: \w+)?, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
 
 
-def split(
-    args: list[str], *, roots: list[str], words: list[str], switches: Mapping[str, str], takes_text: bool
-) -> Arguments:
-    """Sorts `args`.
+def one_of(flag: str, *known: str) -> Callable[[str], str]:
+    """A type of argparse: the flag and its value, which must be one of those known, in one argument for Hydra."""
 
-    `roots` are the first parts of all settings, `words` all that may be misspelt in an override, `switches` flags that
-    stand for an override. Raises ValueError.
+    def checked(value: str) -> str:
+        if value not in known:
+            raise argparse.ArgumentTypeError(str(unknown("value", value, list(known))))
+        return f"{flag}={value}"
+
+    return checked
+
+
+def configured(parser: Parser) -> None:
+    """Makes it the parser of a command whose configuration Hydra composes: its flags, and its settings in the help.
+
+    `overrides` is for flags that stand for one; `flags` is passed on to Hydra.
     """
-    found, texts, rest = Arguments(), [], list(args)
-    while rest:
-        arg = rest.pop(0)
-        flag, _, value = arg.partition("=")
-        if arg == "--":
-            texts += rest
-            break
-        if arg in switches:
-            found.overrides.append(switches[arg])
-        elif arg == "-" and takes_text:
+    parser.epilog = settings_of(parser.prog.split()[-1])
+    parser.set_defaults(overrides=[], flags=[])
+    group = parser.add_argument_group("configuration")
+    group.add_argument("-m", "--multirun", action="store_true", help="one run for each of several values")
+    group.add_argument("-cd", "--config-dir", metavar="FOLDER", help="a further folder of configurations and presets")
+    shown = one_of("--cfg", "job", "hydra", "all")
+    told = one_of("--info", "all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    for short, flag, value, kind, text in (
+        ("-c", "--cfg", "job", shown, "show the configuration and stop; hydra or all: Hydra's own too"),
+        ("-p", "--package", "NAME", "--package={}".format, "with --cfg: only this part of it"),
+        ("-i", "--info", "all", told, "show where the configuration comes from and stop"),
+    ):
+        group.add_argument(short, flag, dest="flags", action="append", type=kind, metavar=value, help=text)
+    for flag, text in (("--resolve", "with --cfg: replace interpolations"), ("--hydra-help", "Hydra's own help")):
+        group.add_argument(flag, dest="flags", action="append_const", const=flag, help=text)
+
+
+def settings_of(command: str) -> str:
+    """The settings of a command and of all commands, with their defaults, as the configuration explains them."""
+    parts = []
+    for name in (command, conf.PRIMARY):
+        text = (conf.folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        parts += [part for part in text.split("\n\n") if not re.search("^(defaults|hydra):", part, re.MULTILINE)]
+    return "settings, with their defaults (set one with name=value, or name.part=value):\n" + textwrap.indent(
+        "\n\n".join(parts), "  "
+    )
+
+
+def divided(
+    args: argparse.Namespace, names: Callable[[], set[str]], *, takes_text: bool
+) -> tuple[str | None, list[str]]:
+    """The text and the overrides of a command line. `names`: all that an override may begin with. Raises ValueError."""
+    texts: list[str] = []
+    overrides: list[str] = list(args.overrides)
+    for word in args.words:
+        match = OVERRIDE.fullmatch(word)
+        if word == "-" and takes_text:
             texts.append(read_stdin())
-        elif arg in _SWITCHES:
-            found.flags.append(arg)
-            found.multirun |= arg in ("--multirun", "-m")
-        elif flag in _WITH_VALUE:
-            if not value and not rest:
-                raise ValueError(f"{flag} needs a value")
-            value = value or rest.pop(0)
-            if flag in ("--cfg", "-c") and value not in _SHOWN:
-                raise unknown(f"value of {flag}:", value, list(_SHOWN))
-            found.flags += [flag, value]
-        elif re.fullmatch(r"--?[A-Za-z][\w-]*(=.*)?", arg):
-            message = unknown("flag", flag, [*switches, *_SWITCHES, *_WITH_VALUE, "--help", "--"])
-            raise ValueError(f"{message} Text that begins with a dash goes after `--`." if takes_text else str(message))
-        elif (match := _OVERRIDE.fullmatch(arg)) is None:
-            texts.append(arg)
-        elif match["root"] in roots or texts or not takes_text or not _is_question(arg, match["root"], words):
-            found.overrides.append(arg)
+        elif match and (not takes_text or texts or begins_one(word, match["root"], names())):
+            overrides.append(word)
         else:
-            texts.append(arg)
+            texts.append(word)
+    texts += args.literal
     if texts and not takes_text:
         raise ValueError(f"{texts[0]!r} is not an override (name=value) and this command takes no text")
     if len(texts) > 1:
         raise ValueError(f"{len(texts)} texts are given, {texts[0]!r} and {texts[1]!r}: put one question in quotes")
-    found.text = texts[0] if texts else None
-    return found
+    return texts[0] if texts else None, overrides
 
 
-def _is_question(arg: str, root: str, words: list[str]) -> bool:
-    """Whether something like `a=b` is a question: a slip of the pen in an override must not be taken for one."""
-    return bool(re.search(r"\s", arg)) or not difflib.get_close_matches(root, words, 1)
+def begins_one(word: str, root: str, names: set[str]) -> bool:
+    """Whether `root` begins an override, or is a slip of the pen for what does. A question may hold `a=b` as well."""
+    return root in names or (not re.search(r"\s", word) and bool(difflib.get_close_matches(root, names, 1)))

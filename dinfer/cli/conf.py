@@ -1,22 +1,29 @@
-"""The configuration folder: where it is, which choices each group has, which settings there are."""
+"""The configuration: where the folder `conf` is, and what Hydra makes of it and of overrides."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from dinfer.core.registry import REGISTRIES, Registry, options_of
+from dinfer.cli.explain import components, explained, tree_of
+from dinfer.core.registry import REGISTRIES, Registry, unknown
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
 RECIPE = "recipe"  # the group of presets that choose several components at once
+VERSION = "1.3"  # of Hydra, whose defaults hold
 
 
 def folder() -> Path:
@@ -25,123 +32,91 @@ def folder() -> Path:
     return installed if installed.is_dir() else installed.parents[1] / "conf"
 
 
-@dataclasses.dataclass(frozen=True)
-class Schema:
-    """The settings of one command; `extra` is a further configuration folder of the user's."""
-
-    command: str
-    extra: Path | None = None
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Schema:
-        """The schema of a running Hydra application."""
-        sources = config.hydra.runtime.config_sources
-        extra = [Path(source.path) for source in sources if source.provider == "command-line"]
-        return cls(config.hydra.job.config_name, next(iter(extra), None))
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings that are no components, with their defaults, nested as in YAML."""
-        merged: dict[str, Any] = {}
-        for name in (PRIMARY, self.command):
-            merged |= read(folder() / f"{name}.yaml")
-        return {key: value for key, value in merged.items() if key not in ("defaults", "hydra")}
-
-    @cached_property
-    def _listed(self) -> dict[str, str]:
-        """The choices in the defaults lists of the command and of what it includes."""
-        found: dict[str, str] = {}
-        for name in (PRIMARY, self.command):
-            found |= choices_in(read(folder() / f"{name}.yaml"))
-        return found
-
-    def chosen(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The choice of each component, given what is chosen explicitly, a recipe among it.
-
-        Presets of models bring components along; those of recipes weigh more, and what is given most.
-        """
-        named = self._listed | {**given}
-        model = self.brought("model", named["model"])
-        recipe = self.brought(RECIPE, named.get(RECIPE, "null"))
-        return {kind: ({**self._listed, **model, **recipe, **given})[kind] for kind in GROUPS}
-
-    @property
-    def defaults(self) -> dict[str, str]:
-        """The choice of each component that holds unless overridden."""
-        return self.chosen({})
-
-    @cached_property
-    def recipes(self) -> list[str]:
-        """The presets of several components at once, such as `dinfer tune` writes."""
-        return sorted({path.stem for base in self._folders for path in (base / RECIPE).glob("*.yaml")})
-
-    @property
-    def _folders(self) -> list[Path]:
-        return [base for base in (self.extra, folder()) if base is not None]
-
-    def brought(self, group: str, name: str) -> dict[str, str]:
-        """The choices of components that a preset brings along."""
-        files = [base / group / f"{name}.yaml" for base in self._folders]
-        found = choices_in(next((read(path) for path in files if path.is_file()), {}))
-        return {kind: choice for kind, choice in found.items() if kind in GROUPS}
-
-    @property
-    def roots(self) -> list[str]:
-        groups = {path.name for base in self._folders for path in base.iterdir() if path.is_dir()}
-        return sorted({*GROUPS, *groups, *self.settings, "hydra"})
-
-    @property
-    def words(self) -> list[str]:
-        """The names of everything that can be set: settings, components, and the options of all components."""
-        options = {
-            info.name for registry in GROUPS.values() for n in registry.names() for info in options_of(registry.get(n))
-        }
-        return sorted({*self.roots, *options})
-
-    def choices(self, kind: str) -> dict[str, str]:
-        """Every choice of a component, and the registered name that it is a choice of."""
-        found = {name: name for name in GROUPS[kind].names()}
-        for base in (folder(), self.extra):
-            if base is not None and (base / kind).is_dir():
-                found |= {path.stem: self._component(path) for path in sorted((base / kind).glob("*.yaml"))}
-        return dict(sorted(found.items()))
-
-    def options(self, kind: str, choice: str) -> list[str]:
-        cls = GROUPS[kind].get(self.choices(kind)[choice])
-        return [info.name for info in options_of(cls)]
-
-    def _component(self, path: Path) -> str:
-        """The registered name in a YAML, or in the one that it builds on."""
-        content = read(path)
-        bases = [entry for entry in content.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-        if "name" not in content and bases:
-            base = path.parent / f"{bases[0]}.yaml"
-            return self._component(base if base.is_file() else folder() / path.parent.name / base.name)
-        return str(content.get("name", path.stem))
-
-
-def choices_in(content: dict[str, Any]) -> dict[str, str]:
-    """What a defaults list chooses: of `override /decoder@_global_.decoder: fixed`, that the decoder is fixed."""
-    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
-    return {
-        key.removeprefix("override ").lstrip("/").partition("@")[0]: str(value)
-        for entry in entries
-        for key, value in entry.items()
-    }
+def searched(extra: str) -> str:
+    """The value of `hydra.searchpath` that adds a user's folder. Raises ValueError."""
+    if not Path(extra).is_dir():
+        raise ValueError(f"--config-dir {extra}: there is no such folder")
+    quoted = str(Path(extra).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"['file://{quoted}']"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A YAML file as it stands, interpolations unresolved."""
+    """A YAML file as it stands, interpolations unresolved. Raises ValueError."""
     content = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} must be a mapping of names to values")
     return {str(key): value for key, value in content.items()}
 
 
-def publish_components() -> None:
-    """Gives Hydra the components that have no YAML here: those that other distributions registered."""
+@cache
+def publish() -> None:
+    """Tells Hydra what has no file in `conf`: the components with their options, and small presets."""
+    store = ConfigStore.instance().store
     for kind, registry in GROUPS.items():
         for name in registry.names():
-            if not (folder() / kind / f"{name}.yaml").is_file():
-                values = {info.name: info.default for info in options_of(registry.get(name))}
-                ConfigStore.instance().store(name=name, group=kind, node={"name": name, **values})
+            options = {info.name: info.default for info in registry.describe(name).options}
+            store(group=kind, name=name, node={"name": name, **options}, provider="dinfer")
+    for kind, presets in read(folder() / "presets.yaml").items():
+        for name, preset in presets.items():
+            base, options = preset.pop("of"), preset
+            store(group=kind, name=name, node={"defaults": [base, "_self_"], **options}, provider="dinfer")
+
+
+@contextmanager
+def session() -> Iterator[ConfigLoader]:
+    """Hydra with our configuration; within another session, that one."""
+    publish()
+    running = GlobalHydra.instance()
+    if running.is_initialized():
+        yield running.config_loader()
+        return
+    with hydra.initialize_config_dir(version_base=VERSION, config_dir=str(folder())):
+        yield GlobalHydra.instance().config_loader()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a choice of `model` composes into."""
+
+    options: dict[str, Any]  # of the model, its family as `name`
+    recipe: dict[str, str]  # the choice of each other component
+
+
+@cache
+def preset(model: str) -> Preset:
+    """What `model=NAME` means. Raises ValueError."""
+    with session(), explained():
+        config = hydra.compose(PRIMARY, [f"model={model}"], return_hydra_config=True)
+    chosen = config.hydra.runtime.choices
+    return Preset(components(config)["model"], {kind: chosen[kind] for kind in GROUPS if kind != "model"})
+
+
+@cache
+def choices(kind: str) -> list[str]:
+    """All that may be chosen for a component."""
+    with session() as loader:
+        return loader.get_group_options(kind)
+
+
+def compose(name: str, overrides: list[str]) -> dict[str, Any]:
+    """The configuration of a command with these overrides, in a session. Raises ValueError."""
+    with explained():
+        return values_of(hydra.compose(name, overrides))
+
+
+def values_of(config: DictConfig) -> dict[str, Any]:
+    """The settings, with components that are complete. Raises ValueError."""
+    components(config)
+    return tree_of(config, resolve=True)
+
+
+def chosen(kind: str) -> str:
+    """What the running command's configuration chooses of a group, by name."""
+    return str(HydraConfig.get().runtime.choices[kind])
+
+
+def with_recipe(command: str, recipe: str) -> dict[str, Any]:
+    """The running command's configuration with another preset of components. Raises ValueError."""
+    if recipe not in (known := choices(RECIPE)):
+        raise unknown(RECIPE, recipe, known)
+    return compose(command, [*HydraConfig.get().overrides.task, f"{RECIPE}={recipe}"])

@@ -53,6 +53,8 @@ def reported() -> Iterator[None]:
     except BrokenPipeError:  # the reader went away (`dinfer list | head`)
         settle_stdout()
         raise SystemExit(FAILED) from None
+    except SystemExit:
+        raise
     except KeyboardInterrupt as error:
         if str(error):
             say(f"dinfer: {error}")

@@ -18,8 +18,9 @@ def target(folder: Path, name: str) -> Path:
     """Where a preset goes. Raises ValueError for a name that cannot be one, or is that of a preset of dinfer's."""
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"name={name!r} must be letters, digits and underscores, with a letter first")
-    taken = {*conf.Schema(conf.PRIMARY).recipes} if folder.resolve() != conf.folder().resolve() else set()
-    if name in taken | {choice for kind in conf.GROUPS for choice in conf.GROUPS[kind].names()}:
+    own = conf.folder()
+    taken = {path.stem for path in (own / conf.RECIPE).glob("*.yaml")} if folder.resolve() != own.resolve() else set()
+    if name in taken | {choice for registry in conf.GROUPS.values() for choice in registry.names()}:
         raise ValueError(f"name={name} is taken by a component or recipe of dinfer's: choose another")
     return folder / conf.RECIPE / f"{name}.yaml"
 

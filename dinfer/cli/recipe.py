@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
-
-import torch
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
 from dinfer.core.registry import typed, unknown
-from dinfer.engine.engine import Runtime
-from dinfer.pipeline import Pipeline, load
+from dinfer.loading.hub import SMALL, locate
+
+if TYPE_CHECKING:
+    from dinfer.engine.runtime import Runtime
+    from dinfer.pipeline import Pipeline
 
 
 def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
-    missing = [kind for kind in GROUPS if not config.get(kind)]
-    if missing:
-        raise ValueError(f"the configuration has no {missing[0]}; choose one with {missing[0]}=NAME")
     parts = {kind: config[kind] for kind in GROUPS}
+    _, options = GROUPS["model"].check(parts["model"])
+    if checkpoint := options.get("checkpoint"):  # before torch is imported, so that an error comes at once
+        locate(checkpoint, options.get("revision"), wanted=SMALL)
+    import torch
+
+    from dinfer.pipeline import load
+
     device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
     # Before the weights are read, so that a slip in a decoder's option is known at once.
     for kind, registry in GROUPS.items():
@@ -53,6 +58,8 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
 def _runtime(settings: Any, device: str) -> Runtime:
     if not isinstance(settings, dict):
         raise ValueError(f"runtime={settings!r} must be settings, such as runtime.rows=8")
+    from dinfer.engine.runtime import Runtime
+
     names = list(Runtime.__dataclass_fields__)
     for name in settings:
         if name not in names:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import canvas_values, lane_columns, padded, window_values
+from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, window_values
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.upload import upload
@@ -63,6 +63,11 @@ class Cursors(NamedTuple):
     seed: int = 0
     stops: int = 0
 
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """What the window of a row depends on, see `dinfer.core.plan`."""
+        return self.start, self.end, self.length, self.kept, self.prompt
+
 
 CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
 
@@ -92,6 +97,11 @@ class RowCursors:
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
+
+    @property
+    def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the window of a row depends on, see `dinfer.core.plan`."""
+        return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +168,13 @@ class Canvas:
         kept: int = 0,
         seed: int = 0,
         stops: bool = True,
-    ) -> Cursors:
+    ) -> tuple[Cursors, list[int]]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
-        `phase` what the row needs first; `kept` up to where its pages hold the keys
-        already; `stops` whether a stop token ends it. Returns the row's cursors.
+        `phase` what the row needs first; `kept` up to where its pages hold the keys already; `stops` whether a stop
+        token ends it. Returns the row's cursors and its tokens, ~token where it is open.
         """
         length = len(tokens)
         masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
@@ -184,11 +194,22 @@ class Canvas:
         upload(self.tokens_NS[slot], row_S)
         upload(self.status_NS[slot], status_S)
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
-        return cursors
+        return cursors, torch.where(masked_S, ~row_S[:length], row_S[:length]).tolist()
 
-    def release(self, slot: int) -> None:
-        """Frees a slot. Host side."""
-        self.cursors_NC[slot] = 0
+    def active(self, columns_CN: Tensor, block: int) -> Tensor:
+        """The tokens of every slot's active blocks, ~token where it is open. int64 [N, K * L]
+
+        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Behind the end of a block stands anything.
+        """
+        blocks = (columns_CN.shape[0] - len(CURSORS)) // 2
+        cursors_CN, step_KN, quota_KN = columns_CN.split((len(CURSORS), blocks, blocks))
+        slot_N = torch.arange(columns_CN.shape[1], device=columns_CN.device)
+        start_N, end_N = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B"))
+        _, tokens_RL, masked_RL, _, _ = active_rows(
+            self.tokens_NS, self.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
+            block=block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+        )  # fmt: skip
+        return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
 
     def lanes(self, slot_B: Tensor, phase: Phase) -> RowCursors:
         columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))
@@ -212,7 +233,7 @@ class Canvas:
         Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
         `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
         """
-        if use_triton(self.cursors_NC):
+        if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
 
             columns = {name: column for column, name in enumerate(Cursors._fields)}

@@ -21,14 +21,15 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
     "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
     "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
-    "SelfConditioned", "State", "StepShape", "TokenStats", "Window",
+    "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
 State = dict[str, Tensor]
@@ -58,17 +59,6 @@ class StepShape:
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The positions one step computes, -1 where a row has fewer than W."""
-
-    pos_BW: Tensor  # int64, absolute positions
-    fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
-    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
-    kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
-    settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
 
 
 class Attend(Protocol):
@@ -149,6 +139,7 @@ class Component(ABC):
     """What all components but models share."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
+    remark: ClassVar[str] = ""  # one more line for `dinfer list`
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
@@ -188,6 +179,7 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
+    reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
 
     @property
@@ -195,12 +187,16 @@ class Decoder(Component):
         """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
 
+    def __init_subclass__(cls) -> None:
+        if "adjust" in vars(cls) and not cls.reads_logits:
+            raise TypeError(f"{cls.__name__} defines `adjust`, which is called only with `reads_logits = True`: add it")
+
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""
         return {}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        """Logits to take the statistics of; changes `state` in place, never the logits."""
+        """Logits to take the statistics of; changes `state` in place, never the logits. Only if `reads_logits`."""
         return logits_RLV
 
     @property
@@ -266,47 +262,60 @@ class CachePolicy(Component):
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
 
-    def exact(self, causal_block: int | None) -> bool:
+    @abstractmethod
+    def plan(self, phase: Phase) -> WindowPlan:
+        """Which positions a step of `phase` computes, as data: host and device read the same integers."""
+
+    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        """Which positions to compute, of the window of a plan that says `chosen`. bool [B, S + 1]
+
+        Changes `state` in place, never the canvas. The step stores `state` after every pass, also after those that
+        decode nothing.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
+
+    def exact(self, shift: int, block: int, grain: int = 1) -> bool:
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
-        `causal_block` says what a model's attention is, as in `ModelSpec`. Where that is blocks, the active blocks
-        must begin and end where they do (`iteration.align`, and an `iteration.block` of whole ones).
+        `shift` and `block` say what the model is (`ModelSpec.shift`, `ModelSpec.attention_block`), `grain` where active
+        blocks begin and end (`Iteration.grain`).
         """
-        return not self.reuses
+        return not self.reuses or self.plan(Phase.WINDOW).exact(shift, block, grain)
 
-    def prefilled(self, spec: ModelSpec, start: int) -> int:
-        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
-
-        They must be functions of the tokens before them alone: requests whose prompts begin alike may share them.
-        """
-        return 0
-
-    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
-        """What a request needs first whose active region begins at `start`. Host side."""
-        return Phase.FULL
-
-    @abstractmethod
-    def width(
-        self, spec: ModelSpec, phase: Phase, *, kept: int, prompt: int, forwards: int, start: int, end: int, length: int
-    ) -> int:
-        """Positions a step of `phase` computes for a row with these cursors (see `RowCursors`). Host side.
+    def width(self, spec: ModelSpec, now: Cursors) -> int:
+        """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
 
         A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
         """
+        plan = self.plan(Phase(now.phase))
+        if now.phase == Phase.PREFILL:
+            first, _, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+            return settled - first
+        return plan.width(now.place, now.forwards, spec.shift, spec.attention_block)
 
-    def narrow(self, spec: ModelSpec, *, kept: int, start: int, end: int, length: int) -> int | None:
+    def narrow(self, spec: ModelSpec, now: Cursors) -> int | None:
         """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
 
         A row that has more to compute than what it decodes computes that first, in a pass of its own.
         """
-        return None
+        if not (plan := self.plan(Phase.WINDOW)).keeps:
+            return None
+        _, stop, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+        return max(stop - settled, spec.attention_block or 1)
 
-    @abstractmethod
-    def window(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State) -> Window:
-        """The positions that a step of `shape.phase` computes; changes `state` in place, never the canvas.
+    def prefilled(self, spec: ModelSpec, start: int) -> int:
+        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
 
-        The step stores `state` after every pass, also after those that decode nothing.
+        They are functions of the tokens before them alone: requests whose prompts begin alike may share them.
         """
+        plan, place = self.plan(Phase.PREFILL), (start, start, start, 0, start)
+        return plan.bounds(place, spec.shift, spec.attention_block)[2] if plan.keeps else 0
+
+    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
+        """What a request needs first whose active region begins at `start`. Host side."""
+        if not self.plan(Phase.PREFILL).keeps:
+            return Phase.FULL
+        return Phase.PREFILL if self.prefilled(spec, start) else Phase.WINDOW
 
     def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
         """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
@@ -342,6 +351,11 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    @property
+    def grain(self) -> int:
+        """Active blocks begin and end at multiples of this, or where the canvas ends."""
+        return 1
 
     def spare(self, new_tokens: int) -> int:
         """Positions decoded behind the last of `new_tokens`, so that all blocks are whole. Host side."""

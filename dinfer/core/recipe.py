@@ -148,8 +148,8 @@ class Recipe:
     @property
     def scores_open(self) -> bool:
         """Whether the logits of open positions are all that a step without a draw or guidance needs."""
-        unadjusted = type(self.decoder).adjust is Decoder.adjust
-        return unadjusted and not self.decoder.edits and self.iteration.scores == "block"
+        decoder = self.decoder
+        return not decoder.reads_logits and not decoder.edits and self.iteration.scores == "block"
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

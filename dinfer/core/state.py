@@ -88,12 +88,12 @@ class BatchState:
     def admit(
         self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
         options: Sequence[float] = (), stops: bool = True, kept: int = 0,
-    ) -> Cursors:  # fmt: skip
+    ) -> tuple[Cursors, list[int]]:  # fmt: skip
         """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
 
         `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
         returns them, those left out at the end have their defaults; `kept`: up to where its pages hold the keys of a
-        prompt already. Returns the row's cursors.
+        prompt already. Returns the row's cursors and its tokens, ~token where it is open.
         """
         given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
         upload(self.options_NO[slot], torch.tensor(given, dtype=torch.float64))
@@ -107,13 +107,13 @@ class BatchState:
             blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
         else:
             blank_S = spec.mask_id
-        cursors = self.canvas.admit(
+        placed = self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
             phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
         )  # fmt: skip
         for pool in (self.iteration, self.decoder, self.cache):
             pool.reset(slot)
-        return cursors
+        return placed
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

@@ -19,6 +19,7 @@ from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
@@ -41,8 +42,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    window = cache.window(lanes, canvas, spec, shape, cache_state)
-    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, window.pos_BW, window.fits_B)
+    computed = window(cache, lanes, canvas, spec, shape, cache_state)
+    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
     interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
     attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
@@ -52,9 +53,9 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
-    kept_B = lanes.kept_B if window.kept_B is None else window.kept_B
-    if window.settled_B is not None:
-        settled_B = settle(canvas, lanes, window.settled_B, kept_B, shape.phase)
+    kept_B = lanes.kept_B if computed.kept_B is None else computed.kept_B
+    if computed.settled_B is not None:
+        settled_B = settle(canvas, lanes, computed.settled_B, kept_B, shape.phase)
         state.cache.store(slot_B, cache_state, settled_B)
         if shape.phase == Phase.PREFILL:  # it computes keys only: no LM head, nothing to decode
             return
@@ -64,13 +65,13 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
     if shape.scored:
-        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, window.logits_RL)
+        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, computed.logits_RL)
     else:
         if iteration.scores == "window":
             logits_BWV = model.logits(h_BWD)
-            logits_RLV = take(logits_BWV, window.logits_RL)
+            logits_RLV = take(logits_BWV, computed.logits_RL)
         else:
-            logits_RLV = model.logits(take(h_BWD, window.logits_RL))
+            logits_RLV = model.logits(take(h_BWD, computed.logits_RL))
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
@@ -172,7 +173,8 @@ def proposed_tokens(
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
         seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
-    logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    if decoder.reads_logits:
+        logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL

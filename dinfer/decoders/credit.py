@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ class Credit(Decoder):
     """The threshold rule on l + alpha * log(1 + C), where C[i, v] gathers the credit of token v at position i.
 
     At each step of a block C decays by `decay`, and the most likely token v of each masked position gains p(v)^gamma.
-    Pays where predictions settle long before they are sure. Keeps a float32 per position and vocabulary entry.
+    Pays where predictions settle long before they are sure. Each position remembers as many tokens as its block is
+    long: a block that commits at every step cannot predict more.
     """
 
     paper = "CreditDecoding, arXiv:2510.06133"
+    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.9, "least probability of a commit, credit included", per_request=True)
     alpha: float = option(0.7, "weight of the credit in the logits", per_request=True)
@@ -36,15 +38,26 @@ class Credit(Decoder):
         check_range("decoder", self, "decay", least=0, most=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        return {"credit": torch.zeros(()).expand(block, spec.vocab)}
+        return {
+            "token": torch.zeros((), dtype=torch.int64).expand(block, block),
+            "credit": torch.zeros(()).expand(block, block),
+        }
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        credit_RLV, given = state["credit"], {name: value[..., None].float() for name, value in view.options.items()}
+        token_RLC, credit_RLC = state["token"], state["credit"]  # C: tokens that are remembered
+        given = {name: value[..., None].float() for name, value in view.options.items()}
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         confidence_RL, token_RL = logits_RLV.softmax(-1).max(-1)
         gain_RL1 = confidence_RL[..., None].float().pow(given["gamma"]) * view.masked_RL[..., None]
-        credit_RLV.mul_(given["decay"]).scatter_add_(2, token_RL[..., None], gain_RL1)
-        return logits_RLV + given["alpha"] * credit_RLV.log1p()
+        credit_RLC.mul_(given["decay"])
+        same_RLC = (token_RLC == token_RL[..., None]) & (credit_RLC > 0)
+        known_RL1 = same_RLC.any(-1, keepdim=True)
+        # A new token takes the place of the one with the least credit: one without any, as long as there is one.
+        place_RL1 = torch.where(known_RL1, same_RLC.to(torch.int64).argmax(-1, True), credit_RLC.argmin(-1, True))
+        old_RL1 = torch.where(known_RL1, credit_RLC.gather(2, place_RL1), 0)
+        credit_RLC.scatter_(2, place_RL1, old_RL1 + gain_RL1)
+        token_RLC.scatter_(2, place_RL1, token_RL[..., None])
+        return logits_RLV.scatter_add(2, token_RLC, (given["alpha"] * credit_RLC.log1p()).to(logits_RLV.dtype))
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat=self.compat))

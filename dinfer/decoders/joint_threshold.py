@@ -29,6 +29,7 @@ class JointThreshold(Decoder):
 
     paper = "LLaDA2.1, arXiv:2602.08676"
     edits: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.7, "commit masked positions above this", per_request=True)
     edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)

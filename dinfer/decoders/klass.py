@@ -7,6 +7,7 @@ quota of LLaDA's fixed schedule; here `least`, which is that quota for as many s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Klass(Decoder):
     """
 
     paper = "KLASS, arXiv:2511.05664"
+    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.9, "least probability of a stable token", per_request=True)
     kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)

@@ -7,7 +7,7 @@ whose published settings the defaults are. There tokens are drawn: set sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Renoise(Decoder):
     """
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"
+    reads_logits: ClassVar[bool] = True
 
     steps: int = option(48, "steps that a canvas takes at most", per_request=True)
     bound: float = option(0.1, "joint entropy of the drafts that may be ignored, in nats", per_request=True)

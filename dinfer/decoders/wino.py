@@ -38,6 +38,7 @@ class Wino(Decoder):
 
     paper = "WINO, arXiv:2507.18578"
     edits: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.6, "let tokens in above this", per_request=True)
     keep_threshold: float = option(0.9, "take decoded tokens back below this", per_request=True)

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Deltas, Request, Update
 
 
 class AsyncEngine:
-    """Steps in a thread while there are requests; the event loop is never blocked. One event loop at a time."""
+    """Runs rounds in a thread while there are requests, so the event loop is never blocked. One event loop at a time.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._turn = asyncio.Lock()  # the engine is for one thread at a time; fair, so nobody waits for two steps
+    Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that concerned no
+    request: the engine has a defect, and cannot be relied on.
+    """
+
+    def __init__(self, engine: Engine, executor: Executor | None = None) -> None:
+        """`executor`: where rounds run; engines that share a device may share a thread. None: the event loop's own."""
+        self._engine, self._executor = engine, executor
+        self.failure: BaseException | None = None
         self._queues: dict[int, asyncio.Queue[Update | BaseException]] = {}
         self._work: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request, *, snapshots: bool = False) -> AsyncIterator[Update]:
+    def occupancy(self) -> dict[str, int]:
+        """How much of the engine is taken: requests that wait and run, pages in all and free."""
+        return self._engine.occupancy()
+
+    async def stream(
+        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None
+    ) -> AsyncGenerator[Update]:
         """The request after each of its steps, the last time with its completion.
 
-        `snapshots`: with the canvas. Whoever leaves off, by `aclose`, `break` under `contextlib.aclosing`, or as a
-        cancelled task, cancels the request: its slot and pages are free. Raises ValueError for a request that will
-        never fit, NonFiniteLogits, StalledRow, and to all callers what a step raises.
+        `snapshots`: with the canvas; `deltas`: with the new output. A caller who stops, by `aclose`, `break` under
+        `contextlib.aclosing`, or as a cancelled task, cancels the request: its slot and pages are free. Raises
+        ValueError for a request that can never run, and the error that ends it, such as NonFiniteLogits or StalledRow.
         """
         queue: asyncio.Queue[Update | BaseException] = asyncio.Queue()
-        async with self._turn:
-            index = self._engine.add(request, snapshots=snapshots)
-            self._queues[index] = queue
+        index = self._engine.add(request, snapshots=snapshots, deltas=deltas)
+        self._queues[index] = queue
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())
             self._work.add_done_callback(self._report)
@@ -44,20 +55,19 @@ class AsyncEngine:
                     return
         finally:
             del self._queues[index]
-            async with self._turn:
-                self._engine.cancel(index)
+            self._engine.cancel(index)
 
     async def _steps(self) -> None:
-        while self._engine.busy:
-            async with self._turn:
-                updates = await asyncio.to_thread(self._engine.step)
-            for update in updates:
+        while self._queues and self._engine.busy:
+            loop = asyncio.get_running_loop()
+            for update in await loop.run_in_executor(self._executor, self._engine.step):
                 if update.index in self._queues:
                     self._queues[update.index].put_nowait(update)
 
     def _report(self, work: asyncio.Task[None]) -> None:
-        """Tells all callers of an error that no request of theirs is to blame for."""
+        """Tells all callers of an error that concerns the engine and not a request."""
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        self.failure = None if work.cancelled() else error
         if error is not None:
             for queue in self._queues.values():
                 queue.put_nowait(error)

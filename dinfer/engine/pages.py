@@ -1,4 +1,4 @@
-"""Which pages of the key/value pool belong to whom, and which prompt's keys they hold. Host side."""
+"""Which pages of the key/value pool belong to which request, and which prompt's keys they hold. Host side."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Key = bytes
 
 
 def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[Key]:
-    """A key for each page of the first `end` positions, which a prefill computes: a hash of all that its keys and
-    values depend on, the tokens up to the end of the attention block (of `block` positions) that the page ends in."""
+    """A hash for each page of the first `end` positions, which a prefill computes.
+
+    It covers all that the keys and values of the page depend on: the tokens up to the end of the attention block, of
+    `block` positions, in which the page ends.
+    """
     sha, done, keys = hashlib.sha256(), 0, []
     for stop in range(page, end + 1, page):
         seen = -(-stop // block) * block
@@ -28,15 +31,15 @@ def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[
 
 
 def common(some: Sequence[Key], others: Sequence[Key]) -> int:
-    """How many keys are the same, from the first on."""
+    """Length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 class PageAllocator:
-    """Hands out pages; a page may have several owners and is free again when the last one lets go.
+    """Hands out pages. A page may have several owners, and is free again when the last one releases it.
 
-    A page of a prompt's keys can be published: whoever has a prompt that begins so may `share` it, also after its last
-    owner let go, until it is handed out anew. Those not used for longest go first.
+    A page that holds the keys of a prompt can be published. A request whose prompt begins alike may share it, also
+    after its last owner released it, until it is handed out again. The least recently used page goes first.
     """
 
     def __init__(self, pages: int) -> None:
@@ -48,23 +51,32 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
+        """Pages without an owner."""
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """Pages of one owner, not wiped. MemoryError if there are not as many."""
+        """Pages of one owner, not wiped. Raises MemoryError if too few are free."""
         if count > self.free:
             raise MemoryError(f"{count} pages of keys and values are needed, {self.free} are free")
         pages = [self._free.pop() if self._free else self._forget() for _ in range(count)]
         self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
+    def claim(self, shared: list[int], fresh: int) -> list[int] | None:
+        """The shared pages and as many fresh ones, for one owner; None, and no change, if too few are free."""
+        self.share(shared)  # first, so that they are not handed out as fresh ones
+        if fresh > self.free:
+            self.release(shared)
+            return None
+        return shared + self.allocate(fresh)
+
     def publish(self, key: Key, page: int) -> None:
-        """Says that a page holds what `key` stands for."""
+        """Says that a page holds the keys that `key` stands for."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
 
     def published(self, keys: Sequence[Key]) -> list[int]:
-        """The pages of as many of the keys, from the first on, as there are."""
+        """The pages of the longest prefix of the keys that is published."""
         return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
 
     def share(self, pages: list[int]) -> None:
@@ -74,7 +86,7 @@ class PageAllocator:
             self._idle.pop(page, None)
 
     def release(self, pages: list[int]) -> None:
-        """Takes an owner from each. The last pages of a prompt are forgotten first: they are of use to fewest."""
+        """Takes an owner from each. The last pages of a prompt are handed out first, as the fewest can share them."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:

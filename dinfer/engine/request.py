@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dinfer.core.canvas import Phase
+
+Deltas = Literal["commit", "block"]
+"""When output is told: as soon as it is decided, or with its block. Decoders that edit decide with the block."""
 
 
 class NonFiniteLogits(RuntimeError):
@@ -13,7 +17,7 @@ class NonFiniteLogits(RuntimeError):
 
 
 class StalledRow(RuntimeError):
-    """A row was stepped again and again without committing a token or leaving its block."""
+    """Step after step, a request committed no token and left no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,8 @@ class Update:
     masked: list[bool] | None = None  # what is still to be decoded, likewise
     completion: Completion | None = None  # after the last step
     blocks: int = 0  # finished so far
-    error: RuntimeError | None = None  # NonFiniteLogits or StalledRow: the request ended without a completion
+    new: list[int] | None = None  # if asked for: output that no later step changes, beyond that of earlier updates
+    error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property
     def full(self) -> bool:

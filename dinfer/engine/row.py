@@ -1,35 +1,141 @@
-"""What the host keeps of a request while it waits or runs."""
+"""What the host knows of a request while it waits or runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
 
-from dinfer.core.canvas import Cursors
+from torch import Tensor
+
+from dinfer.core.canvas import ACTIVE, Cursors, Phase
+from dinfer.core.recipe import Recipe
 from dinfer.engine.pages import Key
-from dinfer.engine.request import Request
-from dinfer.engine.scheduler.grouping import Need
+from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
+
+PLACE = Cursors._fields.index("forwards")  # the cursors before this one say where a row is
+STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
 @dataclass(slots=True)
+class Need:
+    """Positions that a row needs a step to compute."""
+
+    width: int
+    narrow: int | None = None  # width of a narrow extra pass, see `CachePolicy.narrow`
+
+
+@dataclass(slots=True, eq=False)
 class Row:
     """A request, waiting or in a slot."""
 
-    index: int
+    index: int  # the request's number in its updates
     request: Request
-    snapshots: bool
-    pages: list[int] = field(default_factory=list)
+    inbox: deque[Update]  # where its updates go
+    snapshots: bool = False  # its updates hold the canvas
+    deltas: Deltas | None = None  # its updates hold new output
+    slot: int | None = None  # None: it waits
+    cancelled: bool = False
+    error: Exception | None = None  # why it ended without a completion
+
+    # From its admission on.
     began: float = 0.0
-    sampled: bool = False  # its steps have to draw tokens
+    pages: list[int] = field(default_factory=list)  # its own, and those that it shares
+    visible: int = 0  # pages of one branch: where a step looks for its keys
+    sampled: bool = False
+    guided: bool = False
     top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
-    guided: bool = False  # it has a second branch
+    open_before: list[int] = field(default_factory=list)  # how many positions before each are to be decoded
+    prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
+    published: int = 0  # how many of these hold their keys
+    awaited: bool = False  # a request waits for these keys
+
+    # From step to step.
+    canvas: list[int] = field(default_factory=list)  # ~token where it is open; active blocks as far as anyone asks
+    settled: int = 0  # positions that no later step changes, as far as updates have told
+    told: int = 0  # tokens of output that updates have told
     cursors: Cursors = field(default_factory=Cursors)  # as last read
-    need: Need = field(default_factory=lambda: Need(0))  # what a step computes for it, given
-    planned: tuple[int, ...] = ()  # so many of its cursors
-    seen: int = 0  # pages in which a step looks for its keys
-    masks: list[int] = field(default_factory=list)  # how many positions before each one are to be decoded
-    keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
-    published: int = 0  # how many of these they may by now
-    progress: tuple[int, ...] = ()  # tokens committed, blocks finished, keys kept, when they last changed
+    before: Cursors = field(default_factory=Cursors)  # before the last step
+    idle: int = 0  # steps launched for it since tokens, block or keys last changed
     since: int = 0  # forwards at that time
-    steady: bool = False  # its last step moved nothing but its counts
-    fastest: int = 0  # the most that one of its steps has committed
+    steady: bool = False  # the last step changed nothing but counts
+    fastest: int = 0  # most positions that a step has committed
+    need: Need = field(default_factory=lambda: Need(0))  # cached plan
+    need_at: tuple[int, ...] = ()  # the cursors that the plan is valid for
+
+    @property
+    def left(self) -> int:
+        """Positions of the active blocks that are still open."""
+        return self.open_before[self.cursors.end] - self.cursors.committed
+
+    def advance(self, now: Cursors) -> bool:
+        """Takes the cursors after a step that was launched for the row. False: the step left the row as it was."""
+        old = self.cursors
+        progress = (now.committed, now.block, now.kept) != (old.committed, old.block, old.kept)
+        self.idle, self.since = (0, now.forwards) if progress else (self.idle + 1, self.since)
+        if now.forwards == old.forwards:
+            return False
+        self.steady = now[:PLACE] == old[:PLACE]
+        self.fastest = max(self.fastest, now.committed - old.committed)
+        self.before, self.cursors = old, now
+        return True
+
+    def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
+        """Why the row cannot go on after its last step; None: it can."""
+        step, block = self.cursors.forwards, f"block at positions {self.before.start} to {self.before.end - 1}"
+        if self.cursors.phase == Phase.FAULT:
+            return NonFiniteLogits(
+                f"request {self.index}: the model's logits are not finite (NaN or infinite) at denoise step {step}, "
+                f"in the {block}. Check the checkpoint, or load the model in a wider dtype."
+            )
+        if self.cursors.phase in ACTIVE and self.idle >= STALL_LIMIT:
+            decoder, cache = type(recipe.decoder).__name__, type(recipe.cache).__name__
+            why = f"decoder {decoder} keeps the row busy" if step > self.since else f"window of {cache} fits no step"
+            return StalledRow(
+                f"request {self.index}: {STALL_LIMIT} steps without a commit or a new block, at step {step}, in the "
+                f"{block}: the {why}."
+            )
+        return None
+
+    def look(self, active_X: Tensor) -> None:
+        """Takes the tokens of the blocks that were active, where the row has left them or is asked for them."""
+        if not self.steady or self.snapshots or self.deltas is not None:
+            start, end = self.before.start, self.before.end
+            self.canvas[start:end] = active_X[: end - start].tolist()
+
+    def update(self, recipe: Recipe) -> Update:
+        """What the caller hears of the last step, or of the error that ended the row."""
+        step, now = self.before, self.cursors
+        said = Update(self.index, now.forwards, Phase(step.phase), (step.start, step.end), blocks=now.block)
+        if self.error is not None:
+            return replace(said, error=self.error)
+        done = self._completion(recipe) if now.phase == Phase.IDLE else None
+        tokens, masked, new = None, None, None
+        if self.snapshots:
+            canvas = self.canvas[: self.request.asked]
+            tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
+        if self.deltas is not None:
+            new = self._settle(recipe) if done is None else done.output[self.told :]
+            self.told += len(new)
+        return replace(said, tokens=tokens, masked=masked, completion=done, new=new)
+
+    def _settle(self, recipe: Recipe) -> list[int]:
+        """The output that no later step changes, from where the last call has ended. Not for a row that is done."""
+        whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
+        end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
+        while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:
+            if self.open_before[at] < self.open_before[at + 1]:
+                if self.request.stops and token in stop_ids:
+                    break
+                new.append(token)
+            at += 1
+        self.settled = at
+        return new
+
+    def _completion(self, recipe: Recipe) -> Completion:
+        spec = recipe.model.spec
+        tokens = [token if token >= 0 else spec.eos_id for token in self.canvas[: self.request.asked]]
+        output, stopped = self.request.answer(tokens, spec.stop_ids)
+        now, seconds = self.cursors, time.perf_counter() - self.began
+        counts = Counts(now.forwards, now.forwards - now.steps, now.refreshes, now.committed, len(output), seconds)
+        return Completion(tokens, output, stopped, counts)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.kernels.upload import upload
 
-SHARES = 8  # of the positions of active blocks: the sizes that the number of those with logits is rounded up to
+SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
+Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
 logger = logging.getLogger(__name__)
 
@@ -27,49 +29,61 @@ logger = logging.getLogger(__name__)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slot_B: Tensor  # the graph reads its slots here
-    lanes: list[int]  # what they hold
+    lanes: list[int]  # the slots that stand there
 
 
-class Launcher:
-    """Steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
+class Runner:
+    """Runs steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
 
-    A shape runs eagerly when it first comes up and is captured when it does again: what is needed once, such as the
-    width of some prompt, costs no capture. All graphs share one memory pool. A step that cannot be captured, for a
-    component that waits for the device, runs eagerly for good, and a warning says why.
+    A shape runs eagerly the first time and is captured the second time, so what is needed once, such as the width of
+    some prompt, costs no capture. All graphs share one memory pool. A step that cannot be captured, because a component
+    waits for the device, always runs eagerly, and a warning says why.
     """
 
-    def __init__(self, recipe: Recipe, state: BatchState, *, graphs: bool) -> None:
-        self.recipe, self.state, self.graphs = recipe, state, graphs
+    def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
+        self.recipe, self.graphs = recipe, graphs
+        self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
+        self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
         self._seen: set[StepShape] = set()
         self._captured: dict[StepShape, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._room = state.kv.page, state.kv.table_NP.shape[1], state.canvas.capacity, recipe.model.spec.vocab
+        self._pool: Any = None
+
+    def open(self, state: BatchState | None) -> None:
+        """Runs the steps of this state from now on. Graphs of the last one are gone. None: its memory is free."""
+        self.state, self._pool = state, None
+        for held in (self.refused, self._seen, self._captured):
+            held.clear()
+        if self.graphs and state is not None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs."""
         return len(self._captured)
 
-    def bucket(self, shape: StepShape) -> StepShape:
-        """The shape that is run for `shape`: itself, or with graphs the next larger one of few."""
-        return bucket(shape, *self._room) if self.graphs else shape
-
     def launch(self, shape: StepShape, slots: list[int]) -> None:
-        """One step of `shape` (rounded up) on these slots; returns before the device is done."""
-        shape = self.bucket(shape)
+        """Starts a step of `shape`, rounded up to its bucket, on these slots. Does not wait for the device."""
+        if self.state is None:
+            raise RuntimeError("a runner needs a state: open it first")
+        if self.graphs:
+            kv, canvas = self.state.kv, self.state.canvas
+            shape = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
-        captured = self._graph(shape) if self.graphs else None
+        with nullcontext() if self.observer is None else self.observer(shape, slots):
+            self._run(self.state, shape, lanes)
+
+    def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
+        captured = self._graph(state, shape) if self.graphs else None
         if captured is None:
-            slot_B = torch.tensor(lanes).to(self.state.canvas.tokens_NS.device)
-            denoise_step(self.recipe, self.state, shape, slot_B)
+            denoise_step(self.recipe, state, shape, torch.tensor(lanes).to(state.canvas.tokens_NS.device))
             return
         if captured.lanes != lanes:
             upload(captured.slot_B, torch.tensor(lanes))
             captured.lanes = lanes
         captured.graph.replay()
 
-    def _graph(self, shape: StepShape) -> _Captured | None:
+    def _graph(self, state: BatchState, shape: StepShape) -> _Captured | None:
         """The graph of a shape that has come up before; None: run it eagerly."""
         if shape in self._captured:
             return self._captured[shape]
@@ -79,32 +93,33 @@ class Launcher:
             self._seen.add(shape)
             return None
         try:
-            self._captured[shape] = self._capture(shape)
-        except RuntimeError as error:  # of CUDA's; a graph's failure is no reason to fail the request
+            self._captured[shape] = self._capture(state, shape)
+        except RuntimeError as error:  # of CUDA's; the request does not need the graph
             self.refused[shape] = str(error).strip().split("\n")[0]
             self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being recorded to
             logger.warning("%s runs eagerly, not as a CUDA graph: %s", shape, self.refused[shape])
             return None
         return self._captured[shape]
 
-    def _capture(self, shape: StepShape) -> _Captured:
+    def _capture(self, state: BatchState, shape: StepShape) -> _Captured:
         """Captures the step while every lane is scratch, so that neither warm-up nor capture changes a request."""
-        device = self.state.canvas.tokens_NS.device
-        slot_B = torch.full((shape.lanes,), self.state.canvas.scratch, dtype=torch.int64, device=device)
+        device, scratch = state.canvas.tokens_NS.device, state.canvas.scratch
+        slot_B = torch.full((shape.lanes,), scratch, dtype=torch.int64, device=device)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side), _no_waiting():
-            denoise_step(self.recipe, self.state, shape, slot_B)
+            denoise_step(self.recipe, state, shape, slot_B)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            denoise_step(self.recipe, self.state, shape, slot_B)
-        return _Captured(graph, slot_B, [self.state.canvas.scratch] * shape.lanes)
+        # Other threads may use the device meanwhile, so only this one is held to what a capture allows.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            denoise_step(self.recipe, state, shape, slot_B)
+        return _Captured(graph, slot_B, [scratch] * shape.lanes)
 
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Raises RuntimeError where the host would wait for the device: in a capture, the error would do lasting harm."""
+    """Raises RuntimeError where the host would wait for the device. In a capture that would do lasting harm."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -117,7 +132,8 @@ def _no_waiting() -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
-    """The next larger shape of few, where a row has at most `table` pages of `page` positions, and `capacity` ones."""
+    """The next larger shape of a small set. A row has at most `table` pages of `page` positions, and `capacity`
+    positions."""
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)

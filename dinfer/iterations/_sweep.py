@@ -42,6 +42,10 @@ class AlignedSweep(Iteration):
         return start, min(end, length)
 
     @property
+    def grain(self) -> int:
+        return self.block if self.grid.align and not self.grid.lead else 1
+
+    @property
     def stop_rule(self) -> tuple[str, bool]:
         """What a stop token does, and whether those of the prompt count too."""
         return self.stop, False

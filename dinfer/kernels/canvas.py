@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.window import span
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """The columns of the rows that the lanes name, and in which the first one is `first`. [C, B]; bool [B]"""
-    if use_triton(rows_NC):
+    if use_triton(rows_NC, "canvas"):
         from dinfer.kernels.triton.canvas import lane_columns as kernel
 
         return kernel(rows_NC, slot_B, first)
@@ -24,7 +25,7 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
     """The columns of the rows that the lanes name, each value `repeat` times: as they are, and as int64. [O, R]"""
-    if use_triton(slot_B):
+    if use_triton(slot_B, "canvas"):
         from dinfer.kernels.triton.canvas import option_columns as kernel
 
         return kernel(values_NO, slot_B, repeat)
@@ -42,7 +43,7 @@ def window_values(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, live_B: Tensor, fits_B: Tensor, pos_BW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lanes that are live and fit, their positions, -1 in others, and what `canvas_values` says of these."""
-    if use_triton(tokens_NS):
+    if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import window_values as kernel
 
         return kernel(tokens_NS, status_NS, slot_B, live_B, fits_B, pos_BW)
@@ -56,59 +57,6 @@ def padded(pos: Tensor, scratch: int) -> Tensor:
     return pos.remainder(scratch + 1)
 
 
-def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
-    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
-    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
-    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
-
-
-def window_positions(
-    start_B: Tensor, end_B: Tensor, length_B: Tensor, kept_B: Tensor | None, *, width: int, active: int, shift: int,
-    causal_block: int | None, back: int | None, ahead: int | None, prefill: bool, settles: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The window around the active region `[start, end)` of each row, and what becomes of it.
-
-    It reaches from `back` positions before the region, or from 0, or, with `kept`, from there or from the attention
-    block that holds the first logits, whichever comes first; and to `ahead` positions behind the region or to the last
-    that any query of it sees. Blocks before the one with the first logits are settled: a `prefill` computes no more,
-    and with `settles`, rows for whose window `width` is too narrow compute as many of them as it holds.
-
-    int64 [B, W], the positions, -1 behind the window; bool [B], whether `width` is enough; int64 [B, active], the place
-    in the window of the logits of each position of the region, which stand `shift` before it, -1 from `end` on, in
-    bounds where the row does not fit. With `kept`, int64 [B], up to where keys are final once the row has been decoded
-    or its prefill is over. With `prefill` or `settles`, int64 [B], up to where a row that only settles has keys; -1: it
-    decodes.
-    """
-    if use_triton(start_B):
-        from dinfer.kernels.triton.canvas import window_positions as kernel
-
-        return kernel(
-            start_B, end_B, length_B, kept_B, width, active, shift=shift, block=causal_block, back=back, ahead=ahead,
-            prefill=prefill, settles=settles,
-        )  # fmt: skip
-    block = causal_block or 1
-    region_B = start_B // block * block
-    settled_B = (start_B - shift).clamp_min(0) // block * block
-    stop_B = length_B
-    if causal_block is not None:
-        stop_B = torch.minimum(-(-(end_B - shift).clamp_min(1) // block) * block, length_B)
-    if ahead is not None:
-        stop_B = torch.minimum(end_B + ahead - shift, stop_B).clamp_min(1)
-    if kept_B is not None:  # what was finished when the step began has been computed after it
-        first_B, kept_B = torch.minimum(kept_B, settled_B), settled_B if prefill else region_B
-    else:
-        first_B = torch.zeros_like(start_B) if back is None else (start_B - back).clamp_min(0)
-    fits_B, only_B = stop_B - first_B <= width, None
-    if prefill or settles:
-        decodes_B = fits_B & (not prefill)
-        piece_B = torch.minimum(first_B + width // block * block, settled_B)
-        stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
-        fits_B = decodes_B | (piece_B > first_B)
-    pos_BX = span(start_B, end_B, active)
-    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
-    return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), kept_B, only_B
-
-
 def active_rows(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
     quota_BK: Tensor, *, block: int, open_status: int, given_status: int,
@@ -116,7 +64,7 @@ def active_rows(
     """The active blocks as rows: positions (-1: padding), tokens, which are open, which are given or padding, [R, L]
     each, and how many masks each block began with: where it begins now, those that are there. int64 [R]
     """
-    if use_triton(tokens_NS):
+    if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import active_rows as kernel
 
         return kernel(tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status)
@@ -135,7 +83,7 @@ def key_places(
 
     Padding (-1) and positions whose page is `null` go to the beginning of the page `scratch`.
     """
-    if use_triton(table_NP):
+    if use_triton(table_NP, "canvas"):
         from dinfer.kernels.triton.canvas import key_places as kernel
 
         return kernel(table_NP, slot_B, pos_BW, page, pages, null, scratch)

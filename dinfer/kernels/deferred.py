@@ -19,7 +19,7 @@ def close(x: Deferred) -> Tensor:
         return widened(x).to(x.dtype) if x.wide is None else x.wide
     if x.weights_NC is None:
         return x.values.sum(0).to(x.dtype)
-    if use_triton(x.values):
+    if use_triton(x.values, "experts"):
         from dinfer.kernels.triton.moe import combine
 
         return combine(x.values, x.weights_NC)
@@ -32,6 +32,11 @@ def close(x: Deferred) -> Tensor:
 def to_add(x: Deferred) -> Tensor | Parts:
     """What a consumer that adds up parts reads."""
     return x if isinstance(x, Parts) else close(x)
+
+
+def rows(x: Deferred) -> Tensor | Rounded:
+    """What a consumer that takes rounded rows reads."""
+    return x if isinstance(x, Rounded) else close(x)
 
 
 def held(x: Deferred) -> Tensor:

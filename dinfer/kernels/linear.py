@@ -1,4 +1,4 @@
-"""Linear maps with weights as they are, in 8 bits with a scale for each output, or in 4 (`dinfer.kernels.packed`).
+"""Linear maps with weights as they are, or in 8 bits with a scale for each output.
 
 Shape suffixes: R rows, K inputs, O outputs.
 """
@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import close, held, widened
+from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.packed import PACKED, packed_linear
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
@@ -28,7 +27,7 @@ def check_float8(device: torch.device, what: str, instead: str) -> None:
 
 def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     """Each row of the last dimension at a scale of its own, its largest value at the largest of `dtype`."""
-    if dtype == FLOAT8 and use_triton(x):
+    if dtype == FLOAT8 and use_triton(x, "linear"):
         from dinfer.kernels.triton.linear import round_rows as kernel
 
         return kernel(x)
@@ -42,40 +41,31 @@ def few(x: Tensor) -> bool:
     return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
-def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None) -> Tensor:
+def rounded(x: Deferred) -> Rounded:
+    """Rows in float8, as they come or rounded now."""
+    return x if isinstance(x, Rounded) else round_rows(close(x))
+
+
+def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False) -> Tensor | Parts:
     """x times the weight's transpose. [..., K] -> [..., O]
 
-    With a `scale_O` the weight is in 8 bits. Against float8 weights the rows are rounded to float8 as well, each at a
-    scale of its own, unless they already are; products are summed in float32. Against int8 weights they stay as is.
-    A weight of bytes is one in 4 bits: `[O, K / 2]`, and its scales `[O, K / group]`.
+    With `parts` the consumer adds up: of a small weight each program then takes a part of the inputs. One
+    multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
     """
-    return close(_linear(x, weight_OK, bias_O, scale_O, split=False))
-
-
-def linear_in_parts(
-    x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, scale_O: Tensor | None = None
-) -> Tensor | Parts:
-    """As `linear`, for a consumer that adds up parts: each program then takes a part of a small weight's inputs.
-
-    One multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
-    """
-    return _linear(x, weight_OK, bias_O, scale_O, split=True)
-
-
-def _linear(
-    x: Deferred, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, split: bool
-) -> Tensor | Parts:
-    x = x if isinstance(x, Rounded) else close(x)
-    if scale_O is not None and weight_OK.dtype == PACKED:
-        return packed_linear(close(x), weight_OK, scale_O, bias_O)
-    if scale_O is None and isinstance(x, Tensor) and not (few(x) and use_triton(x)):
+    x = close(x)
+    if not (few(x) and use_triton(x, "linear")):
         return F.linear(x, weight_OK, bias_O)
-    if weight_OK.dtype == FLOAT8 and isinstance(x, Tensor):
-        x = round_rows(x)
-    if use_triton(held(x)):
+    from dinfer.kernels.triton.linear import linear as kernel
+
+    return kernel(x, weight_OK, bias_O, None, split=parts)
+
+
+def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
+    x = rows(x)
+    if use_triton(held(x), "linear"):
         from dinfer.kernels.triton.linear import linear as kernel
 
-        return kernel(x, weight_OK, bias_O, scale_O, split=split)
-    out = F.linear(widened(x), weight_OK.to(torch.float32))
-    out = out if scale_O is None else out * scale_O
+        return close(kernel(x, weight_OK, bias_O, scale_O))
+    out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -1,11 +1,12 @@
-"""Mixtures of experts: which experts each token goes to, and what they make of it.
+"""Mixtures of experts: which experts each token goes to, and the weighted sum of their outputs.
 
-Shape suffixes: N tokens, D hidden size, X experts, C chosen experts of a token, M width of an expert's gated MLP,
-S width of a shared expert, T tokens of a tile, I tiles.
+Shape suffixes: N tokens, D hidden size, X experts, C chosen experts of a token, P pairs of token and expert, M width of
+an expert's gated MLP, O outputs, K inputs, T rows of a tile, I tiles.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import close, held, rows_of, to_add, widened
+from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import few, linear, round_rows
+from dinfer.kernels.linear import few, round_rows, rounded
 from dinfer.kernels.norm import geglu, swiglu
-from dinfer.kernels.packed import PACKED, unpack
-from dinfer.kernels.types import FLOAT8, Deferred, Inputs, Parts, Rounded
+from dinfer.kernels.types import Deferred, Inputs, Matrices, Parts, Plan, Rounded
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -30,7 +30,9 @@ GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels cal
 def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
     """x times the weight's transpose, in float32 whatever their dtype, maybe in parts. [..., D] -> [N, X]"""
     x_ND = close(rows_of(x_ND))
-    if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
+    if (
+        use_triton(x_ND, "router") and x_ND.dtype != torch.float32
+    ):  # products of two narrow numbers are exact in float32
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
 
@@ -48,7 +50,7 @@ def route(
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
-    if allowed_NX is None and use_triton(held(logits_NX)):
+    if allowed_NX is None and use_triton(held(logits_NX), "router"):
         from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
@@ -85,65 +87,123 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
     return open_NX.index_select(0, block_N)
 
 
+class ExpertWeight(ABC):
+    """A matrix [O, K] for each expert, and how rows are multiplied with them. What a format makes of its tensors."""
+
+    each: Tensor  # [X, O, ...]
+    piece: int | None = None  # inputs that the gate rounds to float8 at one scale; None: it does not
+
+    def joined(self, shared: ExpertWeight) -> ExpertWeight | None:
+        """The same with one more expert, which every token goes to; None if the two are not alike."""
+        return None
+
+    @abstractmethod
+    def rows_of_tile(self, pairs_per_expert: float) -> int:
+        """How many rows of one expert a program of the GPU takes at most."""
+
+    @abstractmethod
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+        """Each token by each of its experts, gated: a row for each pair in the order of tiles. [P, O / 2]"""
+
+    @abstractmethod
+    def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
+        """The rows that `gated_rows` made, in the order of tokens and, for each, of its experts. [P, O]"""
+
+    @abstractmethod
+    def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
+        """Each tile times the matrix of its expert, in torch; rows may come in pieces. [I, T, O]"""
+
+
+class ScaledExperts(ExpertWeight):
+    """Values in the dtype of the rows, or in 8 bits with a scale for each output.
+
+    `rounds`: inputs are rounded to float8, each row at a scale of its own.
+    """
+
+    def __init__(self, matrices: Matrices, rounds: bool = False) -> None:
+        self.matrices, self.each, self.rounds = matrices, matrices.each, rounds
+        self.piece = PIECE if rounds and self.each.shape[-1] % PIECE == 0 else None
+
+    def joined(self, shared: ExpertWeight) -> ScaledExperts | None:
+        if not isinstance(shared, ScaledExperts) or shared.each.dtype != self.each.dtype:
+            return None
+        more = self.matrices._replace(shared=shared.each, shared_scale=shared.matrices.scale)
+        return ScaledExperts(more, self.rounds) if shared.each.shape == self.each.shape[1:] else None
+
+    def rows_of_tile(self, pairs_per_expert: float) -> int:
+        from dinfer.kernels.triton.moe import rows_of_tile
+
+        return rows_of_tile(pairs_per_expert, self.each.dtype.itemsize)
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+        from dinfer.kernels.triton.moe import gated_linear
+
+        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], piece)
+
+    def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
+        from dinfer.kernels.triton.moe import expert_linear
+
+        return expert_linear(self._taken(x_PK), self.matrices, plan)
+
+    def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
+        x, scale_XO = self._taken(x_ITK), self.matrices.scale
+        if scale_XO is None:
+            return close(x) @ self.each.index_select(0, expert_I).mT
+        weight_IOK = self.each.view(torch.int8).index_select(0, expert_I).view(self.each.dtype)
+        out_ITO = widened(x).flatten(2) @ weight_IOK.float().mT
+        return (out_ITO * scale_XO.index_select(0, expert_I)[:, None]).to(x.dtype)
+
+    def _taken(self, x: Deferred) -> Tensor | Rounded:
+        return rounded(x) if self.rounds else rows(x)
+
+
 class Shared(NamedTuple):
-    """An expert that every token goes to with weight 1: [2S, D], [D, S], and scales as in `dinfer.kernels.linear`."""
+    """A gated MLP that every token goes to with weight 1, and its two weights."""
 
-    gate_up: Tensor
-    down: Tensor
-    gate_up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
-
-
-def expert_mlps(
-    x_ND: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    shared: Shared | None = None,
-) -> Tensor:  # fmt: skip
-    """See `expert_mixture`. [N, D]"""
-    return close(expert_mixture(x_ND, experts_NC, weights_NC, gate_up_XMD, down_XDM, gated, scales, shared))
+    mlp: Callable[[Tensor], Tensor]  # [N, D] -> [N, D]
+    gate_up: ExpertWeight
+    down: ExpertWeight
 
 
 def expert_mixture(
-    x_ND: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up_XMD: Tensor, down_XDM: Tensor,
-    gated: Gate = swiglu, scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    shared: Shared | None = None,
+    x: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight,
+    gated: Gate = swiglu, shared: Shared | None = None,
 ) -> Tensor | Parts:  # fmt: skip
-    """The weighted sum of what each token's experts make of it, and what the shared one does. [N, D], if added up
+    """The outputs of each token's experts times its weights, added up, and that of the shared one. [..., D] -> [N, D]
 
-    `gate_up_XMD` holds M gate rows, then M up rows, for each expert: [X, 2M, D]; `gated` is what comes
-    between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert each,
-    so that the shapes do not depend on the choice and no expert is multiplied with tokens that are not its own.
-    `scales` [X, 2M] and [X, D] are those of weights in 8 bits, as in `dinfer.kernels.linear.linear`; but against float8
-    weights, what comes between is rounded by pieces of 128 values, each at a scale of its own, if M is made of them.
-    Weights in 4 bits have another dimension of scales, and half of the last dimension (`dinfer.kernels.packed`).
+    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D], and `down` is [X, D, M]; `gated` is what
+    comes between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert
+    each. So the shapes do not depend on the choice, and no expert is multiplied with tokens that are not its own. What
+    comes between is rounded by pieces of `down.piece` values, each at a scale of its own.
     """
     tokens, chosen = experts_NC.shape
-    experts, pairs = gate_up_XMD.shape[0], tokens * chosen
-    piece = PIECE if down_XDM.dtype == FLOAT8 and down_XDM.shape[-1] % PIECE == 0 else None
-    up_scale, down_scale = scales
-    x_ND = rows_of(x_ND)
-    wide_ND = close(x_ND)
-    x_ND = x_ND if isinstance(x_ND, Rounded) else wide_ND
-    if use_triton(wide_ND):
-        from dinfer.kernels.triton import moe as kernels
+    flat = rows_of(x)
+    wide_ND = close(flat)
+    if not use_triton(wide_ND, "experts"):
+        mixed_ND = _mixed_tiles(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
+        return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
+    from dinfer.kernels.triton.moe import combine, plan
 
-        together = shared is not None and tokens <= TOGETHER and _alike(shared, gate_up_XMD, down_XDM)
-        plus_ND = None if shared is None or together else _shared_mlp(wide_ND, gated, shared)
-        if up_scale is not None and down_scale is not None and down_XDM.dtype == PACKED:
-            from dinfer.kernels.triton import packed_moe
+    plus_ND, joined = None, False
+    if shared is not None:
+        more, wider = gate_up.joined(shared.gate_up), down.joined(shared.down)
+        if more is not None and wider is not None and tokens <= TOGETHER:
+            gate_up, down, joined = more, wider, True
+        else:
+            plus_ND = shared.mlp(wide_ND)
+    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(tokens * chosen / len(gate_up.each)), joined)
+    hidden_PM = gate_up.gated_rows(flat, made, gated, down.piece)
+    out_PD = down.mixed_rows(hidden_PM, made)
+    if plus_ND is None and tokens <= TOGETHER:  # of more, the rows would take up memory until they are read
+        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
+    return combine(out_PD, weights_NC, plus_ND)
 
-            plan = kernels.plan(experts_NC, experts, packed_moe.rows_of_tile(pairs / experts))
-            hidden_PM = gated(packed_moe.expert_linear(wide_ND, gate_up_XMD, up_scale, plan, by_token=True), "plain")
-            out_PD = packed_moe.expert_linear(close(hidden_PM), down_XDM, down_scale, plan, by_token=False)
-            return _mixture(out_PD, weights_NC, plus_ND)
-        gate_up, down = kernels.Weight(gate_up_XMD, up_scale), kernels.Weight(down_XDM, down_scale)
-        if shared is not None and together:
-            gate_up = gate_up._replace(shared=shared.gate_up, shared_scale=shared.gate_up_scale)
-            down = down._replace(shared=shared.down, shared_scale=shared.down_scale)
-        rows_of_tile = kernels.rows_of_tile(pairs / experts, down_XDM.dtype.itemsize)
-        plan = kernels.plan(experts_NC, experts, rows_of_tile, together)
-        rows_PM = kernels.gated_linear(x_ND, gate_up, plan, GATES[gated], piece)
-        return _mixture(kernels.expert_linear(rows_PM, down, plan), weights_NC, plus_ND)
+
+def _mixed_tiles(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
+) -> Tensor:
+    """`expert_mixture` in torch, without the shared expert."""
+    (_, chosen), pairs, experts = experts_NC.shape, experts_NC.numel(), len(gate_up.each)
     flat = experts_NC.flatten()
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -154,50 +214,11 @@ def expert_mixture(
     place = first_tile_X.index_select(0, owner) * TILE + rank  # where in the tiles each pair goes
     tiles = min(experts, pairs) + pairs // TILE
     token = torch.div(order, chosen, rounding_mode="floor")
-    rows = wide_ND.new_zeros(tiles * TILE, wide_ND.shape[1]).index_copy(0, place, wide_ND.index_select(0, token))
+    rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
     expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
     expert_I = expert_I.view(tiles, TILE).amax(-1)
-    hidden = gated(_tiles_linear(rows.view(tiles, TILE, -1), gate_up_XMD, up_scale, expert_I), "plain")
-    hidden_ITM: Tensor | Rounded = close(hidden)
-    if piece is not None:
-        hidden_ITM = round_rows(close(hidden).unflatten(-1, (-1, piece)))
-    out = _tiles_linear(hidden_ITM, down_XDM, down_scale, expert_I).flatten(0, 1).index_select(0, place)
+    hidden_ITM = close(gated(gate_up.tiles(rows.view(tiles, TILE, -1), expert_I), "plain"))
+    between = hidden_ITM if down.piece is None else round_rows(hidden_ITM.unflatten(-1, (-1, down.piece)))
+    out = down.tiles(between, expert_I).flatten(0, 1).index_select(0, place)
     weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
-    mixed_ND = torch.zeros_like(wide_ND).index_add(0, token, out * weight[:, None])
-    return mixed_ND if shared is None else mixed_ND + _shared_mlp(wide_ND, gated, shared)
-
-
-def _mixture(out_PD: Tensor, weights_NC: Tensor, plus_ND: Tensor | None) -> Tensor | Parts:
-    if plus_ND is None and len(weights_NC) <= TOGETHER:  # of more, the rows would take up memory until they are read
-        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
-    from dinfer.kernels.triton.moe import combine
-
-    return combine(out_PD, weights_NC, plus_ND)
-
-
-def _alike(shared: Shared, gate_up_XMD: Tensor, down_XDM: Tensor) -> bool:
-    """Whether the shared expert is as wide as the others, and its weights are stored as theirs are, not in 4 bits."""
-    pairs = (shared.gate_up, gate_up_XMD), (shared.down, down_XDM)
-    return all(one.shape == each.shape[1:] and one.dtype == each.dtype != PACKED for one, each in pairs)
-
-
-def _shared_mlp(x_ND: Tensor, gated: Gate, shared: Shared) -> Tensor:
-    inputs: Inputs = "rounded" if shared.down.dtype == FLOAT8 else "plain"
-    hidden_NS = gated(linear(x_ND, shared.gate_up, None, shared.gate_up_scale), inputs)
-    return linear(hidden_NS, shared.down, None, shared.down_scale)
-
-
-def _tiles_linear(x_ITK: Tensor | Rounded, weight_XOK: Tensor, scale_XO: Tensor | None, expert_I: Tensor) -> Tensor:
-    """Each tile times the matrix of its expert; its rows may come in pieces. [I, T, O]"""
-    if scale_XO is None and isinstance(x_ITK, Tensor):
-        return x_ITK @ weight_XOK.index_select(0, expert_I).mT
-    if scale_XO is not None and weight_XOK.dtype == PACKED:
-        weight_IOK = unpack(weight_XOK.index_select(0, expert_I), scale_XO.index_select(0, expert_I))
-        return (widened(x_ITK) @ weight_IOK.mT).to(x_ITK.dtype)
-    if weight_XOK.dtype == FLOAT8 and isinstance(x_ITK, Tensor):
-        x_ITK = round_rows(x_ITK)
-    weight_IOK = weight_XOK.view(torch.int8).index_select(0, expert_I).view(weight_XOK.dtype)
-    out_ITO = widened(x_ITK).flatten(2) @ weight_IOK.float().mT
-    if scale_XO is not None:
-        out_ITO = out_ITO * scale_XO.index_select(0, expert_I)[:, None]
-    return out_ITO.to(x_ITK.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.moe import ExpertWeight, Gate
+from dinfer.kernels.types import Deferred, Plan
 
-PACKED = torch.uint8  # what weights in 4 bits look like to torch
 GROUPS = (128, 64, 32)
 FEW = 128  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
@@ -40,8 +42,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     group = group_of(weight.shape[-1])
     rows = weight.flatten(0, -2)
     pieces = [_pack(piece, group) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
-    values, scale = (torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*pieces, strict=True))
-    return values, scale.mT.contiguous().mT
+    values, scale = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return tuple(part.unflatten(0, weight.shape[:-1]) for part in (values, scale.mT.contiguous().mT))
 
 
 def _pack(weight_OK: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ def _pack(weight_OK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     largest = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
     scale = (largest / -8).to(torch.bfloat16)
     values = (wide / torch.where(scale == 0, 1, scale).float()).round().clamp(-8, 7).to(torch.int8) + 8
-    low, high = values.to(PACKED).chunk(2, -1)
+    low, high = values.to(torch.uint8).chunk(2, -1)
     return (low | high << 4).flatten(-2), scale.squeeze(-1)
 
 
@@ -62,7 +64,7 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 
 def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of a weight in 4 bits; the rows stay as they are. [..., K] -> [..., O]"""
-    if not use_triton(x):
+    if not use_triton(x, "packed"):
         out = F.linear(x.float(), unpack(weight_OH, scale_OG), None if bias_O is None else bias_O.float())
         return out.to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
@@ -70,3 +72,29 @@ def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor
     if x.numel() // x.shape[-1] <= FEW:
         return kernels.linear(x, weight_OH, scale_OG, bias_O)
     return F.linear(x, kernels.unpack(weight_OH, scale_OG, x.dtype), bias_O)
+
+
+class PackedExperts(ExpertWeight):
+    """Values in 4 bits, uint8 [X, O, H], and scales [X, O, G]; rows stay as they are."""
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.each, self.scale = values, scale
+
+    def rows_of_tile(self, pairs_per_expert: float) -> int:
+        from dinfer.kernels.triton.packed_moe import rows_of_tile
+
+        return rows_of_tile(pairs_per_expert)
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+        from dinfer.kernels.triton.packed_moe import expert_linear
+
+        return gated(expert_linear(close(x_ND), self.each, self.scale, plan, by_token=True), "plain")
+
+    def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
+        from dinfer.kernels.triton.packed_moe import expert_linear
+
+        return expert_linear(close(x_PK), self.each, self.scale, plan, by_token=False)
+
+    def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
+        weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
+        return (close(x_ITK).float() @ weight_IOK.mT).to(x_ITK.dtype)

@@ -52,6 +52,30 @@ Deferred = Tensor | Parts | Rounded
 """A tensor, or one whose last sum or product is left to the kernel that reads it, so that no kernel runs for that
 alone. `dinfer.kernels.deferred.close` makes a tensor of any."""
 
+
+class Matrices(NamedTuple):
+    """Weights of all experts, and of one that is shared, if there is one: [X, O, K] and [O, K], scales [X, O], [O]."""
+
+    each: Tensor
+    scale: Tensor | None = None
+    shared: Tensor | None = None
+    shared_scale: Tensor | None = None
+
+
+class Plan(NamedTuple):
+    """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
+
+    `pairs_XN`: their numbers, ascending, counted token by token, and for each in the order of its experts. A shared
+    expert is each token's last and the last of all, but its tiles come first: they are the most. A tile: its expert, or
+    -1 if it is none, the first of its pairs among those of the expert and in the order of tiles, and how many they are.
+    """
+
+    pairs_XN: Tensor
+    tile_I4: Tensor
+    rows: int
+    pairs: int
+
+
 Inputs = Literal["plain", "rounded", "both"]
 """How a layer takes its input rows: as they are, rounded to float8, or rounded with the original beside."""
 

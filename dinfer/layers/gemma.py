@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
-from dinfer.kernels.moe import expert_mlps, route
+from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
+from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
 from dinfer.kernels.types import Projections, Table
-from dinfer.layers.linear import Linear
+from dinfer.layers.formats.plain import PLAIN
+from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
 
@@ -60,11 +63,8 @@ class Attention(nn.Module):
         return self.out(attend(self.layer, Projections(qkv_BWXE, self.heads, table)).flatten(2))
 
 
-class Experts(nn.Module):
+class Experts(Formatted):
     """The best experts by softmax, their weights divided by their sum; the router norms and scales its own input."""
-
-    gate_up_scale: Tensor | None
-    down_scale: Tensor | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -76,8 +76,7 @@ class Experts(nn.Module):
         self.expert_scale = nn.Parameter(torch.ones(experts.experts))
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
-        self.register_buffer("gate_up_scale", None, persistent=False)
-        self.register_buffer("down_scale", None, persistent=False)
+        self.formats = {"gate_up": PLAIN, "down": PLAIN}
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -86,9 +85,8 @@ class Experts(nn.Module):
         logits_NX = F.linear(wide_ND, self.router.weight.to(wide_ND.dtype))
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
-        scales = self.gate_up_scale, self.down_scale
-        out_ND = expert_mlps(x_BWD.flatten(0, 1), chosen_NC, weights_NC, self.gate_up, self.down, geglu, scales)
-        return out_ND.view_as(x_BWD)
+        weights = self.expert("gate_up"), self.expert("down")
+        return close(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)).view_as(x_BWD)
 
 
 class Block(nn.Module):
@@ -209,6 +207,7 @@ class Gemma(nn.Module):
         )
         return self(torch.cat((self.embed(ids_BT), x_BCD), 1), attend)
 
+    @on_own_device
     def score(self, ids_BT: Tensor, canvas_BC: Tensor, expected_BCV: Tensor | None = None) -> Tensor:
         """Logits of a canvas behind a prompt, without a cache. [B, T], [B, C] -> [B, C, V]
 

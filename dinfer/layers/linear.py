@@ -1,83 +1,97 @@
-"""A linear layer whose weights may be in 8 or 4 bits, and how a network's layers get there."""
+"""Linear layers whose weights any format of `dinfer.layers.formats` holds, and rounding a network to one."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from dinfer.kernels.linear import check_float8, linear, linear_in_parts, round_rows
-from dinfer.kernels.packed import PACKED, pack
-from dinfer.kernels.types import FLOAT8, Deferred, Inputs
+from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
+from dinfer.kernels.moe import ExpertWeight
+from dinfer.kernels.types import Deferred, Inputs
+from dinfer.layers.formats.format import FORMATS, EightBits, Format, Weight
+from dinfer.layers.formats.plain import PLAIN
 
-QUANTIZED = {"fp8": FLOAT8, "int8": torch.int8, "int4": PACKED}
-"""Names of what weights may be rounded to, and what they are then stored in."""
+
+class Formatted(nn.Module):
+    """A module some of whose parameters are weights that a format holds."""
+
+    formats: dict[str, Format]  # by the name of the parameter
+
+    def weight_of(self, name: str) -> Weight:
+        """The tensors of a weight: the parameter, and the buffers of its format."""
+        return self.get_parameter(name), *(self.get_buffer(f"{name}{end}") for end in self.formats[name].beside)
+
+    def hold(self, name: str, weight: Weight, held: Format) -> None:
+        """Replaces a weight by one of that format."""
+        setattr(self, name, nn.Parameter(weight[0], requires_grad=False))
+        for end, tensor in zip(held.beside, weight[1:], strict=True):
+            self.register_buffer(f"{name}{end}", tensor, persistent=False)
+        self.formats[name] = held
+
+    def expert(self, name: str) -> ExpertWeight:
+        """A weight as the matrix of one expert, or of all of them."""
+        return self.formats[name].experts(self.weight_of(name))
 
 
-class Linear(nn.Linear):
-    """As torch's, for as few rows as a denoising step has; see `dinfer.kernels.linear.linear`."""
-
-    weight_scale: Tensor | None
+class Linear(Formatted, nn.Linear):
+    """As torch's, for as few rows as a denoising step has."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
-        self.register_buffer("weight_scale", None, persistent=False)
+        self.formats = {"weight": PLAIN}
 
     @property
     def takes(self) -> Inputs:
         """How whatever makes the inputs should leave them."""
-        return "rounded" if self.weight.dtype == FLOAT8 else "plain"
+        return self.formats["weight"].takes
 
     def forward(self, x: Deferred) -> Tensor:
-        return linear(x, self.weight, self.bias) if self.weight_scale is None else self._scaled(x)
-
-    @torch.compiler.disable  # the compiler would trace the slow reference
-    def _scaled(self, x: Deferred) -> Tensor:
-        return linear(x, self.weight, self.bias, self.weight_scale)
+        return close(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias))
 
     def deferred(self, x: Deferred) -> Deferred:
-        """As called, for a consumer that closes it; see `dinfer.kernels.linear.linear_in_parts`."""
-        return linear_in_parts(x, self.weight, self.bias) if self.weight_scale is None else self._scaled(x)
+        """As called, for a consumer that may add up parts."""
+        return self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
 
 
-def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """A weight in 8 bits and the scale of each of its rows, or in 4 and the scales of its groups (`kernels.packed`)."""
-    if dtype == PACKED:
-        values, scale = pack(weight.detach())
-        return nn.Parameter(values, requires_grad=False), scale
-    made = round_rows(weight.detach(), dtype)
-    return nn.Parameter(made.values, requires_grad=False), made.scale
+def roundings() -> list[str]:
+    """The names of the formats that `quantize=` rounds to."""
+    return [name for name in FORMATS.names() if name != "plain"]
 
 
-def quantized_dtype(name: str) -> torch.dtype:
-    """What "fp8", "int8" or "int4" is stored in. Raises ValueError for another name."""
-    if name not in QUANTIZED:
-        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(QUANTIZED)}, or null for none")
-    return QUANTIZED[name]
+def format_of(name: str) -> Format:
+    """The format that `quantize=name` rounds to. Raises ValueError for a name that is not one."""
+    if name not in roundings():
+        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
+    return FORMATS.get(name)()
 
 
-def roundable(network: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The parameters with a place for scales, NAME_scale: their modules and what they are called there."""
-    return {
-        f"{path}.{own}": (module, own)
-        for path, module in network.named_modules()
-        for own in module._parameters
-        if f"{own}_scale" in module._buffers
-    }
+def taken(quantize: str | None) -> dict[str, EightBits]:
+    """The formats in which weights may stay as a checkpoint has them, by safetensors' name of their dtype.
+
+    With `quantize`, only what is in that format already stays.
+    """
+    formats = [format_of(name) for name in (roundings() if quantize is None else [quantize])]
+    return {known.stored: known for known in formats if isinstance(known, EightBits)}
 
 
-def quantize(network: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the weights of every linear layer and of all experts, in place, layer by layer.
+def formatted(network: nn.Module) -> dict[str, tuple[Formatted, str]]:
+    """The parameters that formats hold: their modules and what they are called there."""
+    modules = {path: module for path, module in network.named_modules() if isinstance(module, Formatted)}
+    return {f"{path}.{own}": (module, own) for path, module in modules.items() for own in module.formats}
+
+
+@on_own_device
+def quantize(network: nn.Module, name: str) -> None:
+    """Rounds the weights of every linear layer and of all experts to a format, in place, layer by layer.
 
     Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
-    holds rounded. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
+    holds in 8 bits. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
     """
-    if dtype == FLOAT8:
-        check_float8(next(network.parameters()).device, "quantize=fp8", "quantize=int8")
-    for name, (module, own) in roundable(network).items():
-        if module._buffers[f"{own}_scale"] is None:
+    wanted = format_of(name)
+    wanted.check(next(network.parameters()).device, f"quantize={name}")
+    for path, (module, own) in formatted(network).items():
+        if module.formats[own] is PLAIN:
             try:
-                weight, scale = rounded(module.get_parameter(own), dtype)
+                module.hold(own, wanted.make(module.get_parameter(own).detach()), wanted)
             except ValueError as error:
-                raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
-            setattr(module, own, weight)
-            setattr(module, f"{own}_scale", scale)
+                raise ValueError(f"{path.removesuffix(f'.{own}')}: {error}") from error

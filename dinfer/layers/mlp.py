@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -9,8 +11,9 @@ from dinfer.core.spec import ModelSpec
 from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.types import FLOAT8, Deferred, Inputs
-from dinfer.layers.linear import Linear
+from dinfer.kernels.types import Deferred, Inputs
+from dinfer.layers.formats.plain import PLAIN
+from dinfer.layers.linear import Formatted, Linear
 
 
 class GatedMLP(nn.Module):
@@ -31,15 +34,11 @@ class GatedMLP(nn.Module):
         return self.down(self.gated(self.gate_up(x_BWD), self.down.takes))
 
 
-class Experts(nn.Module):
+class Experts(Formatted):
     """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
 
-    The matrices of all experts are one below the other: gate rows, then up rows of expert 0, then those of expert 1;
-    likewise the rows of `down`.
+    The matrices of an expert are `gate_up`, gate rows and then up rows, and `down`.
     """
-
-    gate_up_scale: Tensor | None
-    down_scale: Tensor | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -48,31 +47,25 @@ class Experts(nn.Module):
         self.experts, self.causal_block = experts, spec.causal_block
         self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
         self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
-        self.gate_up = nn.Parameter(torch.empty(experts.experts * 2 * experts.width, spec.hidden))
-        self.down = nn.Parameter(torch.empty(experts.experts * spec.hidden, experts.width))
+        self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
+        self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
-        self.register_buffer("gate_up_scale", None, persistent=False)
-        self.register_buffer("down_scale", None, persistent=False)
+        self.formats = {"gate_up": PLAIN, "down": PLAIN}
 
     @property
     def takes(self) -> Inputs:
         """How whatever makes the inputs should leave them; the router takes them as they are."""
-        return "both" if self.gate_up.dtype == FLOAT8 else "plain"
+        return "both" if self.formats["gate_up"].takes == "rounded" else "plain"
 
     @torch.compiler.disable  # its kernels are better than what would be traced
     def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
         """[B, W, D] -> [N, D], for a consumer that closes it; `pos_BW` says which attention block each token is of."""
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
-        up, down = self.gate_up_scale, self.down_scale
-        scales = None if up is None else self._by_expert(up), None if down is None else self._by_expert(down)
-        weights = self._by_expert(self.gate_up), self._by_expert(self.down)
-        shared, one = None, self.shared
-        if one is not None:
-            shared = Shared(one.gate_up.weight, one.down.weight, one.gate_up.weight_scale, one.down.weight_scale)
-        return expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, scales=scales, shared=shared)
-
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.experts.experts, -1))
+        shared, mlp = None, self.shared
+        if mlp is not None:
+            shared = Shared(partial(mlp, pos_BW=pos_BW), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
+        weights = self.expert("gate_up"), self.expert("down")
+        return expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared)
 
     def route(self, logits_NX: Deferred, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
@@ -126,12 +127,13 @@ class Transformer(nn.Module):
         """[B, L, D] -> [B, L, V]"""
         inputs = "plain" if self.head is None else self.head.takes
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
-        return linear(normed_BLD, self.embedding.weight) if self.head is None else self.head(normed_BLD)
+        return close(linear(normed_BLD, self.embedding.weight)) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
         return logits_BLV.softmax(-1) @ self.embedding.weight
 
+    @on_own_device
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:
         """Logits at every position of complete sequences, without a cache. [B, T] -> [B, T, V]
 

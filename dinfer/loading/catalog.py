@@ -6,7 +6,9 @@ against our networks. A checkpoint that is not here loads just as well, if its f
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +96,10 @@ CATALOG: tuple[Published, ...] = (
         family="diffusion_gemma", preset="diffusion_gemma_26b_a4b_it", mask_id=None, eos_ids=(1, 106, 50), canvas=256,
     ),
 )  # fmt: skip
+
+
+def entry_of(name: str, family: str) -> Published | None:
+    """The entry of the checkpoint with this hub name, or in a folder called like it."""
+    parts = {re.split("__|--", part)[-1].casefold() for part in Path(name).parts}  # folders as the hub's cache has them
+    entries = (entry for entry in CATALOG if entry.family == family)
+    return next((entry for entry in entries if entry.checkpoint.split("/")[1].casefold() in parts), None)

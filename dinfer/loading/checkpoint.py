@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: finding them, loading them strictly, and writing them.
+"""Hugging Face checkpoints: loading them strictly, and writing them.
 
 Only safetensors are read, and no code that comes with a checkpoint is ever run. A tensor that is missing, unknown,
 of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from importlib import resources
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -19,45 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import MODELS, unknown
-from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
-from dinfer.kernels.linear import FLOAT8, check_float8
-from dinfer.loading.hub import download
+from dinfer.core.registry import MODELS
+from dinfer.core.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
+from dinfer.loading.files import CheckpointError, read_object, refuse
+from dinfer.loading.hub import locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.quantized import FIELD, Scales, scale_block, scales_of, widened
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, Stored, read, read_object, refuse, stored
+from dinfer.loading.quantized import FIELD, Scales, scale_at, scale_block, scales_of
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
-
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never code, never pickles
-
-
-def boxed() -> list[str]:
-    """Names of the models that come inside the package."""
-    folder = resources.files("dinfer") / "demo" / "checkpoints"
-    if not folder.is_dir():
-        return []
-    return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
-
-
-def locate(name: str, revision: str | None = None, needed: str = "config.json") -> Path:
-    """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
-
-    `needed`: the file that makes a folder what is looked for.
-    """
-    path = Path(name).expanduser()
-    if revision is not None and (name in boxed() or path.is_dir()):
-        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
-    if name in boxed():
-        path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
-    elif not path.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            known = unknown("checkpoint", name, boxed())
-            raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
-        path = download(name, revision, WANTED)
-    if not (path / needed).is_file():
-        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
-    return path
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -91,15 +60,19 @@ def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
 
 def load_network(
     folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device,
-    narrow: torch.dtype | None = None,
+    quantize: str | None = None, rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
     """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
 
     Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor. Experts may
     be stored each for itself or all of a layer together. An adapter of the family is merged in. Weights that the
-    checkpoint holds in 8 bits (`loading.quantized`) stay so where the network has a place for their scales; of others,
-    a warning says so. `narrow`: those in another dtype are widened too, as they are to be rounded to this one.
+    checkpoint holds in 8 bits (`loading.quantized`) stay so where a format can hold them; of others, a warning says so.
+    `quantize`: the format that all weights of linear layers and experts end in; None: as the checkpoint has them. Of a
+    `rank` only its share is read, and parameters have the shape of that.
     """
+    from dinfer.layers import linear  # only here: networks are heavy to import
+
+    takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
@@ -110,30 +83,34 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
-    kept = scales.kept(tensors, placements, narrow, adapter.pairs if adapter else ())
-    if FLOAT8 in kept.values():
-        check_float8(device, f"{folder}: what it holds in float8", "quantize=int8, which rounds anew")
-    network = _empty(family, spec, dtype, device, kept)
-    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
-    scale_of = scales.read()
-    wide = 0
+    kept = scales.kept(tensors, placements, takes, adapter.pairs if adapter else ())
+    for held in set(kept.values()):
+        takes[held].check(device, f"{folder}: what it holds in {held}")
+    network = empty_network(family, spec, dtype, device, {name: takes[held] for name, held in kept.items()}, rank)
+    parameters, weights = dict(network.named_parameters()), linear.formatted(network)
+    scale_of, wide = scales.read(), set()
+    pieces = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
+    parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
     with torch.no_grad():
-        for name, tensor in read(tensors):
-            place = placements[name]
+        for (name, source, target), tensor in zip(pieces, read_slices(tensors, parts), strict=True):
+            parameter = placements[name].parameter
             if name in scale_of:
-                scale = scale_of[name].to(device)
-                if parameters[place.parameter].dtype == tensor.dtype:
-                    part = scales_of_place(buffers[f"{place.parameter}_scale"], place)
-                    part.copy_(scale.reshape(() if scale.numel() == 1 else part.shape))
-                else:
-                    tensor, wide = widened(tensor.to(device), scale, block), wide + 1
-            merged = tensor if adapter is None else adapter.merged(name, tensor, device)
-            place_of(parameters, place).copy_(merged)
-    if wide and narrow is None:
+                scale = scale_at(scale_of[name].to(device), tensors[name].shape, block, source)
+                if parameter in kept and parameter in weights:
+                    module, own = weights[parameter]
+                    takes[kept[parameter]].take(module.weight_of(own), target, tensor, scale)
+                    continue
+                tensor = tensor.to(device).float() * scale
+                wide.add(name)
+            merged = tensor if adapter is None else adapter.merged(name, tensor, device, source)
+            parameters[parameter].detach()[target].copy_(merged)
+    if quantize is not None:
+        linear.quantize(network, quantize)
+    elif wide:
         logging.getLogger(__name__).warning(
             "%s: %d of %d rounded weights are widened to %s: their scales are of blocks, an adapter changes them, or "
             "they share a matrix with others. quantize=fp8, int8 or int4 rounds them again.",
-            folder, wide, len(scale_of), dtype,
+            folder, len(wide), len(scale_of), dtype,
         )  # fmt: skip
     return network
 
@@ -158,54 +135,67 @@ def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
     """The part of a parameter that a checkpoint's tensor fills, in the tensor's shape."""
-    return _part(parameters[place.parameter].detach(), place, place.shape)
+    return parameters[place.parameter].detach()[place.at].view(place.shape)
 
 
-def scales_of_place(scale: Tensor, place: Placement) -> Tensor:
-    """The scales of the outputs that a checkpoint's tensor fills, in the shape of these outputs."""
-    return _part(scale, place, place.shape[:-1])
+def random_network(
+    family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE
+) -> Any:
+    """A network of that shape with random weights of a trained model's scale, for measuring speed and memory.
 
-
-def _part(whole: Tensor, place: Placement, shape: tuple[int, ...]) -> Tensor:
-    """What a placement fills of a parameter or of its scales, in that shape."""
-    experts = place.shape[:-2]
-    rows = len(experts)  # the dimension of a matrix's rows
-    return whole.view(*experts, -1, *shape[rows + 1 :]).narrow(rows, place.row, shape[rows])
-
-
-def random_network(family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A network of that shape with random weights of a trained model's scale, for measuring speed and memory."""
-    network = _empty(family, spec, dtype, device)
+    Of a `rank`, the share that it has of the network with this seed.
+    """
+    network, divided = empty_network(family, spec, dtype, device, rank=rank), divisions(family, spec, rank)
     for name, parameter in network.named_parameters():
+        split, whole = divided.get(name), parameter
+        if split is not None:
+            whole = torch.empty(resized(parameter, split, WHOLE), dtype=parameter.dtype, device=device)
         if name.endswith(("norm.weight", "scale")):
-            parameter.fill_(1.0)
-        elif parameter.dim() == 1:  # a bias
-            parameter.normal_(0.0, 0.1)
+            whole.fill_(1.0)
+        elif whole.dim() == 1:  # a bias
+            whole.normal_(0.0, 0.1)
         else:
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            whole.normal_(0.0, whole.shape[-1] ** -0.5)
+        if split is not None:
+            shares = [whole.narrow(split.dim, first, end - first) for first, end in split.ranges(rank)]
+            parameter.copy_(torch.cat(shares, split.dim))
     return network
 
 
-def _empty(
+def divisions(family: ModelFamily, spec: ModelSpec, rank: Rank) -> dict[str, Split]:
+    """How the parameters are divided of which a rank has a share. ValueError if they cannot be."""
+    found = {place.parameter: place.division(rank) for place in family.weights(spec).values()}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
+    """The shape of a rank's share of a parameter."""
+    size = sum(end - first for first, end in split.ranges(rank))
+    return [size if dim == split.dim else old for dim, old in enumerate(parameter.shape)]
+
+
+def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-    narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
+    formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
     """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
 
-    `narrow`: parameters in 8 bits, if the network has a place for their scales.
+    `formats`: of parameters, where the network lets a format hold them. They have the shape of the rank's share.
     """
-    from dinfer.layers.linear import roundable  # only here: networks are heavy to import
+    from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
     with torch.device("meta"):
         network = family.network(spec).to(dtype)
         for name, parameter in network.named_parameters():
             if name.endswith("choice_bias"):
                 parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-        for name, (module, own) in roundable(network).items():
-            if name in narrow:
-                shape = getattr(module, own).shape
-                setattr(module, own, nn.Parameter(torch.empty(shape, dtype=narrow[name]), requires_grad=False))
-                setattr(module, f"{own}_scale", torch.empty(shape[:-1]))
+        for name, split in divisions(family, spec, rank).items():
+            (path, _, own), whole = name.rpartition("."), network.get_parameter(name)
+            share = nn.Parameter(torch.empty(resized(whole, split, rank), dtype=dtype))
+            setattr(network.get_submodule(path), own, share)
+        for name, (module, own) in formatted(network).items():
+            if name in formats:
+                module.hold(own, formats[name].empty(module.get_parameter(own).shape, dtype), formats[name])
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 
@@ -223,19 +213,24 @@ def save_network(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def check(
-    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
-) -> None:
-    """CheckpointError that lists every tensor which is missing, not known, of another shape, or no float though it has
-    no scale."""
-    problems = [f"missing: {name}" for name in placements if name not in tensors]
-    problems += [f"unexpected: {name}" for name in tensors if name not in placements]
+def differences(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> Iterator[str]:
+    """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    yield from (f"missing: {name}" for name in placements if name not in tensors)
+    yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():
         found = tensors[name]
         if found.shape != placements[name].shape:
-            problems.append(f"shape of {name}: {found.shape}, must be {placements[name].shape}")
+            yield f"shape of {name}: {found.shape}, must be {placements[name].shape}"
         if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
-            problems.append(f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}")
+            yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
     if scales is not None:
-        problems += scales.problems(tensors)
-    refuse(problems, f"the tensors in {folder} do not fit its config.json")
+        yield from scales.problems(tensors)
+
+
+def check(
+    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+) -> None:
+    """CheckpointError that lists the differences."""
+    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its config.json")

@@ -1,18 +1,52 @@
-"""Downloads from the Hugging Face hub, whose errors name the model and say what to do."""
+"""Where a checkpoint is: in the box, in a folder, or on the Hugging Face hub. Imports no torch, so errors come soon."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.core.registry import unknown
+from dinfer.loading.files import CheckpointError
 
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # what describes a checkpoint
+WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
 PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute where packets are swallowed
+
+
+def boxed() -> list[str]:
+    """Names of the models that come inside the package."""
+    folder = resources.files("dinfer") / "demo" / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
+
+
+def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
+    """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
+
+    `needed`: the file that makes a folder what is looked for. `wanted`: which files are downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint")
+    if revision is not None and (name in boxed() or path.is_dir()):
+        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
+    if name in boxed():
+        path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
+    elif not path.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            known = unknown("checkpoint", name, boxed())
+            raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
+        path = download(name, revision, wanted)
+    if not (path / needed).is_file():
+        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
+    return path
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -20,17 +54,8 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import constants, errors, snapshot_download  # slow to import, and not needed for folders
 
     offline = constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)
-    page = f"{constants.ENDPOINT}/{name}"
     try:
         found = snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=offline)
-    except errors.GatedRepoError as error:
-        raise CheckpointError(f"{name} is gated: accept its terms at {page} and log in with `hf auth login`") from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(f"the hub has no {page}: check the name; private models need `hf auth login`") from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{name} has no revision={revision!r}: see {page}/commits") from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{name!r} is no hub name: {error}") from error
     except errors.LocalEntryNotFoundError as error:
         why = f"{constants.ENDPOINT} cannot be reached" if offline else str(error).splitlines()[0]
         why = "HF_HUB_OFFLINE is set: unset it" if constants.HF_HUB_OFFLINE else f"{why}: connect to the network"
@@ -38,8 +63,11 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; or run `hf download {name}` elsewhere, bring the "
             "folder here and give it as model.checkpoint=FOLDER"
         ) from error
-    except errors.HfHubHTTPError as error:
-        raise CheckpointError(f"{name} cannot be downloaded from {constants.ENDPOINT}: {error}") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        raise CheckpointError(
+            f"{constants.ENDPOINT}/{name} cannot be read: {' '.join(str(error).split()):.300} Check the name and the "
+            "revision. If the model is gated or private, accept its terms on that page and log in with `hf auth login`"
+        ) from error
     return Path(found)
 
 

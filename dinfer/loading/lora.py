@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
-from dinfer.loading.safetensors_io import FLOATS, CheckpointError, read, read_object, refuse, stored_in
+from dinfer.loading.files import CheckpointError, read_object, refuse
+from dinfer.loading.safetensors_io import FLOATS, read, stored_in
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -55,11 +56,15 @@ class Adapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]  # by the name of the tensor: A [r, in] and B [out, r]
     scale: float
 
-    def merged(self, name: str, weight: Tensor, device: torch.device) -> Tensor:
-        """The tensor with its update, W + scale * B A, summed in float32 or more on `device`; as it is if none."""
+    def merged(self, name: str, weight: Tensor, device: torch.device, part: tuple[slice, ...]) -> Tensor:
+        """W + scale * B A, summed in float32 or more on `device`; W as it is if it has no update.
+
+        `weight` is `part` of the tensor W.
+        """
         if name not in self.pairs:
             return weight
-        a, b = self.pairs[name]
+        (a, b), (rows, columns) = self.pairs[name], part
+        a, b = a[:, columns], b[rows]
         dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
         a, b = a.to(device, dtype), b.to(device, dtype)
         return torch.addmm(weight.to(device, dtype), b, a, alpha=self.scale)

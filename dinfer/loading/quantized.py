@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dinfer.core.spec import Placement
-from dinfer.loading.safetensors_io import FLOATS, NARROW, CheckpointError, Stored, read
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")
@@ -111,19 +111,19 @@ class Scales:
         return {owner[own]: scale.float().clone() for own, scale in read(dict(self.stored.values()))}
 
     def kept(
-        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: torch.dtype | None,
+        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: Collection[str],
         changed: Collection[str],
-    ) -> dict[str, torch.dtype]:  # fmt: skip
-        """The parameters that may hold what the checkpoint does bit for bit: all that goes there is in the same 8 bits.
+    ) -> dict[str, str]:  # fmt: skip
+        """The parameters that may hold bit for bit what the checkpoint does, and safetensors' name of its dtype.
 
-        `only`: and in these. `changed`: weights that an adapter changes.
+        All that goes there is in the same 8 bits, of those in `only`. `changed`: weights that an adapter changes.
         """
-        found: dict[str, set[torch.dtype | None]] = {}
+        found: dict[str, set[str]] = {}
         for name, place in placements.items():
             fits = name in self.stored and name not in changed and self.per_output(name, weights)
-            found.setdefault(place.parameter, set()).add(NARROW[weights[name].dtype] if fits else None)
-        dtypes = {parameter: next(iter(kinds)) for parameter, kinds in found.items() if len(kinds) == 1}
-        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None and only in (None, dtype)}
+            found.setdefault(place.parameter, set()).add(weights[name].dtype if fits else "")
+        dtypes = {parameter: min(kinds) for parameter, kinds in found.items() if len(kinds) == 1}
+        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype in only}
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
@@ -139,13 +139,16 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
 
 
-def widened(weight: Tensor, scale: Tensor, block: Block | None) -> Tensor:
-    """The weight that was rounded, in float32. [..., O, K]; `scale` as `Scales` takes it, on the weight's device."""
-    *lead, rows, width = weight.shape
+def scale_at(scale: Tensor, shape: tuple[int, ...], block: Block | None, part: tuple[slice, ...]) -> Tensor:
+    """What a part of a rounded weight is multiplied with; the last dimension is 1 where all inputs share a scale.
+
+    `shape` is that of the whole weight, [..., O, K]; `scale` is as `Scales` takes it.
+    """
+    *lead, rows, width = shape
     if scale.numel() == 1:
-        return weight.float() * scale.view(())
+        return scale.reshape(1).expand(*lead, rows, 1)[part[:-1]]
     if scale.shape in ((*lead, rows), (*lead, rows, 1)):
-        return weight.float() * scale.view(*lead, rows, 1)
+        return scale.view(*lead, rows, 1)[part[:-1]]
     high, wide = block or (1, 1)
-    by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)
-    return weight.float() * by_row.repeat_interleave(wide, -1).narrow(-1, 0, width)
+    by_row = scale.repeat_interleave(high, -2).narrow(-2, 0, rows)[part[:-1]]
+    return by_row.repeat_interleave(wide, -1).narrow(-1, 0, width)[..., part[-1]]

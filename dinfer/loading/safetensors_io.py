@@ -5,25 +5,23 @@ Nothing but safetensors is ever read: a pickle may run code.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dinfer.loading.files import CheckpointError, read_object
+
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Slices = tuple[slice, ...]
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
-
-
-class CheckpointError(ValueError):
-    """The checkpoint is not what its family says it must be; the message lists every difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,12 @@ class Stored:
     @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * (FLOATS | NARROW)[self.dtype].itemsize
+        return self.bytes_of(None)
+
+    def bytes_of(self, part: Slices | None) -> int:
+        """Bytes of some slices of it; None: of all."""
+        sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
+        return math.prod(sizes) * (FLOATS | NARROW)[self.dtype].itemsize
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -58,52 +61,46 @@ def stored_in(path: Path) -> dict[str, Stored]:
 def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Tensors on the CPU, by default all of them, file by file; each is to be dropped before the next is taken."""
     names = list(tensors) if names is None else names
-    most = sum(tensors[name].size for name in names) // PARTS
-    while names:
-        path, taken, size = tensors[names[0]].path, 0, 0
+    yield from zip(names, read_slices(tensors, [(name, None) for name in names]), strict=True)
+
+
+def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices | None]]) -> Iterator[Tensor]:
+    """Parts of tensors on the CPU, in order, as `read` gives tensors. Of a slice no other bytes are read; None: all."""
+    most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
+    while parts:
+        path, taken, size = tensors[parts[0][0]].path, 0, 0
         with safe_open(path, framework="pt") as file:
-            while taken < len(names) and tensors[names[taken]].path == path and (not taken or size < most):
-                yield names[taken], file.get_tensor(names[taken])
-                size += tensors[names[taken]].size
-                taken += 1
-        names = names[taken:]
+            while taken < len(parts) and tensors[parts[taken][0]].path == path and (not taken or size < most):
+                name, part = parts[taken]
+                yield file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well
+        parts = parts[taken:]
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even text
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {found!r:.80}")
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file that holds each tensor, as the index in `folder` says."""
+    found = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map={found!r:.80} must name a file for each tensor")
     return found
 
 
-def refuse(problems: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if there are any problems: `what`, and the first twenty of them."""
-    if problems:
-        shown = "\n  ".join(sorted(problems)[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(f"{what}:\n  {shown}{more}")
-
-
 def _shards(folder: Path) -> Iterator[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        where = read_object(index).get("weight_map")
-        if not isinstance(where, dict):
-            raise CheckpointError(f"{index} has no weight_map")
-        names = sorted(set(where.values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+    if (folder / INDEX).is_file():
+        names = sorted(set(weight_map(folder).values()))
+        refuse_absent(folder, [name for name in names if not (folder / name).is_file()])
         yield from (folder / name for name in names)
-    elif single.is_file():
-        yield single
+    elif (folder / SINGLE).is_file():
+        yield folder / SINGLE
     else:
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "*.bin"
         raise CheckpointError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json. Weights in pickles ({found}) "
-            "are not read: a pickle may run code. Save the model as safetensors with the program that wrote it."
+            f"{folder} has neither {SINGLE} nor {INDEX}. Weights in pickles ({found}) are not read: a pickle may run "
+            "code. Save the model as safetensors with the program that wrote it."
         )
+
+
+def refuse_absent(folder: Path, names: Sequence[str]) -> None:
+    """Raises CheckpointError if there are any files that the index names and `folder` has not."""
+    if names:
+        raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(names)}")

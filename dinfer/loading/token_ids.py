@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dinfer.loading.safetensors_io import CheckpointError, read_object
+from dinfer.loading.files import CheckpointError, read_object
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
 PUBLISHED = "published default of the family"
 
 
@@ -41,10 +42,15 @@ class TokenIds:
 def token_ids(folder: Path, config: Mapping[str, Any]) -> TokenIds:
     """The mask token and all stop tokens that the files in `folder` name; `config` is its config.json.
 
-    Raises CheckpointError for a value that is no token id; it names file, field and value.
+    Raises CheckpointError for a value that is no token of the vocabulary; it names file, field and value.
     """
     masks = [*_configured(folder, config, "mask_token_id")] or _named(folder, "mask_token")
     stops = [*_configured(folder, config, "eos_token_id")] or _named(folder, "eos_token")
+    vocab = config.get("embedding_size") or config.get("vocab_size")
+    for field, found in (("mask_token_id", masks), ("eos_token_id", stops)):
+        for token in found:
+            if type(vocab) is int and token.id >= vocab:
+                raise CheckpointError(f"{token.source}: {field}={token.id} is outside the vocabulary of {vocab}")
     first = {token.id: token for token in reversed(stops)}
     return TokenIds(masks[0] if masks else None, tuple(first[i] for i in dict.fromkeys(stop.id for stop in stops)))
 
@@ -73,29 +79,48 @@ def _configured(folder: Path, config: Mapping[str, Any], field: str) -> Iterator
 
 def _named(folder: Path, role: str) -> list[TokenId]:
     """What the tokenizer's files say: the name that they give a role, and the id of this name."""
-    settings = _object(folder / TOKENIZER)
-    names = [_content(part.get(role)) for part in (settings, _object(folder / "special_tokens_map.json"))]
-    for name in dict.fromkeys(name for name in names if name is not None):
-        for file, known in _vocabularies(folder, settings):
+    names = [name for one, name in named_roles(folder) if one == role]
+    for name in dict.fromkeys(names):
+        for file, known in vocabularies(folder):
             if name in known:
                 return [TokenId(token, file) for token in listed(known[name], f"id of {name!r}", file)]
     return []
 
 
-def _vocabularies(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ids by name, the smallest file first that suffices as a rule."""
-    decoder = settings.get("added_tokens_decoder") or {}
+def named_roles(folder: Path) -> Iterator[tuple[str, str]]:
+    """Roles, such as mask_token, and the texts that the tokenizer's files give them."""
+    for file in (TOKENIZER, SPECIAL):
+        for role, token in _object(folder / file).items():
+            if role.endswith(("_token", "_tokens")):
+                texts = [_content(one) for one in (token if isinstance(token, list) else [token])]
+                yield from ((role, text) for text in texts if text is not None)
+
+
+def vocabularies(folder: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Files and the ids of the texts in each, the smallest file first that suffices as a rule."""
+    decoder = _part(_object(folder / TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
     yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
-    whole = _object(folder / "tokenizer.json")
-    vocab = (whole.get("model") or {}).get("vocab")
-    added = {entry.get("content"): entry.get("id") for entry in whole.get("added_tokens") or ()}
-    yield "tokenizer.json", (vocab if isinstance(vocab, dict) else {}) | added
+    file = "tokenizer.json"
+    whole = _object(folder / file)
+    vocab = _part(whole, "model", {}, file).get("vocab")
+    added = _part(whole, "added_tokens", [], file)
+    known = {_content(entry): entry.get("id") for entry in added if isinstance(entry, dict)}
+    yield file, (vocab if isinstance(vocab, dict) else {}) | known
     yield "added_tokens.json", _object(folder / "added_tokens.json")
 
 
-def _content(token: Any) -> Any:
+def _part(found: Mapping[str, Any], field: str, empty: Any, file: str) -> Any:
+    """A field that is an object or a list, as `empty` is; empty if it is absent or null."""
+    value = found.get(field)
+    if value is not None and not isinstance(value, type(empty)):
+        raise CheckpointError(f"{file}: {field}={value!r:.80} must be {'an object' if empty == {} else 'a list'}")
+    return value or empty
+
+
+def _content(token: Any) -> str | None:
     """A token's text; it stands alone or among its properties."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""What model families have in common: options, the fields of a config.json, and the names of tensors as templates."""
+"""What model families have in common: options, special tokens, and the names of tensors as templates."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import option
-from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ExpertSpec, ModelSpec, Placement, Section, Split
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
 
@@ -126,7 +125,11 @@ class HubFamily(HubCheckpoint):
             "mask_token_id", (self.published_mask,), vocab, (),
             "model.mask_id, the id of the token that stands for what is still to be decoded",
         )  # fmt: skip
-        return {"mask_id": mask[0], **self.stops(config, vocab)}
+        name = "config.json: mask_token_id" if self.mask_id is None else "model.mask_id"
+        stops = self.stops(config, vocab)
+        if mask[0] in stops["stop_ids"]:
+            raise ValueError(f"{name}={mask[0]} is a stop token as well: eos_token_id={[*stops['stop_ids']]}")
+        return {"mask_id": mask[0], **stops}
 
     def body(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `ModelSpec` that most families spell as transformers' Llama and Qwen do, and the special tokens."""
@@ -178,128 +181,13 @@ class BlockFamily(HubFamily):
         return self.published_block
 
 
-SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
-    "max_sequence_length", "mlp_ratio",
-)  # fmt: skip
-SIZES_OR_NULL = (
-    "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
-    "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size",
-)  # fmt: skip
-COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
-NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
-FLAGS = (
-    "tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "qk_layernorm", "moe_router_enable_expert_bias",
-    "weight_tying",
-)  # fmt: skip
-AT_MOST = (
-    ("num_experts_per_tok", "num_experts"), ("topk_group", "n_group"), ("vocab_size", "embedding_size"),
-    ("first_k_dense_replace", "num_hidden_layers"), ("rotary_dim", "head_dim"),
-)  # fmt: skip
-"""Fields of which the first must not exceed the second."""
-DIVIDES = (
-    ("num_key_value_heads", "num_attention_heads"), ("n_group", "num_experts"), ("n_heads", "d_model"),
-    ("n_kv_heads", "n_heads"),
-)  # fmt: skip
-"""Fields of which the second must be a multiple of the first."""
-
-
-def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of another kind than it has to be, which might pass for a default or a yes."""
-    for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
-        for name in names:
-            value = config.get(name, least)
-            if not (null and value is None) and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"config.json: {name}={value!r} must be an integer, at least {least}{', or null' if null else ''}"
-                )
-    rope = config.get("rope_parameters")
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"config.json: rope_parameters={rope!r} must be an object")
-    for part in (config, rope or {}):
-        for name in NUMBERS:
-            value = part.get(name, 1.0)
-            if name != "rms_norm_eps" and value is None:
-                continue
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(f"config.json: {name}={value!r} must be a number above 0")
-        if (part.get("partial_rotary_factor") or 0) > 1:
-            raise ValueError(f"config.json: partial_rotary_factor={part['partial_rotary_factor']} must be at most 1")
-    for name in FLAGS:
-        if type(value := config.get(name, False)) is not bool and value is not None:
-            raise ValueError(f"config.json: {name}={value!r} must be true or false")
-    for name in ("layer_types", "mlp_only_layers", "moe_layer_freq"):
-        if not isinstance(value := config.get(name), list | type(None)):
-            raise ValueError(f"config.json: {name}={value!r} must be a list")
-
-
-def check_fit(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for two fields that contradict each other."""
-    for rule, pairs in (("at most", AT_MOST), ("a divisor of", DIVIDES)):
-        for name, other in pairs:
-            value, bound = config.get(name), config.get(other)
-            if value and bound and (value > bound if pairs is AT_MOST else bound % value):
-                raise ValueError(f"config.json: {name}={value} must be {rule} {other}={bound}")
-    layers = config.get("num_hidden_layers")
-    for name in ("layer_types", "moe_layer_freq"):
-        if config.get(name) is not None and len(config[name]) != layers:
-            raise ValueError(f"config.json: {name} has {len(config[name])} entries for num_hidden_layers={layers}")
-
-
-def complete(
-    config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]], absent: Mapping[str, Any]
-) -> dict[str, Any]:
-    """config.json with the values of `absent` for its fields that are absent or null, after all checks.
-
-    What transformers 5 writes into `rope_parameters` comes out on the top level. Raises ValueError as `expect` does.
-    """
-    expect(config, expected)
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json: rope_type={rope['rope_type']!r} is not supported; only 'default' is")
-    named = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
-    for name, value in named.items():
-        if config.get(name) not in (None, value):
-            raise ValueError(f"config.json: {name}={config[name]} contradicts rope_parameters.{name}={value}")
-    config = {**config, **named}
-    for name in NUMBERS:
-        if name in absent and config.get(name, absent[name]) is None:
-            raise ValueError(f"config.json: {name}=None must be a number above 0")
-    return {**absent, **{name: value for name, value in config.items() if value is not None}}
-
-
-def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for a field of the wrong kind, at odds with another, or that would make another network.
-
-    None among the allowed values: absent or null.
-    """
-    check_kinds(config)
-    check_fit(config)
-    for name, allowed in fields.items():
-        if config.get(name) not in allowed:
-            raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")
-
-
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None, {"type": "default"}, {"rope_type": "default"}),
-    "use_sliding_window": (False, None),
-    "clip_qkv": (None,),
-    "quantization_config": (None,),
-}
-"""What transformers' names have to say for the core to be the network that is meant."""
-QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-"""What the config classes that grew from Qwen's take for fields that are absent."""
-
-
 def placements(spec: ModelSpec, names: Names, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:
     """Every tensor that a checkpoint of this spec must have, and where it goes."""
-    yield f"{names.embedding}.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    table, vocab = (spec.vocab, spec.hidden), Split(0, (Section("vocab", spec.vocab),))
+    yield f"{names.embedding}.weight", Placement("embedding.weight", table, split=vocab)
     yield f"{names.norm}.weight", Placement("norm.weight", (spec.hidden,))
     if not spec.tied_head:
-        yield f"{names.head}.weight", Placement("head.weight", (spec.vocab, spec.hidden))
+        yield f"{names.head}.weight", Placement("head.weight", table, split=vocab)
     for i in range(spec.layers):
         for name, place in _layer(spec, names, i, layout):
             yield name.replace("{i}", str(i)), place
@@ -310,45 +198,70 @@ def _layer(spec: ModelSpec, names: Names, layer: int, layout: ExpertLayout) -> I
     q, kv = spec.heads * e, spec.kv_heads * e
     yield f"{names.attn_norm}.weight", Placement(f"{ours}.attn_norm.weight", (d,))
     yield f"{names.mlp_norm}.weight", Placement(f"{ours}.mlp_norm.weight", (d,))
-    yield f"{names.out}.weight", Placement(f"{ours}.out.weight", (d, q))
+    heads, kv_heads = Section("heads", spec.heads, e), Section("kv_heads", spec.kv_heads, e)
+    yield f"{names.out}.weight", Placement(f"{ours}.out.weight", (d, q), split=Split(1, (heads,)))
     parts = [(names.qkv, q + 2 * kv)] if names.qkv else [(names.q, q), (names.k, kv), (names.v, kv)]
-    row = 0
+    row, by_head = 0, Split(0, (heads, kv_heads, kv_heads))
     for part, rows in parts:
-        yield f"{part}.weight", Placement(f"{ours}.qkv.weight", (rows, d), row)
+        yield f"{part}.weight", Placement(f"{ours}.qkv.weight", (rows, d), row, by_head)
         if spec.qkv_bias:
-            yield f"{part}.bias", Placement(f"{ours}.qkv.bias", (rows,), row)
+            yield f"{part}.bias", Placement(f"{ours}.qkv.bias", (rows,), row, by_head)
         row += rows
     if spec.qk_norm:
         yield f"{names.q_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), 0)
         yield f"{names.k_norm}.weight", Placement(f"{ours}.qk_norm.weight", (e,), e)
     experts = spec.experts
     if experts is None or layer in experts.dense:
-        yield from _mlp(names.gate, names.up, names.down, f"{ours}.mlp", spec.mlp, d)
+        yield from mlp_placements((names.gate, names.up, names.down), f"{ours}.mlp", spec.mlp, d)
         return
     yield f"{names.router}.weight", Placement(f"{ours}.mlp.router.weight", (experts.experts, d))
     if experts.bias:
         yield names.choice_bias, Placement(f"{ours}.mlp.choice_bias", (experts.experts,))
-    x, m = experts.experts, experts.width
-    if layout == "fused":
-        yield names.fused_gate_up, Placement(f"{ours}.mlp.gate_up", (x, 2 * m, d))
-        yield names.fused_down, Placement(f"{ours}.mlp.down", (x, d, m))
-    if layout == "merged":
-        yield names.merged_gate, Placement(f"{ours}.mlp.gate_up", (x, m, d))
-        yield names.merged_up, Placement(f"{ours}.mlp.gate_up", (x, m, d), m)
-        yield names.merged_down, Placement(f"{ours}.mlp.down", (x, d, m))
-    for e in range(x if layout == "separate" else 0):
-        gate, up, down = (
-            name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down)
-        )
-        yield f"{gate}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e)
-        yield f"{up}.weight", Placement(f"{ours}.mlp.gate_up", (m, d), 2 * m * e + m)
-        yield f"{down}.weight", Placement(f"{ours}.mlp.down", (d, m), d * e)
+    yield from _experts(experts, names, f"{ours}.mlp", d, layout)
     if experts.shared:
         shared = names.shared_gate, names.shared_up, names.shared_down
-        yield from _mlp(*shared, f"{ours}.mlp.shared", experts.shared, d)
+        yield from mlp_placements(shared, f"{ours}.mlp.shared", experts.shared, d)
 
 
-def _mlp(gate: str, up: str, down: str, ours: str, width: int, hidden: int) -> Iterator[tuple[str, Placement]]:
-    yield f"{gate}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), 0)
-    yield f"{up}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), width)
-    yield f"{down}.weight", Placement(f"{ours}.down.weight", (hidden, width))
+def _experts(
+    spec: ExpertSpec, names: Names, ours: str, d: int, layout: ExpertLayout
+) -> Iterator[tuple[str, Placement]]:
+    x, m = spec.experts, spec.width
+    if layout == "fused":
+        yield from fused_placements((names.fused_gate_up, names.fused_down), ours, spec, d)
+    gate_up, down = halves(1, m), Split(2, (Section("width", m),))
+    if layout == "merged":
+        yield names.merged_gate, Placement(f"{ours}.gate_up", (x, m, d), 0, gate_up, x)
+        yield names.merged_up, Placement(f"{ours}.gate_up", (x, m, d), m, gate_up, x)
+        yield names.merged_down, Placement(f"{ours}.down", (x, d, m), 0, down, x)
+    for e in range(x if layout == "separate" else 0):
+        own = (name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down))
+        gate_name, up_name, down_name = own
+        yield f"{gate_name}.weight", Placement(f"{ours}.gate_up", (m, d), 0, gate_up, x, e)
+        yield f"{up_name}.weight", Placement(f"{ours}.gate_up", (m, d), m, gate_up, x, e)
+        yield f"{down_name}.weight", Placement(f"{ours}.down", (d, m), 0, down, x, e)
+
+
+def fused_placements(
+    names: tuple[str, str], ours: str, spec: ExpertSpec, hidden: int
+) -> Iterator[tuple[str, Placement]]:
+    """Experts of which gate and up are one tensor, and down is another."""
+    x, m = spec.experts, spec.width
+    yield names[0], Placement(f"{ours}.gate_up", (x, 2 * m, hidden), 0, halves(1, m), x)
+    yield names[1], Placement(f"{ours}.down", (x, hidden, m), 0, Split(2, (Section("width", m),)), x)
+
+
+def mlp_placements(names: tuple[str, str, str], ours: str, width: int, hidden: int) -> Iterator[tuple[str, Placement]]:
+    """A gated MLP, whose gate and up are one matrix of ours."""
+    gate, up, down = names
+    yield f"{gate}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), 0, halves(0, width))
+    yield f"{up}.weight", Placement(f"{ours}.gate_up.weight", (width, hidden), width, halves(0, width))
+    yield (
+        f"{down}.weight",
+        Placement(f"{ours}.down.weight", (hidden, width), split=Split(1, (Section("width", width),))),
+    )
+
+
+def halves(dim: int, width: int) -> Split:
+    """The division of gate rows, followed by as many up rows."""
+    return Split(dim, (Section("width", width), Section("width", width)))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement
+from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
 from dinfer.layers.gemma import Gemma
-from dinfer.models._family import HubCheckpoint, expect
+from dinfer.models._config import check_kinds, complete, expect
+from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -18,6 +19,14 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
 }
 LOCAL, FULL = "sliding_attention", "full_attention"
+# What transformers' DiffusionGemmaTextConfig takes for fields that are absent.
+ABSENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0, "max_position_embeddings": 131072, "sliding_window": 512,
+    "global_head_dim": 512, "rope_parameters": {
+        LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
 DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 
 
@@ -43,14 +52,16 @@ class DiffusionGemma(HubCheckpoint):
         return Gemma(spec)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        text = config["text_config"]
-        expect(text, EXPECTED)
+        if not isinstance(text := config.get("text_config"), Mapping):
+            raise ValueError(f"config.json: text_config={text!r:.80} must be an object")
+        text = complete(text, EXPECTED, ABSENT)
+        layers = range(text["num_hidden_layers"])
+        text.setdefault("layer_types", [LOCAL if (layer + 1) % 6 else FULL for layer in layers])
         kinds, ropes = text["layer_types"], text["rope_parameters"]
-        if len(kinds) != text["num_hidden_layers"] or kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
-            raise ValueError(
-                f"config.json: layer_types={kinds} must name {LOCAL} or {FULL} for each of num_hidden_layers="
-                f"{text['num_hidden_layers']}, and {FULL} for the last"
-            )
+        if kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+            raise ValueError(f"config.json: layer_types={kinds} must name {LOCAL} or {FULL}, and {FULL} for the last")
+        if missing := [kind for kind in {*kinds} if not isinstance(ropes.get(kind), Mapping)]:
+            raise ValueError(f"config.json: rope_parameters={ropes!r:.80} must have an object {missing[0]!r}")
         expect(ropes[FULL], {"rope_type": ("proportional",), "factor": (None, 1.0)})
         head_dim, kv_heads = _heads(text, FULL)
         return ModelSpec(
@@ -64,7 +75,7 @@ class DiffusionGemma(HubCheckpoint):
             mlp=text["intermediate_size"],
             norm_eps=text["rms_norm_eps"],
             rope_theta=ropes[FULL]["rope_theta"],
-            rope_pairs=int(ropes[FULL].get("partial_rotary_factor", 1.0) * head_dim // 2),
+            rope_pairs=int((ropes[FULL].get("partial_rotary_factor") or 1.0) * head_dim // 2),
             qk_norm=True,
             local=_local(text) if LOCAL in kinds else None,
             softcap=text["final_logit_softcapping"],
@@ -98,11 +109,12 @@ def _heads(text: Mapping[str, Any], kind: str) -> tuple[int, int]:
     """Head size and key heads of the layers of a kind, which must be alike."""
     if "per_layer_config" in text:
         own = text["per_layer_config"]
-        found = {
-            tuple((own.get(str(i)) or {}).get(name) or text[name] for name in ("head_dim", "num_key_value_heads"))
-            for i, other in enumerate(text["layer_types"])
-            if other == kind
-        }
+        if not isinstance(own, Mapping) or not all(isinstance(part, Mapping) for part in own.values()):
+            raise ValueError(f"config.json: per_layer_config={own!r:.80} must be an object of objects")
+        parts = [own.get(str(i), {}) for i, other in enumerate(text["layer_types"]) if other == kind]
+        for part in parts:
+            check_kinds(part)
+        found = {tuple(part.get(name) or text[name] for name in ("head_dim", "num_key_value_heads")) for part in parts}
     elif kind == FULL:
         found = {(text["global_head_dim"], text.get("num_global_key_value_heads") or text["num_key_value_heads"])}
     else:
@@ -129,7 +141,10 @@ def _local(text: Mapping[str, Any]) -> LocalAttention:
 def _placements(spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
     """Every tensor of the text part. Encoder and decoder share all, under the decoder's names, but a scalar a layer."""
     theirs = DECODER
-    yield f"{theirs}.embed_tokens.weight", Placement("embedding.weight", (spec.vocab, spec.hidden))
+    yield (
+        f"{theirs}.embed_tokens.weight",
+        Placement("embedding.weight", (spec.vocab, spec.hidden), split=Split(0, (Section("vocab", spec.vocab),))),
+    )
     yield f"{theirs}.norm.weight", Placement("norm.weight", (spec.hidden,))
     yield f"{theirs}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
     yield from _mlp(f"{theirs}.self_conditioning", "conditioning.mlp", spec)
@@ -154,24 +169,27 @@ def _block(theirs: str, ours: str, spec: ModelSpec, layer: int) -> Iterator[tupl
         yield f"{theirs}.{name}.weight", Placement(f"{ours}.{norm}.weight", (d,))
     local = spec.local if spec.local is not None and layer in spec.local.layers else None
     e, kv = (spec.head_dim, spec.kv_heads) if local is None else (local.head_dim, local.kv_heads)
-    row = 0
-    for part, heads in (("q", spec.heads), ("k", kv), *([] if local is None else [("v", kv)])):
-        yield f"{theirs}.self_attn.{part}_proj.weight", Placement(f"{ours}.attention.qkv.weight", (heads * e, d), row)
-        row += heads * e
+    query_heads, kv_heads = Section("heads", spec.heads, e), Section("kv_heads", kv, e)
+    parts = {"q": query_heads, "k": kv_heads} | ({} if local is None else {"v": kv_heads})
+    row, by_head = 0, Split(0, tuple(parts.values()))
+    for part, (_, heads, size) in parts.items():
+        place = Placement(f"{ours}.attention.qkv.weight", (heads * size, d), row, by_head)
+        yield f"{theirs}.self_attn.{part}_proj.weight", place
+        row += heads * size
     for part in ("q", "k"):
         yield f"{theirs}.self_attn.{part}_norm.weight", Placement(f"{ours}.attention.{part}_norm.weight", (e,))
-    yield f"{theirs}.self_attn.o_proj.weight", Placement(f"{ours}.attention.out.weight", (d, spec.heads * e))
+    yield (
+        f"{theirs}.self_attn.o_proj.weight",
+        Placement(f"{ours}.attention.out.weight", (d, spec.heads * e), split=Split(1, (query_heads,))),
+    )
     yield from _mlp(f"{theirs}.mlp", f"{ours}.mlp", spec)
-    x, m = experts.experts, experts.width
     yield f"{theirs}.router.scale", Placement(f"{ours}.experts.router_norm.weight", (d,))
-    yield f"{theirs}.router.proj.weight", Placement(f"{ours}.experts.router.weight", (x, d))
-    yield f"{theirs}.router.per_expert_scale", Placement(f"{ours}.experts.expert_scale", (x,))
-    yield f"{theirs}.experts.gate_up_proj", Placement(f"{ours}.experts.gate_up", (x, 2 * m, d))
-    yield f"{theirs}.experts.down_proj", Placement(f"{ours}.experts.down", (x, d, m))
+    yield f"{theirs}.router.proj.weight", Placement(f"{ours}.experts.router.weight", (experts.experts, d))
+    yield f"{theirs}.router.per_expert_scale", Placement(f"{ours}.experts.expert_scale", (experts.experts,))
+    fused = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+    yield from fused_placements(fused, f"{ours}.experts", experts, d)
 
 
 def _mlp(theirs: str, ours: str, spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
-    for row, part in enumerate(("gate", "up")):
-        place = Placement(f"{ours}.gate_up.weight", (spec.mlp, spec.hidden), row * spec.mlp)
-        yield f"{theirs}.{part}_proj.weight", place
-    yield f"{theirs}.down_proj.weight", Placement(f"{ours}.down.weight", (spec.hidden, spec.mlp))
+    names = f"{theirs}.gate_proj", f"{theirs}.up_proj", f"{theirs}.down_proj"
+    yield from mlp_placements(names, ours, spec.mlp, spec.hidden)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, QWEN, HubFamily, complete
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import HubFamily
 
 
 @MODELS.register("dream")

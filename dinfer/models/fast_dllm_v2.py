@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import BlockFamily
 
 
 @MODELS.register("fast_dllm_v2")

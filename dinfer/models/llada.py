@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import HubFamily, Names, expect
+from dinfer.models._config import expect
+from dinfer.models._family import HubFamily, Names
 
 # Fields that would change the network if they differed. None: absent or null.
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -73,7 +74,7 @@ class Llada(HubFamily):
             mlp=config.get("mlp_hidden_size") or config["mlp_ratio"] * hidden,
             norm_eps=config["rms_norm_eps"],
             rope_theta=config["rope_theta"],
-            tied_head=config["weight_tying"],
+            tied_head=bool(config["weight_tying"]),
             max_length=config["max_sequence_length"],
             **self.tokens(config, vocab),
         )

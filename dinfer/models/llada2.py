@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, Names, complete
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import BlockFamily, Names
 
 EXPECTED = PLAIN | {
     "use_bias": (False, None),

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, HubFamily, Names, complete
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import HubFamily, Names
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None),

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ExpertSpec, ModelSpec
-from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete
+from dinfer.models._config import PLAIN, QWEN, complete
+from dinfer.models._family import BlockFamily
 
 SUFFIX = re.compile(r"-b([1-9][0-9]*)$")
 OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")

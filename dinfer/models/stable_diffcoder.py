@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
-from dinfer.models._family import PLAIN, BlockFamily, complete
+from dinfer.models._config import PLAIN, complete
+from dinfer.models._family import BlockFamily
 
 ABSENT = {
     "rope_theta": 10000.0,
@@ -32,7 +33,7 @@ class StableDiffcoder(BlockFamily):
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
         # The model_type is that of any Llama. Early revisions are of the class SeedDiffcoderForCausalLM.
-        return any("Diffcoder" in name for name in config.get("architectures") or ())
+        return "DiffcoderForCausalLM" in f"{config.get('architectures')} {config.get('auto_map')}"
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         config = complete(config, EXPECTED, ABSENT)

@@ -11,8 +11,9 @@ from typing import Any
 
 from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.parity import likelihood, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate

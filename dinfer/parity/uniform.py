@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dinfer.core.canvas import Phase
 from dinfer.core.recipe import compose
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.parity.compare import close, same
 from dinfer.parity.golden import Fields, Golden, Skip, read_tensors
 from dinfer.sampling.gumbel import StandardSampling

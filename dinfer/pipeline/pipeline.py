@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,15 @@ import torch
 
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import MODELS
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
-from dinfer.loading.checkpoint import boxed, family_of, load_network, locate, read_config
+from dinfer.engine.runtime import Runtime
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
+from dinfer.pipeline.inputs import as_int, each, is_conversation, listed
+from dinfer.pipeline.streaming import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,8 +84,8 @@ class Pipeline:
         tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
         for each prompt, such as {"threshold": 0.8}. Raises ValueError for bad input, NonFiniteLogits.
         """
-        single = isinstance(prompts, str) or _is_conversation(prompts)
-        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else _listed(prompts, "prompts"))]
+        single = isinstance(prompts, str) or is_conversation(prompts)
+        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else listed(prompts, "prompts"))]
         results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
         return results[0] if single else results
 
@@ -114,7 +117,7 @@ class Pipeline:
         what is left is EOS; else stop tokens are tokens like others. Raises ValueError for bad input.
         """
         single = isinstance(texts, str)
-        canvases = [self._template(text) for text in ([texts] if single else _listed(texts, "texts"))]
+        canvases = [self._template(text) for text in ([texts] if single else listed(texts, "texts"))]
         results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
         return results[0] if single else results
 
@@ -127,8 +130,8 @@ class Pipeline:
         trace: bool = False,
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
-        canvases = _listed(canvases, "canvases")
-        values = _each({} if options is None else options, len(canvases), "options")
+        canvases = listed(canvases, "canvases")
+        values = each({} if options is None else options, len(canvases), "options")
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
         done = zip(requests, self._run(requests, trace), strict=True)
         return [self.infilled(request, completion, history) for request, (completion, history) in done]
@@ -163,9 +166,25 @@ class Pipeline:
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
     ) -> Iterator[Update]:
-        """The canvas of one prompt after every step, for those who want to watch or to stream."""
+        """The canvas of one prompt after every step."""
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return self.engine.run(requests, snapshots=True)
+
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        options: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> TextStream:
+        """The answer to one prompt as pieces of text, in order, each as soon as no later step can change it.
+
+        Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
+        Raises as `generate` does.
+        """
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
+        return TextStream(self.engine.run(requests, deltas="commit"), self.decode)
 
     def encode(self, prompt: Any, *, chat: bool | None = None) -> list[int]:
         """Token ids of a text or of a conversation. Messages are text, even where they spell a special token."""
@@ -176,7 +195,7 @@ class Pipeline:
             if chat is False or (chat is None and tokenizer.chat_template is None):
                 return list(tokenizer(prompt)["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
-        elif not _is_conversation(prompt):
+        elif not is_conversation(prompt):
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
         if tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
@@ -189,14 +208,14 @@ class Pipeline:
         options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     ) -> list[Request]:
         """Validated requests; every error names the prompt and the field."""
-        prompts = _listed(prompts, "prompts")
-        lengths = _each(max_new_tokens, len(prompts), "max_new_tokens")
-        values = _each({} if options is None else options, len(prompts), "options")
+        prompts = listed(prompts, "prompts")
+        lengths = each(max_new_tokens, len(prompts), "max_new_tokens")
+        values = each({} if options is None else options, len(prompts), "options")
         return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
 
     def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
         spec, ids = self.recipe.model.spec, self._ids(prompt, f"prompt {index}")
-        new_tokens = _as_int(new_tokens, f"prompt {index}: max_new_tokens")
+        new_tokens = as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if not ids:
             raise ValueError(f"prompt {index} is empty: give at least one token")
         if new_tokens < 1:
@@ -217,7 +236,7 @@ class Pipeline:
 
     def _ids(self, value: Any, what: str) -> list[int]:
         """Tokens of the vocabulary."""
-        ids, vocab = [_as_int(token, f"{what}: token") for token in _listed(value, what)], self.recipe.model.spec.vocab
+        ids, vocab = [as_int(token, f"{what}: token") for token in listed(value, what)], self.recipe.model.spec.vocab
         outside = next((token for token in ids if not 0 <= token < vocab), None)
         if outside is not None:
             raise ValueError(f"{what}: token {outside} is outside the vocabulary of {vocab}")
@@ -289,7 +308,7 @@ def load(
 
     `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
     if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8",
-    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.linear.quantize`). `runtime`: None
+    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`). `runtime`: None
     runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
     """
     where = _device(device)
@@ -308,12 +327,7 @@ def load(
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    from dinfer.layers import linear  # only here: networks are heavy to import
-
-    narrow = None if quantize is None else linear.quantized_dtype(quantize)
-    network = load_network(folder, family, dtype=dtype, device=where, narrow=narrow)
-    if narrow is not None:
-        linear.quantize(network, narrow)
+    network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 
@@ -350,44 +364,6 @@ def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None
             f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
             "its tokenizer is such code, put a tokenizer.json into the folder."
         ) from error
-
-
-def _is_conversation(prompt: Any) -> bool:
-    """A list of messages, each with a role and a text."""
-    if not isinstance(prompt, Sequence) or not prompt:
-        return False
-    return all(
-        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in prompt
-    )
-
-
-def _listed(value: Any, name: str) -> list[Any]:
-    """The items of a list, tuple, array or tensor."""
-    lists = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
-    if not lists or getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
-        raise ValueError(f"{name} must be a list, not {value!r:.80}")
-    return list(value)
-
-
-def _each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt: a list of them, or the same for all."""
-    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", None) == 0:
-        return [value] * count
-    if isinstance(value, Sequence) or hasattr(value, "ndim"):
-        if len(value) != count:
-            raise ValueError(f"{name} has {len(value)} values for {count} prompts: give one, or one for each")
-        return list(value)
-    return [value] * count
-
-
-def _as_int(value: Any, what: str) -> int:
-    try:
-        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{what}={value!r} must be an integer") from None
 
 
 __all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

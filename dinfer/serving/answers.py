@@ -65,7 +65,8 @@ class Answer:
         """What an event adds to a stream."""
         made = []
         if event.text or event.canvas is not None:
-            piece = self._piece(event.row, {"delta": {"content": event.text}} if self.chat else {"text": event.text}, None)
+            text = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+            piece = self._piece(event.row, text, None)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
         if event.finish is not None:
             made.append(self._piece(event.row, {"delta": {}} if self.chat else {"text": ""}, event.finish))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
 
 @dataclass(slots=True)
 class ApiError(Exception):
@@ -17,18 +19,14 @@ class ApiError(Exception):
     retry_after: int | None = None  # seconds
 
     @property
-    def type(self) -> str:
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-
-    @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refused(field: str, value: Any, reason: str) -> ApiError:
-    """A field that this server, model or recipe cannot honour: never ignored."""
+    """A value that this server, model or recipe cannot honour: it is never ignored."""
     return ApiError(400, f"{field}={value!r:.80} {reason}", field, "unsupported_value")

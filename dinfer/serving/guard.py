@@ -1,4 +1,4 @@
-"""What stands before every request: keys, limits, request ids, and clients that do not read."""
+"""What stands before every request: keys, limits, request ids, and clients that go away or do not read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from dinfer.serving.errors import ApiError
+from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.settings import Settings
 
 Scope = MutableMapping[str, Any]
@@ -20,16 +21,17 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 LOG = logging.getLogger("dinfer.serving")
-OPEN = ("/", "/health", "/ready")  # answered without a key: the page asks for one, and probes have none
+OPEN = ("/", "/health", "/ready")  # need no key: the page asks for one, and probes have none
 SAFE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
+GONE = 499  # nginx's status for a client that has left, in the log alone
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware. The application sees requests that are allowed and complete, and ends when its client leaves."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings) -> None:
         self._app, self._settings, self._keys = app, settings, settings.keys()
@@ -39,31 +41,42 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id, began, status = f"req-{uuid.uuid4().hex}", time.perf_counter(), 0
-        scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [
-                    *message.get("headers", []), *SAFE_HEADERS, (b"x-request-id", request_id.encode())
-                ]  # fmt: skip
-            # A client that does not read would hold its row, and the memory of what it does not read, for ever.
+                own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": [*message.get("headers", []), *own]}
+            # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
             await asyncio.wait_for(send(message), self._settings.send_timeout)
 
         try:
             self._check(scope)
-            await self._app(scope, self._limited(receive), sending)
+            body = await self._body(receive)
+            if body is None or not await self._answer(scope, body, receive, sending):
+                status = GONE
         except ApiError as error:
-            if status:
-                raise
             await respond(error, sending)
         except TimeoutError:
-            LOG.warning("%s: the client did not read for %s s", request_id, self._settings.send_timeout)
-            status = 499
+            LOG.warning("the client did not read for %s s", self._settings.send_timeout)
+            status = GONE
+            raise  # uvicorn then closes the connection
+        except Exception as error:
+            LOG.error("the request failed in the server", exc_info=error)
+            if status:
+                raise
+            message = f"the request {request_id} failed in the server, whose log says why"
+            await respond(ApiError(500, message, code="internal_error"), sending)
         finally:
-            seconds = time.perf_counter() - began
-            LOG.info("%s %s %s %s %.3fs", request_id, scope["method"], scope["path"], status, seconds)
+            LOG.info(
+                "%s %s %s", scope["method"], scope["path"], status,
+                extra={
+                    "method": scope["method"], "path": scope["path"], "status": status,
+                    "seconds": round(time.perf_counter() - began, 4),
+                },
+            )  # fmt: skip
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -79,21 +92,54 @@ class Guard:
             if scheme.lower() != b"bearer" or not any(fits):
                 raise ApiError(401, "give a key of this server: Authorization: Bearer KEY", code="invalid_api_key")
 
-    def _limited(self, receive: Receive) -> Receive:
-        taken = 0
-
-        async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._settings.max_body:
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole body; None: the client has left."""
+        parts, size, more = list[bytes](), 0, True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), self._settings.send_timeout)
+            except TimeoutError:
+                raise ApiError(408, "the body did not come", code="timeout") from None
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+            if size > self._settings.max_body:
                 raise self._too_large()
+        return b"".join(parts)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Runs the application while there is a client. False: there was none any more."""
+        bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def left() -> Message:
+            while (message := await receive())["type"] != "http.disconnect":
+                LOG.debug("there is more than the body: %s", message["type"])
             return message
 
-        return limited
+        gone = asyncio.create_task(left())
+
+        async def once() -> Message:
+            return bodies.pop() if bodies else await asyncio.shield(gone)
+
+        async def app() -> None:
+            await self._app(scope, once, send)
+
+        work = asyncio.create_task(app())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            here = work.done()
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if here and isinstance(results[0], BaseException):
+            raise results[0]
+        return here
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than this server takes: {self._settings.max_body} bytes", code="too_large")
+        most = self._settings.max_body
+        return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
 
 
 async def respond(error: ApiError, send: Send) -> None:

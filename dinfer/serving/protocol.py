@@ -6,7 +6,6 @@ for nothing (`frequency_penalty: 0`, `tools: []`). Clients send such values by d
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -48,17 +47,33 @@ def _same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-class StreamOptions(BaseModel):
+class Strict(BaseModel):
+    """Takes its own fields alone, and no value of another type."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
+
+class Own(Strict):
+    """What is ours, under `dinfer`. All other keys are per-request options of the decoder and the sampling."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    drafts: bool = False  # the stream carries the canvas as well
+    decoder: str | None = None  # the recipe of the same model that has this decoder
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds the request may take
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Generation(BaseModel):
+class Generation(Strict):
     """What completions and chats have in common."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -66,11 +81,11 @@ class Generation(BaseModel):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: int | None = None
     user: str | None = None
-    dinfer: dict[str, Any] = {}
+    dinfer: Own = Own()
 
     @model_validator(mode="before")
     @classmethod
@@ -87,13 +102,6 @@ class Generation(BaseModel):
             elif field not in IGNORABLE:
                 kept[field] = value
         return kept
-
-    @field_validator("temperature", "top_p")
-    @classmethod
-    def _finite(cls, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
-            raise ValueError("must be a finite number")
-        return value
 
     @field_validator("stop")
     @classmethod
@@ -125,16 +133,12 @@ class Generation(BaseModel):
         return self.n or 1
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
@@ -187,26 +191,22 @@ class CompletionRequest(Generation):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
-class InfillRequest(BaseModel):
+class InfillRequest(Strict):
     """Text with gaps: `[MASK:n]` stands for n tokens that are to be found."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     text: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: int | None = None
     user: str | None = None
-    dinfer: dict[str, Any] = {}
+    dinfer: Own = Own()
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TokenizeRequest(Strict):
     model: str
     text: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -218,8 +218,6 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class DetokenizeRequest(Strict):
     model: str
     tokens: list[int]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.engine.request import Counts, NonFiniteLogits, Request, StalledRow, Update
+import torch
+
+from dinfer.engine.request import Counts, Request, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
 from dinfer.serving.served import Served
-from dinfer.serving.text import TextStream
+from dinfer.serving.text import StoppableText
+
+LOG = logging.getLogger("dinfer.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,46 +33,38 @@ class Event:
 
 
 async def row_events(
-    served: Served, index: int, request: Request, stops: list[str], drafts: bool
-) -> AsyncIterator[Event]:
+    served: Served, index: int, request: Request, stops: Sequence[str], drafts: bool
+) -> AsyncGenerator[Event]:
     """Runs a row. Whoever leaves off cancels it. Raises ApiError."""
-    edits, stop_ids = served.pipe.recipe.decoder.edits, served.pipe.model.spec.stop_ids
-    stream, sent = TextStream(served.pipe.decode, stops), 0
+    text = StoppableText(served.pipe.decode, stops)
     canvas = Drafts(served.pipe, len(request.prompt)) if drafts else None
     try:
-        async with aclosing(served.engine.stream(request, snapshots=True)) as updates:
+        async with aclosing(served.engine.stream(request, snapshots=drafts, deltas="commit")) as updates:
             async for update in updates:
                 done = update.completion
-                ids = done.output if done is not None else decided(update, request, stop_ids, edits)
-                text = stream.push(ids[sent:])
-                sent = max(sent, len(ids))
-                if done is not None and not stream.stopped:
-                    text += stream.finish()
-                shown = canvas.changes(update) if canvas is not None else None
-                if done is not None or stream.stopped:
-                    stopped = stream.stopped or (done is not None and done.stopped)
-                    counts = done.counts if done is not None else partial(update, stream.tokens)
-                    yield Event(index, text, shown, "stop" if stopped else "length", counts, stream.tokens)
+                piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
+                shown = None if canvas is None else canvas.changes(update)
+                if done is not None or text.stopped:
+                    stopped = text.stopped or (done is not None and done.stopped)
+                    counts = partial(update, text.tokens) if done is None else done.counts
+                    yield Event(index, piece, shown, "stop" if stopped else "length", counts, text.tokens)
                     return
-                if text or shown:
-                    yield Event(index, text, shown)
-    except (NonFiniteLogits, StalledRow) as error:
-        raise ApiError(500, f"the request failed: {error}", code="row_failed") from error
-    except MemoryError as error:
-        raise ApiError(503, f"the server is out of memory: {error}", code="out_of_memory", retry_after=5) from error
+                if piece or shown:
+                    yield Event(index, piece, shown)
+    except Exception as error:
+        raise failure(error) from error
 
 
-def decided(update: Update, request: Request, stop_ids: tuple[int, ...], edits: bool) -> list[int]:
-    """The generated tokens that will not change: before the first mask, or before the active blocks of a decoder that
-    edits; and before the first stop token."""
-    tokens, masked, first = update.tokens or [], update.masked or [], len(request.prompt)
-    end = min(update.region[0], request.asked) if edits else request.asked
-    ids: list[int] = []
-    for position in range(first, end):
-        if masked[position] or tokens[position] in stop_ids:
-            break
-        ids.append(tokens[position])
-    return ids
+def failure(error: Exception) -> ApiError:
+    """What the client hears of the error that ended a row. The log has its traceback."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        LOG.error("a row had to end: %s", error)
+        return ApiError(
+            503, "the server has no memory left for this request: try again later, or ask for less",
+            code="out_of_memory", retry_after=5,
+        )  # fmt: skip
+    LOG.error("a row failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}", code="row_failed")
 
 
 def partial(update: Update, tokens: int) -> Counts:
@@ -75,12 +72,12 @@ def partial(update: Update, tokens: int) -> Counts:
     return Counts(update.forwards, 0, 0, tokens, tokens, 0.0)
 
 
-async def merged(streams: list[AsyncIterator[Event]]) -> AsyncIterator[Event]:
+async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
     """The events of all rows as they come. An error of one ends them all: they are one client's request."""
     queue: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
 
-    async def drain(stream: AsyncIterator[Event]) -> None:
-        async with aclosing(stream) as events:  # type: ignore[type-var]
+    async def drain(stream: AsyncGenerator[Event]) -> None:
+        async with aclosing(stream) as events:
             async for event in events:
                 queue.put_nowait(event)
 

@@ -41,8 +41,8 @@ class Settings:
             raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
         if not self.loopback and self.api_key is None and not self.insecure:
             raise ValueError(
-                f"host={self.host} can be reached from other machines, and there is no api_key. Set api_key=env:NAME or "
-                "api_key=file:PATH, or say insecure=true to serve everybody."
+                f"host={self.host} can be reached from other machines, and there is no api_key. Set "
+                "api_key=env:NAME or api_key=file:PATH, or say insecure=true to serve everybody."
             )
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +13,7 @@ from dinfer.cli.stream import write_answer
 from dinfer.cli.watch import heading, line, picture
 from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Counts, Update
+from dinfer.pipeline import TextStream
 
 STOP, MASK = 0, 1
 PHASES = (Phase.FULL, Phase.WINDOW)
@@ -24,9 +24,6 @@ class Bytes:
     """A pipeline in which every token is a byte."""
 
     model = SimpleNamespace(spec=SimpleNamespace(stop_ids=(STOP,)))
-
-    def __init__(self, edits: bool = False) -> None:
-        self.recipe = SimpleNamespace(decoder=SimpleNamespace(edits=edits))
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -51,37 +48,10 @@ def steps(*canvases: bytes, block: int = 4) -> list[Update]:
     return updates
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, *canvases: bytes, edits: bool = False) -> list[str]:
-    """What was written, one string for each write that was not empty."""
-    written: list[str] = []
-    screen: Any = SimpleNamespace(write=lambda text: written.append(text), flush=lambda: None)
-    monkeypatch.setattr("sys.stdout", screen)
-    write_answer(Bytes(edits), len(PROMPT), steps(*canvases))  # type: ignore[arg-type]
-    return [text for text in written if text]
-
-
-def test_the_longest_decoded_prefix_is_printed_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = streamed(monkeypatch, b"\1b\1\1", b"ab\1d", b"abcd")
-    assert said == ["ab", "cd", "\n"]
-
-
-def test_nothing_from_the_stop_token_on_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert streamed(monkeypatch, b"a\1\0x", b"ab\0x") == ["a", "b", "\n"]
-
-
-def test_a_character_waits_for_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert streamed(monkeypatch, b"a\xc3\1\1", b"a\xc3\xa9\1", b"a\xc3\xa9!") == ["a", "é", "!", "\n"]
-
-
-def test_a_block_that_may_be_edited_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert streamed(monkeypatch, b"ab\1\1", b"xb\1\1", b"xbcd", edits=True) == ["xbcd", "\n"]
-
-
-def test_finished_blocks_are_printed_while_the_next_is_edited(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates = steps(b"abcd\1\1", b"abcdx\1", b"abcdyz")
-    moved = [updates[0], *(replace(update, region=(len(PROMPT) + 4, len(PROMPT) + 6)) for update in updates[1:])]
-    monkeypatch.setattr("test_cli_views.steps", lambda *_: moved)
-    assert streamed(monkeypatch, edits=True) == ["abcd", "yz", "\n"]
+def test_an_answer_is_printed_as_it_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    updates = [replace(update, new=[*new]) for update, new in zip(steps(b"ab", b"abcd"), (b"ab", b"cd"), strict=True)]
+    assert write_answer(TextStream((update for update in updates), Bytes().decode)) is updates[-1].completion
+    assert capsys.readouterr().out == "abcd\n"
 
 
 def test_frames_tell_where_every_token_came_from() -> None:

@@ -1,4 +1,4 @@
-"""The YAML files and the dataclasses say the same, and every file composes into something that can be built."""
+"""What Hydra is told: every choice composes into a component that can be built, every setting is explained."""
 
 from __future__ import annotations
 
@@ -6,44 +6,67 @@ import dataclasses
 import math
 import operator
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from hydra.core.config_loader import ConfigLoader
 
 from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
-from dinfer.cli.main import find, names
+from dinfer.cli.program import parsers
 from dinfer.cli.recipe import pipeline
-from dinfer.core.registry import REGISTRIES, Registry, options_of
+from dinfer.core.registry import MODELS, REGISTRIES, Registry, options_of
 from dinfer.demo.problems import generate, is_correct
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
-CHOICES = [(kind, path.stem) for kind in conf.GROUPS for path in sorted((conf.folder() / kind).glob("*.yaml"))]
+COMMANDS = sorted({*parsers()[1]} & {path.stem for path in conf.folder().glob("*.yaml")})
+
+
+@pytest.fixture(autouse=True)
+def loader() -> Iterator[ConfigLoader]:
+    with conf.session() as found:
+        yield found
 
 
 def composed(name: str, *overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf.folder())):
-        config = OmegaConf.to_container(compose(name, overrides=list(overrides)), resolve=True)
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
+    return conf.compose(name, list(overrides))
 
 
 def test_the_folder_is_the_one_at_the_top_of_the_checkout() -> None:
     assert conf.folder() == Path(__file__).parents[2] / "conf"
 
 
-@pytest.mark.parametrize("registry,name", COMPONENTS, ids=[f"{r.kind}-{n}" for r, n in COMPONENTS])
-def test_every_component_has_a_file_with_all_its_options_and_defaults(registry: Registry, name: str) -> None:
-    path = conf.folder() / registry.kind / f"{name}.yaml"
-    assert path.is_file(), f"write {path}: name and every option with its default"
-    defaults = {info.name: info.default for info in options_of(registry.get(name))}
-    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    assert conf.read(path) == {"name": name, **listed}
-    assert [*conf.read(path)][1:] == [*listed], "in the order of the dataclass"
+@pytest.fixture(scope="module")
+def parts() -> dict[str, dict[str, Any]]:
+    """What every choice of every component composes into. As many choices as there can be in one composition."""
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in conf.GROUPS}
+    with conf.session() as loader:
+        choices = {kind: loader.get_group_options(kind) for kind in conf.GROUPS}
+        lines = [{"iteration": name} for name in choices.pop("iteration")]
+        for index in range(max(map(len, choices.values()))):
+            chosen = {kind: names[index % len(names)] for kind, names in choices.items()}
+            lines.append(chosen | {"iteration": "blockwise"})  # some choices take their block from it
+        for line in lines:
+            values = conf.compose("config", [f"{kind}={choice}" for kind, choice in line.items()])
+            for kind, choice in line.items():
+                found[kind][choice] = values[kind]
+    return found
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=[registry.kind for registry in REGISTRIES])
+def test_every_choice_composes_and_builds(registry: Registry, parts: dict[str, dict[str, Any]]) -> None:
+    assert {*registry.names()} <= parts[registry.kind].keys()
+    for choice, part in parts[registry.kind].items():
+        component = registry.build(part)
+        if choice in registry.names():
+            assert type(component) is registry.get(choice)
+            defaults = {info.name: info.default for info in options_of(component)}
+            listed = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+            assert part == {"name": choice, **listed}
 
 
 @pytest.mark.parametrize("registry,name", COMPONENTS, ids=[f"{r.kind}-{n}" for r, n in COMPONENTS])
@@ -55,23 +78,13 @@ def test_no_option_is_nan(registry: Registry, name: str) -> None:
                 registry.build({"name": name, info.name: math.nan})
 
 
-@pytest.mark.parametrize("kind,choice", CHOICES, ids=[f"{kind}-{choice}" for kind, choice in CHOICES])
-def test_every_choice_composes_and_builds(kind: str, choice: str) -> None:
-    part = composed("config", f"{kind}={choice}")[kind]
-    component = conf.GROUPS[kind].build(part)
-    assert conf.Schema("generate").choices(kind)[choice] == part["name"]
-    assert dataclasses.is_dataclass(component)
-
-
-def test_presets_differ_from_their_family_only_where_they_say() -> None:
-    choices = conf.Schema("generate").choices("model")
-    presets = {choice: family for choice, family in choices.items() if choice != family}
-    assert {"tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"} <= presets.keys()
-    for preset, family in presets.items():
-        base = composed("config", f"model={family}")["model"]
-        content = conf.read(conf.folder() / "model" / f"{preset}.yaml")
-        own = {key: value for key, value in content.items() if key != "defaults"}
-        assert composed("config", f"model={preset}")["model"] == base | own
+def test_presets_differ_from_their_family_only_where_they_say(parts: dict[str, dict[str, Any]]) -> None:
+    presets = parts["model"].keys() - {*MODELS.names()}
+    assert {"tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"} <= presets
+    for preset in presets:
+        own = conf.read(conf.folder() / "model" / f"{preset}.yaml")
+        del own["defaults"]
+        assert parts["model"][preset] == parts["model"][parts["model"][preset]["name"]] | own
 
 
 def test_runtime_lists_every_field_with_its_default() -> None:
@@ -79,13 +92,10 @@ def test_runtime_lists_every_field_with_its_default() -> None:
     assert composed("config")["runtime"] == {**fields, "graphs": None}
 
 
-@pytest.mark.parametrize("command", sorted(set(names()) & {path.stem for path in conf.folder().glob("*.yaml")}))
-def test_every_command_composes_and_its_help_names_all_its_settings(command: str) -> None:
-    config = composed(command)
-    help_text = find(command).__doc__ or ""
-    own = conf.read(conf.folder() / f"{command}.yaml").keys() - {"defaults"}
-    missing = [name for name in own if f"{name}=" not in help_text and f"--{name}" not in help_text]
-    assert not missing
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_composes_and_its_help_explains_all_its_settings(command: str) -> None:
+    config, text = composed(command), parsers()[1][command].format_help()
+    assert [name for name in config.keys() - conf.GROUPS.keys() if f"  {name}:" not in text] == []
     assert {*conf.GROUPS, "max_new_tokens", "device", "dtype", "runtime"} <= config.keys()
 
 
@@ -111,7 +121,6 @@ def test_the_demo_begins_with_a_problem_worked_out_right() -> None:
 
 
 def test_commands_are_run_in_the_working_directory_and_leave_nothing() -> None:
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf.folder())):
-        hydra = compose("generate", return_hydra_config=True).hydra
-    assert (hydra.run.dir, hydra.output_subdir, hydra.job.chdir) == (".", None, False)
-    assert hydra.job_logging.root is None and hydra.hydra_logging.root is None
+    own = hydra.compose("generate", return_hydra_config=True).hydra
+    assert (own.run.dir, own.output_subdir, own.job.chdir) == (".", None, False)
+    assert own.job_logging.root is None and own.hydra_logging.root is None

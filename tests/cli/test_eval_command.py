@@ -1,69 +1,57 @@
-"""`dinfer eval` from an installed wheel: a run, the same again, a sweep, and bad arguments."""
+"""`dinfer eval`: a run, the same again, a sweep, and bad arguments."""
 
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import pytest
-from support.command_line import CommandLine, install
+from support.command_line import CommandLine
 
-from evaluations.harness import main
-
-GSM = ["eval", "tasks=mini_gsm", "limit=1", "max_new_tokens=64", "device=cpu", "out=results"]
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 
-@pytest.fixture(scope="module")
-def dinfer(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
-    return install(tmp_path_factory.mktemp("installed"))
-
-
-def test_the_whole_way_offline(dinfer: CommandLine) -> None:
-    first, again, sweep, infill, unsafe, *wrong = dinfer.run_all(
-        [
-            GSM,
-            GSM,
-            [*GSM, "-m", "cache=none,dual", "decoder.threshold=0.5"],
-            ["eval", "tasks=[mini_infill,mini_choice]", "limit=1", "likelihood.samples=2", "device=cpu", "out=null"],
-            ["eval", "tasks=mbpp_sanitized_llada", "limit=1", "device=cpu"],
-            ["eval", "tasks=null"],
-            ["eval", "tasks=mini_gsm", "gen_kwargs={treshold: 0.5}", "limit=1", "out=null", "device=cpu"],
-            ["eval", "tasks=mini_gsm", "likelihood.samples=0"],
-            ["eval", "tasks=mini_gsm", "likelihood.sample=3"],
-            ["eval", "tasks=mini_gsm", "limits=3"],
-            ["eval", "tasks=mini_gsm", "limit=few"],
-            ["eval", "tasks=3"],
-            ["eval", "tasks=mini_gsm", "chat=perhaps"],
-        ]
-    )
-    assert first.status == 0 and "mini_gsm" in first.out and "wrote results/mini_gsm-llada-" in first.err, first.err
+def test_a_run_the_same_again_and_a_sweep(dinfer: CommandLine, checkpoint: str, elsewhere: Path) -> None:
+    line = ["eval", "tasks=mini_turns", "limit=1", "max_new_tokens=8", checkpoint, "out=results"]
+    first = dinfer(*line)
+    assert first.status == 0 and "mini_turns" in first.out and "wrote results/mini_turns-llada-" in first.err, first.err
+    again = dinfer(*line)
     assert again.status == 0 and again.out == first.out and "overwrite=true does it again" in again.err
+    sweep = dinfer(*line, "-m", "cache=none,dual", "decoder.threshold=0.5")
     assert sweep.status == 0 and sweep.err.count("wrote results/") == 2
-    rows = list(csv.DictReader((dinfer.cwd / "results" / "runs.csv").open()))
-    assert sorted((row["cache"], row["decoder.threshold"]) for row in rows) == [
-        ("dual", "0.5"),
-        ("dual", "0.9"),
-        ("none", "0.5"),
-    ]
-    assert infill.status == 0 and "mini_infill" in infill.out and "masked, 2 samples" in infill.out
-    assert unsafe.status == 2 and "mbpp_sanitized_llada runs generated code. allow_code=true" in unsafe.err
-    messages = (
-        "no tasks are given",
-        "unknown name in gen_kwargs: 'treshold'. Did you mean 'threshold'",
-        "likelihood.samples=0 must be at least 1",
-        "Did you mean 'samples'",
-        "Did you mean 'limit'",
-        "limit='few' must be",
-        "tasks=3 must be a list",
-        "chat='perhaps' must be true or false",
-    )
-    for said, message in zip(wrong, messages, strict=True):
-        assert said.status == 2 and message in said.err, (message, said.err)
+    rows = csv.DictReader((elsewhere / "results" / "runs.csv").read_text().splitlines())
+    found = sorted((row["cache"], row["decoder.threshold"]) for row in rows)
+    assert found == [("dual", "0.5"), ("dual", "0.9"), ("none", "0.5")]
 
 
-def test_lm_evals_own_command_line(
-    dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (dinfer.site / "bin" / "dinfer-lm-eval").is_file()
+def test_gaps_and_likelihoods(dinfer: CommandLine) -> None:
+    said = dinfer("eval", "tasks=[mini_infill,mini_choice]", "limit=1", "likelihood.samples=2", "out=null")
+    assert said.status == 0 and "mini_infill" in said.out and "masked, 2 samples" in said.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tasks=mbpp_sanitized_llada"], "mbpp_sanitized_llada runs generated code. allow_code=true"),
+        (["tasks=null"], "no tasks are given"),
+        (["gen_kwargs={treshold: 0.5}", "limit=1"], "unknown name in gen_kwargs: 'treshold'. Did you mean 'threshold'"),
+        (["likelihood.samples=0"], "likelihood.samples=0 must be at least 1"),
+        (["likelihood.sample=3"], "Did you mean 'samples'"),
+        (["+likelihood.sample=3"], "Did you mean 'samples'"),
+        (["limits=3"], "Did you mean 'limit'"),
+        (["limit=few"], "limit='few' must be"),
+        (["tasks=3"], "tasks=3 must be a list"),
+        (["chat=perhaps"], "chat='perhaps' must be true or false"),
+    ],
+)
+def test_what_is_refused(settings: list[str], message: str, dinfer: CommandLine) -> None:
+    said = dinfer("eval", *settings, "out=null")
+    assert said.status == 2 and message in said.err
+
+
+def test_lm_evals_own_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from evaluations.harness import main
+
     line = "--model dinfer --model_args model=tiny,decoder.threshold=0.8,max_new_tokens=64 --tasks mini_gsm --limit 1"
     monkeypatch.setattr("sys.argv", ["dinfer-lm-eval", *line.split(), "--apply_chat_template"])
     main()

@@ -6,32 +6,25 @@ import json
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 from support.families import CONFIGS, family_for
 from support.models import GEMMA
 from torch import device, float32
 
 from dinfer.cli import conf
-from dinfer.cli.commands.models import recipe, use
+from dinfer.cli.commands.models import use
 from dinfer.cli.main import main
-from dinfer.cli.names import check
-from dinfer.cli.sweep_points import points
 from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.loading.catalog import CATALOG
-from dinfer.loading.checkpoint import boxed, random_network
+from dinfer.loading.checkpoint import random_network
+from dinfer.loading.hub import boxed
 
-SCHEMA = conf.Schema("generate")
 PRESETS = list(dict.fromkeys(entry.preset for entry in CATALOG))
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf.folder())):
-        config = OmegaConf.to_container(hydra_compose("generate", overrides=list(overrides)), resolve=True)
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
+    with conf.session():
+        return conf.compose("generate", list(overrides))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -42,7 +35,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     family = MODELS.build(config["model"])
     assert entry.checkpoint in (family.checkpoint, family.adapter)
     assert set(family.stop_ids) <= set(entry.eos_ids)
-    for kind, choice in recipe(entry).items():
+    for kind, choice in conf.preset(entry.preset).recipe.items():
         assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(composed(f"{kind}={choice}")[kind])
     tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
         {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
@@ -57,8 +50,7 @@ def test_the_table_is_in_order() -> None:
     """Known families, no name twice, and presets that are there."""
     assert len({entry.checkpoint for entry in CATALOG}) == len(CATALOG)
     assert {entry.family for entry in CATALOG} <= set(MODELS.names())
-    brings = {name for name in SCHEMA.choices("model") if SCHEMA.brought("model", name)}
-    assert brings == {*PRESETS, *boxed()} - {"tiny"}
+    assert {path.stem for path in (conf.folder() / "model").iterdir()} == {*PRESETS, *boxed()}
     for entry in CATALOG:
         assert entry.mask_id not in entry.eos_ids
 
@@ -100,19 +92,8 @@ def test_what_the_user_chooses_holds() -> None:
         config = composed(*overrides)
         assert (config["decoder"]["name"], config["cache"]["name"]) == ("fixed", "block")
     assert composed("model=llada2_mini", "decoder.threshold=0.5")["decoder"]["threshold"] == 0.5
-    check(["model=llada2_1_mini", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
+    assert composed("model=llada2_1_mini", "decoder.edit_threshold=0.1")["decoder"]["edit_threshold"] == 0.1
     with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'precision'"):
-        check(["model=llada2_1_mini", "decoder.precision=float64"], SCHEMA, multirun=False)
+        composed("model=llada2_1_mini", "decoder.precision=float64")
     with pytest.raises(ValueError, match="option of decoder 'fixed': 'edit_threshold'"):
-        check(["model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1"], SCHEMA, multirun=False)
-
-
-def test_a_sweep_over_models_gives_options_to_the_components_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    swept = ["model=tiny,llada2_1_mini", "decoder.precision=float32,float64"]
-    check(swept, SCHEMA, multirun=True)
-    product = [
-        [model, precision]
-        for model in ("model=tiny", "model=llada2_1_mini")
-        for precision in ("decoder.precision=float32", "decoder.precision=float64")
-    ]
-    assert points(product, SCHEMA) == [*product[:2], ["model=llada2_1_mini"]]
+        composed("model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1")

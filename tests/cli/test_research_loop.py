@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import write_checkpoint
 
 from dinfer.cli.main import main
 
@@ -16,16 +14,10 @@ for package in ("lm_eval", "optuna", "matplotlib"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model.checkpoint={write_checkpoint(tmp_path_factory.mktemp('checkpoint'))}"
-
-
 def test_sweep_resume_plot(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["dinfer"])
     line = ["eval", "-m", "tasks=mini_turns", "limit=2", "max_new_tokens=8", "iteration.block=8", checkpoint]
     sweep = [*line, "decoder=threshold,factor", "decoder.factor=4"]
     main([*sweep, "decoder.threshold=0.9"])
@@ -48,7 +40,6 @@ def test_tuning_on_a_task(
 ) -> None:
     """The calibration documents are the task's first, the held-out ones those behind them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["dinfer"])
     from evaluations import run as runs
 
     asked, evaluate = [], runs.evaluate

@@ -12,22 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_line import write_checkpoint
 
 import dinfer
 from dinfer.cli.errors import reported
 from dinfer.cli.main import main
 from dinfer.cli.progress import Report
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(autouse=True)
-def _program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["dinfer"])
 
 
 def ended(args: list[str]) -> int | str | None:

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import hydra
 import pytest
-from support.command_line import write_checkpoint
+from hydra.core.config_store import ConfigStore
 
-from dinfer.cli.conf import Schema
+from dinfer.cli import conf, sweep_points
 from dinfer.cli.main import main
-from dinfer.cli.names import spread
-from dinfer.cli.sweep_points import points
-
-SCHEMA = Schema("generate")
 
 
-def product(*axes: list[str]) -> list[list[str]]:
-    found: list[list[str]] = [[]]
-    for axis in axes:
-        found = [[*point, value] for point in found for value in axis]
-    return found
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model.checkpoint={write_checkpoint(tmp_path_factory.mktemp('checkpoint'))}"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["dinfer"])  # which Hydra reads
-    return tmp_path
+def points(*arguments: str) -> list[list[str]]:
+    with conf.session() as loader:
+        return sweep_points.points(list(arguments), loader, hydra.compose("generate", return_hydra_config=True))
 
 
 def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    decoders = ["decoder=threshold", "decoder=factor"]
-    found = points(product(decoders, ["decoder.threshold=0.7", "decoder.threshold=0.9"], ["decoder.factor=8"]), SCHEMA)
-    assert found == [
+    """A single value too: Hydra would set it in the default component."""
+    assert points("decoder=threshold,factor", "decoder.threshold=0.7,0.9", "decoder.factor=8") == [
         ["decoder=threshold", "decoder.threshold=0.7"],
         ["decoder=threshold", "decoder.threshold=0.9"],
         ["decoder=factor", "decoder.factor=8"],
@@ -47,13 +28,23 @@ def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFix
     assert "decoder.factor of decoder=threshold, decoder.threshold of decoder=factor" in said
 
 
+def test_a_sweep_over_models_gives_options_to_the_components_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert points("model=tiny,llada2_1_mini", "decoder.precision=float32,float64") == [
+        ["model=tiny", "decoder.precision=float32"], ["model=tiny", "decoder.precision=float64"],
+        ["model=llada2_1_mini"],
+    ]  # fmt: skip
+    assert "decoder.precision of decoder=joint_threshold" in capsys.readouterr().err
+
+
 def test_a_point_that_has_all_options_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    axes = (["decoder=threshold", "decoder=credit", "decoder=hierarchical"], ["cache=none", "cache=dual"])
-    whole = product(*axes, [f"decoder.threshold={value}" for value in (0.7, 0.8, 0.9)], ["max_new_tokens=8"])
-    assert points(whole, SCHEMA) == whole and len(whole) == 18
-    assert points([["decoder.threshold=0.5"], ["decoder.threshold=0.6"]], SCHEMA) == [
-        ["decoder.threshold=0.5"],
-        ["decoder.threshold=0.6"],
+    axes = ("decoder=threshold,credit,hierarchical", "cache=none,dual", "decoder.threshold=0.7,0.8,0.9")
+    found = points(*axes, "max_new_tokens=8")
+    assert len(found) == 18 and {len(point) for point in found} == {4}
+    assert points("decoder.threshold=0.5,0.6") == [["decoder.threshold=0.5"], ["decoder.threshold=0.6"]]
+    assert points("decoder=glob(thr*)", "iteration.block=range(8,11)") == [
+        [decoder, f"iteration.block={block}"]
+        for decoder in ("decoder=threshold", "decoder=threshold_76", "decoder=threshold_95")
+        for block in (8, 9, 10)
     ]
     assert capsys.readouterr().err == ""
 
@@ -68,17 +59,45 @@ def test_points_without_a_result_are_named_and_do_not_end_the_sweep(
     assert said.err.count("tokens per forward") == 1
     assert "left out, since the components cannot work together: 1 of 4" in said.err
     assert "failed: 2 of 4" in said.err
-    assert f"{checkpoint} max_new_tokens=4 decoder.threshold=2 cache=none: decoder.threshold=2.0 must be" in said.err
+    assert " max_new_tokens=4 decoder.threshold=2 cache=none: decoder.threshold=2.0 must be" in said.err
 
 
-def test_what_no_component_has_is_refused_before_anything_runs(
-    checkpoint: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["decoder=threshold,factor", "decoder.treshold=0.5"], "of decoder 'threshold' or 'factor': 'treshold'. Did"),
+        (["decoder.treshold=0.5,0.6"], "unknown option of decoder 'threshold': 'treshold'. Did you mean 'threshold'?"),
+        (["decoder=threshold,factr"], "unknown decoder 'factr'. Did you mean 'factor'?"),
+        (["decoder.threshold="], "decoder.threshold='' must be a number"),
+        (["decoder.threshold=0.5,high"], "decoder.threshold='high' must be a number"),
+        (["decoder.threshold=interval(0,1)"], "an interval has no steps. Write range(START,STOP,STEP), or values"),
+        (["max_new_token=8,16"], "unknown setting 'max_new_token'. Did you mean 'max_new_tokens'?"),
+        (["hydra/sweeper=basi"], "unknown hydra/sweeper 'basi'. Did you mean 'basic'?"),
+        (["hydra/sweeper=other"], "hydra/sweeper=other: dinfer has a sweeper of its own. Leave it out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_swept_is_refused_before_anything_runs(
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ConfigStore.instance().store(group="hydra/sweeper", name="other", node={})  # as a plugin does
     with pytest.raises(SystemExit) as ended:
-        main(["generate", "a", checkpoint, "-m", "decoder=threshold,factor", "decoder.treshold=0.5"])
+        main(["generate", "a", "-m", *overrides])
     said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (2, "")
-    assert "unknown option of decoder 'threshold' or 'factor': 'treshold'. Did you mean 'threshold'?" in said.err
+    assert (ended.value.code, said.out) == (2, "") and message in said.err
+
+
+def test_a_sweep_may_stand_in_a_preset_and_be_launched_a_few_points_at_a_time(
+    checkpoint: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "study").mkdir()
+    swept = "hydra: { sweeper: { max_batch_size: 2, params: { cache: 'none,dual,prefix' } } }"
+    (elsewhere / "study" / "mine.yaml").write_text(f"# @package _global_\n{swept}\nmax_new_tokens: 2\n")
+    main(["generate", "a", checkpoint, "-m", "+study=mine", "-cd", str(elsewhere)])
+    said = capsys.readouterr()
+    headings = [line.split() for line in said.out.splitlines() if line.startswith("# ")]
+    assert [heading[1] for heading in headings] == ["cache=none", "cache=dual", "cache=prefix"]
+    assert all(heading[-1] == "+study=mine" for heading in headings)
+    assert said.err.count("tokens per forward") == 3
 
 
 def test_a_sweep_runs_as_jobs_of_a_cluster(
@@ -94,17 +113,3 @@ def test_a_sweep_runs_as_jobs_of_a_cluster(
     assert "failed: 1 of 2" in capsys.readouterr().err
     logs = sorted(path.read_text() for path in (elsewhere / "multirun").rglob("*_log.err"))
     assert sum("tokens per forward" in log for log in logs) == 1 and len(logs) == 2
-
-
-def test_a_single_value_joins_the_product_where_components_are_swept(
-    checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Hydra would set it before there are points, in a component that may not have it."""
-    assert spread(["decoder=threshold,factor", "decoder.factor=8", "cache.interval=3", "iteration.block=8"]) == [
-        "decoder=threshold,factor", "decoder.factor=choice(8)", "cache.interval=3", "iteration.block=8",
-    ]  # fmt: skip
-    main(["generate", "a", checkpoint, "max_new_tokens=4", "-m", "decoder=threshold,factor", "decoder.factor=2"])
-    said = capsys.readouterr()
-    assert [line.split()[3:] for line in said.out.splitlines() if line.startswith("#")] == [
-        ["decoder=threshold"], ["decoder=factor", "decoder.factor=2"],
-    ]  # fmt: skip

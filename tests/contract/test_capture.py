@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from support.capture import CaptureRefused, meta_steps
-from support.matrix import LEGAL, SAMPLE, Combination
-from support.models import UNIFORM, tiny_model
+from support.matrix import LEGAL, Combination, every_recipe
+from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe
 from dinfer.decoders.threshold import Threshold
 
-# Of the variant without a mask token, whose steps have more operations, each run of the tests has a part.
-COVERED = [c for c in LEGAL if c.variant != UNIFORM or c in SAMPLE]
-REST = [pytest.param(c, marks=pytest.mark.matrix) for c in LEGAL if c not in COVERED]
 
-
-@pytest.mark.parametrize("combination", [*COVERED, *REST], ids=str)
+@every_recipe
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
-    meta_steps(combination.recipe(tiny_model(combination.variant).to("meta")))
+    meta_steps(combination.recipe(on_meta(combination.variant)))
+
+
+@cache
+def on_meta(variant: str) -> Any:
+    return tiny_model(variant).to("meta")
 
 
 def _python_if(c: torch.Tensor, view: BlockView) -> torch.Tensor:
@@ -54,7 +57,7 @@ def planted(recipe: Recipe, work: Callable[[torch.Tensor, BlockView], object]) -
             work(stats.confidence_RL, view)
             return super().select(stats, view, state)
 
-    return replace(recipe, model=tiny_model().to("meta"), decoder=Planted())
+    return replace(recipe, model=on_meta("bidirectional"), decoder=Planted())
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)

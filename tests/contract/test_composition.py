@@ -18,6 +18,7 @@ from support.matrix import (
     Combination,
     completions,
     engine_for,
+    every_recipe,
     outcome,
     refusal,
     requests_for,
@@ -30,11 +31,6 @@ from dinfer.core.registry import option
 from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request
 from dinfer.iterations.blockwise import Blockwise
-
-# Every pair of components in each run of the tests; the whole product by `pytest -m "matrix or not matrix"`.
-every_recipe = pytest.mark.parametrize(
-    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
-)
 
 
 def alone(combination: Combination) -> list[tuple]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted, scripted_spec
@@ -105,7 +106,8 @@ def _options(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     return chosen
 
 
-LIMIT = 25 * (1 + 40)  # new tokens, each in a block of its own that is then edited as often as may be
+# New tokens, each in a block of its own. Each of its 40 edits may mask the token again, and a step fills it again.
+LIMIT = 25 * (1 + 2 * 40)
 
 
 def run(case: Case) -> dict[int, list[Update]]:
@@ -117,16 +119,13 @@ def run(case: Case) -> dict[int, list[Update]]:
 
 
 @pytest.mark.parametrize("name", DECODERS.names())
-def test_invariants_hold_for_any_logits(name: str) -> None:
-    edits = DECODERS.get(name).edits
-
-    @settings(max_examples=60)
-    @given(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]).map(dict).flatmap(cases))
-    def check(case: Case) -> None:
-        for index, updates in run(case).items():
-            _check_row(case, case.requests[index], updates, edits)
-
-    check()
+@examples(60)
+@given(st.data())
+def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
+    decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
+    case = data.draw(cases(dict(decoder)))
+    for index, updates in run(case).items():
+        _check_row(case, case.requests[index], updates, DECODERS.get(name).edits)
 
 
 def _check_row(case: Case, request: Request, updates: list[Update], edits: bool) -> None:
@@ -164,25 +163,22 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
 
 
 @pytest.mark.parametrize("name", DECODERS.names())
-def test_the_same_logits_give_the_same_tokens(name: str) -> None:
+@examples(15)
+@given(st.data())
+def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) -> None:
     """No state is left over: the second run of one engine equals the first."""
-
-    @settings(max_examples=15)
-    @given(cases({"name": name}))
-    def check(case: Case) -> None:
-        engine = engine_for(case.recipe)
-        seen = []
-        for _ in range(2):
-            case.recipe.model.calls = 0
-            seen.append([(u.index, u.tokens, u.region, u.full) for u in engine.run(case.requests, snapshots=True)])
-        assert seen[0] == seen[1]
-
-    check()
+    case = data.draw(cases({"name": name}))
+    engine = engine_for(case.recipe)
+    seen = []
+    for _ in range(2):
+        case.recipe.model.calls = 0
+        seen.append([(u.index, u.tokens, u.region, u.full) for u in engine.run(case.requests, snapshots=True)])
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("cache", CACHES.names())
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing", "only_mask"])
-@settings(max_examples=10)
+@examples(10)
 @given(call=st.integers(0, 4), seed=st.integers(0, 1000))
 def test_logits_that_are_not_finite_are_named(bad: str, cache: str, call: int, seed: int) -> None:
     """One bad position of one forward; the error says which request and which step."""

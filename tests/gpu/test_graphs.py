@@ -41,11 +41,11 @@ def test_graphs_give_the_tokens_of_eager_steps(
     engine = engine_for(recipe, rows=3, graphs=True)
     assert [outcome(c) for c in completions(engine, requests)] == want
     assert [outcome(c) for c in completions(engine, requests)] == want
-    captured, compiled = engine.launcher.captured, compiles["unique_graphs"]
+    captured, compiled = engine.runner.captured, compiles["unique_graphs"]
     assert captured > 0
     assert [outcome(c) for c in completions(engine, requests)] == want
-    assert (engine.launcher.captured, compiles["unique_graphs"]) == (captured, compiled)
-    assert engine.launcher.refused == {}
+    assert (engine.runner.captured, compiles["unique_graphs"]) == (captured, compiled)
+    assert engine.runner.refused == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,7 +57,7 @@ def test_float8_keys_under_graphs(point: Combination, dtype: torch.dtype) -> Non
     want = [outcome(c) for c in completions(engine_for(recipe, rows=3, kv="fp8"), requests)]
     for _ in range(2):
         assert [outcome(c) for c in completions(engine, requests)] == want
-    assert engine.launcher.captured > 0 and engine.launcher.refused == {}
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
@@ -70,10 +70,10 @@ def test_a_compiled_body_gives_the_same_tokens_under_graphs(variant: str, cache:
     engine = engine_for(recipe, rows=3, graphs=True, compile=mode)
     for _ in range(2):
         assert [outcome(c) for c in completions(engine, requests)] == want
-    captured, compiled = engine.launcher.captured, compiles["unique_graphs"]
-    assert captured > 0 and compiled > 0 and engine.launcher.refused == {}
+    captured, compiled = engine.runner.captured, compiles["unique_graphs"]
+    assert captured > 0 and compiled > 0 and engine.runner.refused == {}
     assert [outcome(c) for c in completions(engine, requests)] == want
-    assert (engine.launcher.captured, compiles["unique_graphs"]) == (captured, compiled)
+    assert (engine.runner.captured, compiles["unique_graphs"]) == (captured, compiled)
 
 
 class Peeking(Threshold):
@@ -95,7 +95,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(caplog: pytest
     want = [outcome(c) for c in completions(engine_for(plain), requests)]
     engine = engine_for(peeking, graphs=True)
     assert [outcome(c) for c in completions(engine, requests)] == want
-    assert engine.launcher.captured == 0 and len(engine.launcher.refused) == len(caplog.messages) > 0
+    assert engine.runner.captured == 0 and len(engine.runner.refused) == len(caplog.messages) > 0
     assert all("runs eagerly" in text and "synchroniz" in text for text in caplog.messages)
     torch.rand(3, device="cuda")  # no capture was left open
 
@@ -106,7 +106,7 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
     recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
     requests = requests_for(recipe) * 3
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     for settle in (False, True):
         engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, settle=settle)
         names, done, cancelled = {}, {}, set()
@@ -118,4 +118,4 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
         while engine.busy:
             done |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
         assert {i: c.canvas for i, c in done.items()} == {i: w[0] for i, w in enumerate(want) if i not in cancelled}
-        assert cancelled and engine._pages.free == 16
+        assert cancelled and engine.free_pages == 16

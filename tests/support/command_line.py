@@ -1,44 +1,28 @@
-"""The `dinfer` command as a user has it: from an installed wheel, in a working directory of its own."""
+"""The `dinfer` command: in this process, which is fast, or as a user has it, from an installed wheel."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dinfer.cli.main import main
 from dinfer.loading.checkpoint import random_network, save_network
 from dinfer.models.llada import Llada
 
 ROOT = Path(__file__).parents[2]
-
-# Runs command lines in one process, since most of a run is imports; tells what each printed and asked the model.
-DRIVER = """
-import contextlib, io, json, sys
-import dinfer.pipeline
-from dinfer.cli.main import main
-asked, encode = [], dinfer.pipeline.Pipeline.encode
-def recording(self, prompt, **given):
-    asked.append(prompt)
-    return encode(self, prompt, **given)
-dinfer.pipeline.Pipeline.encode = recording
-for args in json.loads(sys.stdin.read()):
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    asked.clear()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(args)
-        except SystemExit as end:
-            status = end.code
-    said = {"status": status, "out": out.getvalue(), "err": err.getvalue(), "asked": list(asked)}
-    print(json.dumps(said), flush=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -48,44 +32,78 @@ class Said:
     status: int
     out: str
     err: str
-    asked: tuple[str, ...] = ()
+
+
+class CommandLine:
+    """The command line in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *args: str, stdin: str = "", **environment: str) -> Said:
+        with self._monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(stdin))
+            for name, value in {"COLUMNS": "80", "DINFER_DEBUG": "0", **environment}.items():
+                patch.setenv(name, value)
+            self._capsys.readouterr()
+            status = 0
+            try:
+                main(list(args))
+            except SystemExit as end:
+                status = int(end.code or 0)
+            return Said(status, *self._capsys.readouterr())
 
 
 @dataclass(frozen=True)
-class CommandLine:
-    """An installed dinfer."""
+class Installed:
+    """A dinfer that a wheel was installed from, in a working directory of its own."""
 
     site: Path
     cwd: Path
 
     @property
-    def program(self) -> list[str]:
-        return [sys.executable, str(self.site / "bin" / "dinfer")]
+    def program(self) -> Path:
+        return self.site / "bin" / "dinfer"
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def _started(self, args: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[str]:
         clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "DINFER_DEBUG", "HYDRA_FULL_ERROR")}
-        return clean | {"PYTHONPATH": str(self.site), "COLUMNS": "80", "OMP_NUM_THREADS": "1"} | more
-
-    def run(self, *args: str, stdin: str = "", **environment: str) -> Said:
-        """One command line in a process of its own."""
-        done = subprocess.run(
-            [*self.program, *args], cwd=self.cwd, env=self.environment(**environment),
-            input=stdin, capture_output=True, text=True, timeout=120,
+        own = {"PYTHONPATH": str(self.site), "COLUMNS": "80", "LINES": "40", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, *args], cwd=self.cwd, env=clean | own | environment,
+            start_new_session=True, text=True, **streams,
+            # A shell starts background jobs, such as this test run may be, deaf to Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-        return Said(done.returncode, done.stdout, done.stderr)
 
-    def run_all(self, lines: list[list[str]]) -> list[Said]:
-        """Many command lines in one process."""
-        done = subprocess.run(
-            [sys.executable, "-c", DRIVER], cwd=self.cwd, env=self.environment(),
-            input=json.dumps(lines), capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        said = [json.loads(line) for line in done.stdout.splitlines()]
-        return [Said(s["status"], s["out"], s["err"], tuple(s["asked"])) for s in said]
+    def __call__(self, *args: str, **environment: str) -> Said:
+        return self.python(str(self.program), *args, **environment)
+
+    def python(self, *args: str, **environment: str) -> Said:
+        process = self._started(args, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=120)
+        return Said(process.returncode, out, err)
+
+    def in_terminal(self, *args: str, interrupt_after: str) -> Said:
+        """In a terminal, with Ctrl-C once it has printed `interrupt_after`; `out` holds all."""
+        parent, child = pty.openpty()
+        process = self._started(
+            [str(self.program), *args], {"TERM": "xterm-256color"}, stdin=child, stdout=child, stderr=child
+        )
+        os.close(child)
+        seen = b""
+        try:
+            while chunk := os.read(parent, 4096):
+                seen += chunk
+                if interrupt_after and interrupt_after.encode() in seen:
+                    process.send_signal(signal.SIGINT)
+                    interrupt_after = ""
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        os.close(parent)
+        return Said(process.wait(timeout=60), seen.decode(errors="replace"), "")
 
 
-def install(folder: Path) -> CommandLine:
+def install(folder: Path) -> Installed:
     """Builds a wheel of the checkout without a network and installs it, alone, into a folder."""
     site, cwd = folder / "site", folder / "elsewhere"
     cwd.mkdir(parents=True)
@@ -94,7 +112,7 @@ def install(folder: Path) -> CommandLine:
     wheel = next(folder.glob("*.whl"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], cwd=cwd, **quiet)
-    return CommandLine(site, cwd)
+    return Installed(site, cwd)
 
 
 def write_checkpoint(folder: Path) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations as combinations_of
 from itertools import product
@@ -17,9 +18,9 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
 from dinfer.core.step import denoise_step
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
-from dinfer.engine.runner import Launcher
+from dinfer.engine.runtime import Runtime
 from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8
@@ -130,6 +131,11 @@ LEGAL = legal()
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
+# `make test` runs the sample, `make test-all` every legal combination.
+every_recipe = pytest.mark.parametrize(
+    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
+)
+
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
 NEW = [19, 13, 8, 21, 3]
@@ -162,11 +168,22 @@ def engine_for(recipe: Recipe, **runtime: Any) -> Engine:
     return Engine(recipe, Runtime(**runtime), device=recipe.model.device, dtype=recipe.model.dtype)
 
 
-def launched_ahead(engine: Engine, patch: pytest.MonkeyPatch) -> Engine:
+def launched_ahead(engine: Engine) -> Engine:
     """The engine with each round launched before the last one is looked at, as with graphs, but of eager steps."""
-    patch.setattr("dinfer.engine.engine.Launcher", lambda recipe, state, graphs: Launcher(recipe, state, graphs=False))
-    engine.runtime = replace(engine.runtime, graphs=True)
+    engine.loop.ahead = True
     return engine
+
+
+def observed(engine: Engine) -> list[StepShape]:
+    """The shapes of the steps that the engine launches from now on."""
+    shapes: list[StepShape] = []
+
+    def observer(shape: StepShape, slots: Sequence[int]) -> AbstractContextManager[None]:
+        shapes.append(shape)
+        return nullcontext()
+
+    engine.runner.observer = observer
+    return shapes
 
 
 def completions(engine: Engine, requests: list[Request]) -> list[Completion]:

@@ -78,10 +78,11 @@ def test_delayed_computes_masks_and_what_was_decoded_one_step_before(
         count = count + 1 if update.region == region else 0
         region = update.region
         assert update.full == (count == 0 or (interval > 0 and count % interval == 0))
-        want = masked | (before - masked)
+        end = region[1] if variant == "causal" else LENGTH  # nobody sees what is behind
+        want = {p for p in masked | (before - masked) if p < end}
         if variant == "shifted":  # the logits of a position stand before it
             want |= {p - 1 for p in masked if region[0] <= p < region[1]}
-        assert watched.positions == (list(range(LENGTH)) if update.full else sorted(want))
+        assert watched.positions == (list(range(end)) if update.full else sorted(want))
         before, windows = masked, windows + (not update.full)
     assert windows > 3
 
@@ -134,11 +135,7 @@ def test_the_share_that_is_recomputed_is_the_same_for_host_and_device() -> None:
     host = Host(recipe, [Request([1, 2, 3], 100)])
     host.step(Phase.FULL, host.slots)
     cursors = Cursors._make(host.state.canvas.cursors_NC[host.slots[0], : len(Cursors._fields)].tolist())
-    width = recipe.cache.width(
-        recipe.model.spec, Phase.WINDOW, kept=cursors.kept, prompt=cursors.prompt, forwards=cursors.forwards,
-        start=cursors.start, end=cursors.end, length=cursors.length,
-    )  # fmt: skip
-    host.step(Phase.WINDOW, host.slots, width=width)
+    host.step(Phase.WINDOW, host.slots, width=recipe.cache.width(recipe.model.spec, cursors))
     assert host.forwards() == [2]
 
 
@@ -158,12 +155,15 @@ def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
 
 
 def test_what_caches_say_of_their_exactness() -> None:
-    kinds = {name: [CACHES.get(name)().exact(causal_block) for causal_block in (None, 4, 1)] for name in CACHES.names()}
+    attention = {0: 1, 4: 4, 1: 1}  # positions of an attention block, and where active blocks begin and end
+    kinds = {n: [CACHES.get(n)().exact(0, block, grain) for block, grain in attention.items()] for n in CACHES.names()}
     assert kinds["none"] == [True, True, True]
     for name in ("prefix", "dual", "vicinity", "block"):
         assert kinds[name] == [False, True, True]
     for name in ("delayed", "adaptive"):
         assert kinds[name] == [False, False, False]
+    assert not CACHES.get("dual")().exact(1, 4, 4)  # shifted, it leaves out the last position of the block
+    assert [CACHES.get(n)().exact(0, 4, 2) for n in ("prefix", "dual", "block")] == [False, False, True]
 
 
 @pytest.mark.parametrize(

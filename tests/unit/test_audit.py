@@ -12,7 +12,7 @@ from support.models import MASK, tiny_model
 
 from dinfer.analysis.audit import Audit, audit, plot
 from dinfer.core.recipe import compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]

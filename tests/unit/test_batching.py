@@ -26,8 +26,9 @@ from dinfer.core.recipe import Recipe, compose
 from dinfer.core.spec import ExpertSpec
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
+from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket
-from dinfer.engine.scheduler.grouping import FREE, Need, Step, free_positions, plan
+from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
 
 POISON = 37
 
@@ -83,7 +84,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     recipe = combination.recipe()
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
@@ -101,7 +102,7 @@ def test_the_head_runs_on_open_positions_alone(
     recipe = combination.recipe()
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.engine.engine.MANY", 1)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     shapes: list[StepShape] = []
     step = watching(shapes)
 
@@ -124,7 +125,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     recipe = compose(model, iteration={"name": "block_diffusion", "block": block}, decoder="threshold", cache="block")
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping._settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
@@ -160,7 +161,7 @@ def test_prefills_of_equal_work_are_one_shape(monkeypatch: pytest.MonkeyPatch) -
     """However their rows will draw: a prefill draws nothing, so it needs no graph of its own."""
     recipe = block_recipe()
     given = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5}]
-    monkeypatch.setattr("dinfer.engine.engine.MANY", 1)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     for options in given:
@@ -175,7 +176,7 @@ def test_requests_wait_for_pages(pages: int) -> None:
     requests = requests_for(recipe)
     engine = engine_for(recipe, page=4, pages=pages)
     assert [outcome(c) for c in completions(engine, requests)] == [outcome(c) for c in alone(recipe, requests)]
-    assert engine._pages.free == pages
+    assert engine.free_pages == pages
 
 
 @pytest.mark.parametrize("after", range(8))
@@ -197,7 +198,7 @@ def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
     done |= serve(engine)
     kept = {name: want[i] for i, name in enumerate(names) if name not in cancelled}
     assert {name: outcome(c) for name, c in done.items()} == kept
-    assert engine._pages.free == 2 * 16 and not engine.busy
+    assert engine.free_pages == 2 * 16 and not engine.busy
     again = engine.add(requests[0])
     assert again not in names and outcome(serve(engine)[again]) == want[0]
 
@@ -250,7 +251,7 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
         return [said(update) for _ in range(99) if engine.busy for update in engine.step()]
 
     engine = engine_for(recipe, rows=3, page=4, pages=40, max_length=64, share=share)
-    engine = launched_ahead(engine, monkeypatch)
+    engine = launched_ahead(engine)
     found: dict[int, list[tuple]] = {i: [] for i in range(9)}
     for i, request in enumerate(requests):
         assert engine.add(request, snapshots=i % 3 == 0) == i
@@ -265,7 +266,7 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
     want = {i: alone(i) for i in range(9)}
     want[7] = want[7][: len(found[7])]
     assert found == want and found[7] and issubclass(found[4][-1][-1], NonFiniteLogits)
-    assert engine._pages.free == 40
+    assert engine.free_pages == 40
 
 
 def test_what_will_never_fit_is_refused_at_once() -> None:
@@ -281,19 +282,23 @@ def test_what_will_never_fit_is_refused_at_once() -> None:
         engine_for(guided, pages=9).add(request)
 
 
-def test_runs_and_single_steps_do_not_mix() -> None:
+def test_runs_and_single_steps_each_get_their_own() -> None:
     recipe = block_recipe()
-    engine, request = engine_for(recipe), Request([1, 2], 12, recipe.resolve({}))
-    engine.add(request)
-    with pytest.raises(RuntimeError, match="busy"):
-        next(engine.run([request]))
-    serve(engine)
-    updates = engine.run([request])
-    next(updates)
-    for use in (lambda: engine.add(request), engine.step):
-        with pytest.raises(RuntimeError, match="busy"):
-            use()
-    assert engine.cancel(0) and list(updates) == []
+    engine, requests = engine_for(recipe), [Request([i, 2], 12 + i, recipe.resolve({})) for i in range(4)]
+    want = [outcome(c) for c in alone(recipe, requests)]
+    names = [engine.add(request) for request in requests[:2]]
+    got, done = {}, {}
+    for update in engine.run(requests[2:]):
+        if update.completion is not None:
+            got[update.index] = outcome(update.completion)
+        done |= {u.index: u.completion for u in engine.step() if u.completion is not None}
+    done |= serve(engine)
+    assert [outcome(done[name]) for name in names] + [got[0], got[1]] == want
+    abandoned = engine.run(requests)
+    next(abandoned)
+    assert not engine.cancel(0) and engine.busy  # a number of `add`, and of a request that has finished
+    abandoned.close()
+    assert not engine.busy and engine.free_pages == engine.loop.batch.room.pages
 
 
 def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:
@@ -302,11 +307,11 @@ def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:
     requests = [Request([1] * n, 100 - n, recipe.resolve({})) for n in (5, 50, 99)]
     names = [engine.add(requests[0])]
     engine.step()
-    state = engine._state
+    state = engine.runner.state
     names += [engine.add(request) for request in requests[1:]]
     assert len(engine.step()) == 3
     serve(engine)
-    assert engine._state is state
+    assert engine.runner.state is state
 
 
 def rows(widths: dict[int, int], narrow: int | None = None) -> dict[int, Need]:
@@ -314,31 +319,31 @@ def rows(widths: dict[int, int], narrow: int | None = None) -> dict[int, Need]:
 
 
 def planned(widths: dict[int, int], narrow: int | None = None, limit: int = 8192, phase: Phase = Phase.WINDOW):
-    return plan(phase, rows(widths, narrow), free=FREE, limit=limit, unit=32)
+    return grouped(phase, rows(widths, narrow), free=FREE, limit=limit, unit=32)
 
 
 def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
     assert planned({}) == []
-    assert planned({3: 64}) == [Step([3], 64)]
-    assert planned({2: 64, 0: 32, 1: 32}) == [Step([2, 0, 1], 64)]  # order and all
+    assert planned({3: 64}) == [Group([3], 64)]
+    assert planned({2: 64, 0: 32, 1: 32}) == [Group([2, 0, 1], 64)]  # order and all
     many = {slot: 64 if slot % 8 == 0 else 32 for slot in range(16)}
     narrow, wide = planned(many)
-    assert wide == Step([0, 8], 64) and narrow.width == 32 and sorted(narrow.slots + wide.slots) == [*many]
-    assert planned(dict.fromkeys(range(64), 32)) == [Step([*range(64)], 32)]
-    assert planned({0: 10, 1: 500, 2: 2000}) == [Step([0, 1], 500), Step([2], 2000)]
-    assert planned(many, narrow=32) == [Step([*range(16)], 32, settles=True)]
-    assert planned({0: 64, 1: 32}, narrow=32) == [Step([0, 1], 64)]
-    assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Step([*range(16)], 64)]  # all would lose a step
+    assert wide == Group([0, 8], 64) and narrow.width == 32 and sorted(narrow.slots + wide.slots) == [*many]
+    assert planned(dict.fromkeys(range(64), 32)) == [Group([*range(64)], 32)]
+    assert planned({0: 10, 1: 500, 2: 2000}) == [Group([0, 1], 500), Group([2], 2000)]
+    assert planned(many, narrow=32) == [Group([*range(16)], 32, settles=True)]
+    assert planned({0: 64, 1: 32}, narrow=32) == [Group([0, 1], 64)]
+    assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Group([*range(16)], 64)]  # all would lose a step
 
 
 def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:
     cut = planned(dict.fromkeys(range(9), 100), limit=400)
     assert [len(step.slots) for step in cut] == [3, 3, 3]
-    assert planned({0: 500}, limit=400) == [Step([0], 500)]
+    assert planned({0: 500}, limit=400) == [Group([0], 500)]
     prompts = {4: 96, 2: 64, 7: 640, 1: 32}
-    assert planned(prompts, limit=200, phase=Phase.PREFILL) == [Step([4, 2], 96)]
-    assert planned({7: 640, 1: 32}, limit=200, phase=Phase.PREFILL) == [Step([7], 192)]
-    assert planned({7: 640}, limit=8, phase=Phase.PREFILL) == [Step([7], 32)]
+    assert planned(prompts, limit=200, phase=Phase.PREFILL) == [Group([4, 2], 96)]
+    assert planned({7: 640, 1: 32}, limit=200, phase=Phase.PREFILL) == [Group([7], 192)]
+    assert planned({7: 640}, limit=8, phase=Phase.PREFILL) == [Group([7], 32)]
 
 
 @pytest.mark.parametrize("width,padding", [(32, 1), (512, 1 / 3)])

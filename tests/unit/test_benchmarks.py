@@ -16,13 +16,14 @@ from benchmarks import dataset, parts, single, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
+from benchmarks.peers import ours, work
 from benchmarks.prompts import Prompt, read_prompts
-from benchmarks.shapes import shape
+from benchmarks.shapes import SHAPES, shape
 from dinfer.core.canvas import Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
-from dinfer.layers.linear import FLOAT8, quantize
+from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 
 
@@ -205,7 +206,7 @@ def test_what_a_step_reads_and_multiplies() -> None:
     assert found["bytes_ms"] == pytest.approx((weight_bytes(model, 8) + cached) / 1e6)
     assert found["flops_ms"] == pytest.approx(work["weights"] / 1e6 + work["attention"] / 1e5)
     assert found["limit_ms"] == max(found["bytes_ms"], found["flops_ms"])
-    quantize(model, FLOAT8)
+    quantize(model, "fp8")
     assert everything / 4 < weight_bytes(model, None) < everything / 3
 
 
@@ -275,3 +276,13 @@ def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> Non
     assert found["setting"]["quantize"] == "int8"
     with pytest.raises(SystemExit):
         throughput.main(["--spread", "--model", "tiny"])
+
+
+def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None:
+    """As many forwards as the peer runs: in each block one over the canvas, then windows, four tokens a step."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["small"]))
+    line = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path / "out.json"), "--device", "cpu"]
+    ours.main([*line, "--prompt", "8", "--new", "16", "--block", "8", "--repeats", "2"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["forwards"] == 16 / work.RATE and found["same_tokens"] and len(found["all_s"]) == 2
+    assert {width: row["forwards"] for width, row in found["by_width"].items()} == {"24": 2, "8": 2}

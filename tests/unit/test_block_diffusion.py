@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support.host import Host
-from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, requests_for
+from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, observed, requests_for
 from support.models import EOS, MASK, tiny_model
 
 from dinfer.core.canvas import ACTIVE, CURSORS, Phase
-from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request
-from dinfer.engine.runner import Launcher
 from dinfer.parity.generation import ALGORITHMS
 from dinfer.parity.golden import Fields
 
@@ -107,16 +105,9 @@ def test_rows_of_a_ragged_batch_are_as_alone(name: str) -> None:
 class Watched:
     """An engine that writes down the shape of every step."""
 
-    def __init__(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shapes: list[StepShape] = []
-        launch = Launcher.launch
-
-        def watched(launcher: Launcher, shape: StepShape, slots: list[int]) -> None:
-            self.shapes.append(shape)
-            launch(launcher, shape, slots)
-
-        monkeypatch.setattr(Launcher, "launch", watched)
+    def __init__(self, recipe: Recipe) -> None:
         self.engine = engine_for(recipe)
+        self.shapes = observed(self.engine)
 
     def steps(self, request: Request) -> tuple[list[tuple[Phase, int]], list[int], Completion]:
         """Phase and width of every forward of one request, and the block that each worked on."""
@@ -127,12 +118,10 @@ class Watched:
 
 
 @pytest.mark.parametrize("prompt,new", [(5, 40), (8, 24), (21, 13), (37, 3), (16, 1)])
-def test_a_finished_block_is_committed_by_the_first_step_of_the_next(
-    prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_block_is_committed_by_the_first_step_of_the_next(prompt: int, new: int) -> None:
     """The prompt once; two blocks wide on entering a block, one block otherwise; nothing behind the last step."""
     recipe = recipe_of("block", sweep="to_the_end")
-    watched = Watched(recipe, monkeypatch)
+    watched = Watched(recipe)
     steps, regions, completion = watched.steps(Request(list(range(1, prompt + 1)), new, recipe.resolve({})))
     first, length = prompt // BLOCK * BLOCK, prompt + new
     want: list[tuple[Phase, int]] = [(Phase.PREFILL, first)] * bool(first)
@@ -279,12 +268,11 @@ def test_steps_that_are_too_narrow_for_a_row_leave_it_alone(cache: str, sweep: s
     recipe = recipe_of(cache, model="half", sweep=sweep)
     host = Host(recipe, requests_for(recipe), seed=2)
     for _ in range(400):
-        for width in (3, BLOCK, BLOCK + 3):
-            for phase in ACTIVE:
-                host.step(phase, host.slots, width=width)
-        host.step(host.random.choice(ACTIVE), host.slots, width=host.capacity)
-        if not host.running():
+        for phase in ACTIVE:
+            host.step(phase, host.slots, width=host.random.choice((3, BLOCK, BLOCK + 3)))
+        if not (live := host.live()):
             break
+        host.step(host.random.choice(live), host.slots)
     want = run(recipe)
     assert host.canvases() == [c.canvas for c in want]
     assert host.steps() == [c.counts.forwards - c.counts.prefills for c in want]  # a prefill takes what it is given

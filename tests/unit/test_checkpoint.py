@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
-import dinfer.loading.checkpoint as checkpoint
 import dinfer.loading.hub as hub
 from dinfer.core.registry import MODELS
-from dinfer.loading.checkpoint import CheckpointError, load_network, locate, read_config, read_spec, save_network
+from dinfer.loading.checkpoint import load_network, read_config, read_spec, save_network
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.hub import locate
 from dinfer.models.llada import Llada
 from dinfer.pipeline import load
 
@@ -197,8 +199,8 @@ def test_a_config_field_that_is_missing_is_named(folder: Path, name: str) -> Non
             {"mask_token_id": None},
             r"no mask_token_id.* \[126336\], is outside the vocabulary of 40. Give model\.",
         ),
-        ({"mask_token_id": 40}, "mask_id must be a token of the vocabulary of 40: 40"),
-        ({"mask_token_id": 38}, "mask_id=38 none of them"),
+        ({"mask_token_id": 40}, r"config\.json: mask_token_id=40 is outside the vocabulary of 40"),
+        ({"mask_token_id": 38}, r"config\.json: mask_token_id=38 is a stop token as well: eos_token_id=\[38, 28\]"),
         ({"eos_token_id": None}, r"no eos_token_id.* \[126081\], is outside the vocabulary of 40. Give model.stop_ids"),
         ({"n_heads": 0}, "n_heads=0"),
         ({"n_layers": 0}, "n_layers=0 must be an integer, at least 1"),
@@ -280,6 +282,16 @@ def test_without_network_the_error_names_the_model_and_what_to_do(
         locate("GSAI-ML/LLaDA-1.5")
 
 
+def test_what_the_hub_refuses_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **given: Any) -> str:
+        raise HFValidationError("Repository\n\nNot Found.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)
+    with pytest.raises(CheckpointError, match=r"a/b cannot be read: Repository Not Found\. Check the name"):
+        locate("a/b")
+
+
 def test_a_network_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would wait for ever is left behind."""
     monkeypatch.setattr(hub, "getproxies", dict)
@@ -301,16 +313,19 @@ def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPa
 
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    monkeypatch.setattr(hub, "boxed", lambda: ["tiny"])
     with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder or a hub name"):
         locate("tny")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file: give the folder of a checkpoint"):
+        locate("model.safetensors")
     for name in ("./no/where", "/no/where", "a/b/c", "~/no"):
         with pytest.raises(CheckpointError, match="unknown checkpoint"):
             locate(name)
 
 
 def test_a_boxed_name_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "boxed", lambda: ["tiny"])
+    monkeypatch.setattr(hub, "boxed", lambda: ["tiny"])
     assert locate("tiny").parts[-3:] == ("demo", "checkpoints", "tiny")
 
 

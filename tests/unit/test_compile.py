@@ -14,9 +14,9 @@ from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 from support.scripted import Scripted
 
-from dinfer.cli.recipe import _runtime as runtime_of
+from dinfer.cli.recipe import pipeline
 from dinfer.core.recipe import Recipe, compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels import moe
 from dinfer.kernels.types import Parts
 
@@ -30,7 +30,7 @@ def recipe_of(variant: str = "bidirectional", cache: str = "dual") -> Recipe:
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
 def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     real, modes = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda work, mode: modes.append(mode) or real(work, backend="eager"))
     recipe = recipe_of()
@@ -50,7 +50,7 @@ def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, mo
 
 def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it comes on a GPU. Dynamo would else trace what precedes attention for each kind of sum, till its limit."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     real, mixture = torch.compile, moe.expert_mixture
 
     def left(*given: Any, **options: Any) -> Parts:
@@ -78,11 +78,14 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
+    names = {"model": "llada", "iteration": "full", "decoder": "fixed", "cache": "none", "sampling": "standard"}
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
         Runtime(compile="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
-        runtime_of({"compile": "fast", "graphs": False}, "cpu")
-    assert runtime_of({"compile": "default", "graphs": False}, "cpu").compile == "default"
+        pipeline(
+            {kind: {"name": name} for kind, name in names.items()}
+            | {"runtime": {"compile": "fast"}, "device": "cpu", "dtype": None, "quantize": None}
+        )
     scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match="model Scripted has no method `compiled`"):
         engine_for(scripted, compile="default")

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from support.families import CONFIGS, EXPERTS, family_for, random_model
 
-from dinfer.layers.linear import QUANTIZED
 from dinfer.layers.linear import quantize as quantize_network
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.safetensors_io import CheckpointError, read, stored
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.safetensors_io import read, stored
 from tools import convert as tool
 
 
@@ -67,7 +67,7 @@ def test_weights_in_8_bits_are_those_that_loading_rounds(name: str, quantize: st
     tool.convert(source, tmp_path / "merged", quantize=quantize, experts="merged")
     family, cpu = family_for(CONFIGS[name]), torch.device("cpu")
     want = load_network(source, family, dtype=None, device=cpu)
-    quantize_network(want, QUANTIZED[quantize])
+    quantize_network(want, quantize)
     for folder in ("apart", "fused", "merged"):
         got = load_network(tmp_path / folder, family, dtype=None, device=cpu)
         for mine, theirs in ((got.named_parameters(), want.parameters()), (got.named_buffers(), want.buffers())):

@@ -18,11 +18,12 @@ from dinfer.core.canvas import Phase
 from dinfer.core.kv import RESERVED, KVPool
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS
-from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
-from dinfer.loading.checkpoint import CheckpointError, load_network, save_network
+from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parity.uniform import Recorded
 from dinfer.pipeline import Pipeline
@@ -278,7 +279,7 @@ def changed(**text: Any) -> dict[str, Any]:
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
         (changed(layer_types=["full_attention", "sliding_attention"]), "full_attention for the last"),
         (changed(layer_types=["full_attention"]), "layer_types has 1 entries for num_hidden_layers=2"),
-        (changed(sliding_window=0), "window=0 of the local layers"),
+        (changed(sliding_window=0), "sliding_window=0 must be an integer, at least 1"),
     ],
 )
 def test_a_config_that_means_another_network_is_refused(config: dict[str, Any], message: str) -> None:

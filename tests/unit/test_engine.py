@@ -12,9 +12,10 @@ from support.models import EOS, tiny_model
 
 from dinfer.core.kv import RESERVED
 from dinfer.core.recipe import Recipe, compose
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import NonFiniteLogits, Request
+from dinfer.engine.runtime import Runtime
 
 POISON = 37  # the token whose embedding is NaN
 CLEAN = [Request([1, 2, 3], 16, [0.5, 1]), Request(list(range(4, 14)), 9, [0.9, 1])]
@@ -84,19 +85,15 @@ def test_an_abandoned_run_frees_its_slots() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_two_runs_of_one_engine_do_not_mix(rows: int) -> None:
-    """They share slots: the second is refused, rather than given the other's rows."""
+    """They share slots and steps, and each is given its own rows."""
     recipe = poisoned_recipe()
-    engine = engine_for(recipe, rows=rows)
-    first = engine.run(CLEAN, snapshots=True)
+    engine, want = engine_for(recipe, rows=rows), outcomes(engine_for(recipe), CLEAN)
     done = {}
-    for update in first:  # also right after a row has left its slot, while others wait
-        with pytest.raises(RuntimeError, match="busy"):
-            completions(engine, CLEAN)
+    for update in engine.run(CLEAN, snapshots=True):  # also right after a row has left its slot, while others wait
+        assert outcomes(engine, CLEAN[::-1]) == want[::-1]
         if update.completion:
             done[update.index] = outcome(update.completion)
-    want = outcomes(engine_for(recipe), CLEAN)
     assert [done[0], done[1]] == want
-    assert outcomes(engine, CLEAN) == want
 
 
 def test_a_batch_that_grows_between_runs() -> None:
@@ -113,7 +110,7 @@ def test_a_failed_allocation_leaves_the_engine_as_it_was(monkeypatch: pytest.Mon
     completions(engine, CLEAN)
     large = [Request([1, 2], 200, [0.6, 1])]
     with monkeypatch.context() as patch:
-        patch.setattr("dinfer.engine.engine.BatchState.alloc", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr("dinfer.engine.batch.BatchState.alloc", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             completions(engine, large)
     assert outcomes(engine, large) == outcomes(engine_for(recipe), large)

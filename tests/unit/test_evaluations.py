@@ -71,7 +71,7 @@ def test_long_texts_are_scored_window_by_window(pipe: Pipeline) -> None:
     ids = pipe.tokenizer(text, add_special_tokens=False)["input_ids"]
     limit = pipe.model.spec.max_length
     assert limit < len(ids) < 2 * limit
-    lm = DinferLM.of(pipe, likelihood=Likelihood(samples=1))
+    lm = DinferLM(pipe, likelihood=Likelihood(samples=1))
     found = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("task", 0, 1))])
     pairs = [([lm.prefix_token_id], ids[: limit - 1]), (ids[-limit : limit - 1], ids[limit - 1 :])]
     assert found == [sum(bound.value for bound in log_likelihoods(pipe.model, pairs, samples=1))]
@@ -93,9 +93,9 @@ def test_greedy_or_not(pipe: Pipeline) -> None:
     answer = pipe.decode(ids[0].canvas[-8:])
     pairs = [(question, answer), (question, "No idea at all.")]
     requests = [Instance("loglikelihood", {}, pair, i, ("task", i, 1)) for i, pair in enumerate(pairs)]
-    found = DinferLM.of(pipe, likelihood=Likelihood(samples=2)).loglikelihood(requests)
+    found = DinferLM(pipe, likelihood=Likelihood(samples=2)).loglikelihood(requests)
     assert [same for _, same in found] == [True, False] and found[0][0] > found[1][0]
-    assert DinferLM.of(pipe, likelihood=Likelihood(samples=2, greedy=False)).loglikelihood(requests)[0][1] is False
+    assert DinferLM(pipe, likelihood=Likelihood(samples=2, greedy=False)).loglikelihood(requests)[0][1] is False
 
 
 def test_block_models_get_the_bound_of_their_blocks(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_block_models_get_the_bound_of_their_blocks(tmp_path: Path) -> None:
     recipe = dinfer.compose(tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": 4},
                             decoder="threshold", cache="block")  # fmt: skip
     pipe = Pipeline(recipe, PreTrainedTokenizerFast.from_pretrained(tmp_path), dinfer.Runtime())
-    lm = DinferLM.of(pipe, likelihood=Likelihood(samples=6, seed=2))
+    lm = DinferLM(pipe, likelihood=Likelihood(samples=6, seed=2))
     requests = [
         Instance("loglikelihood", {}, pair, 0, ("task", 0, 1)) for pair in (("w1 w2 ", "w3 w4 w5"), ("", "w7 w8"))
     ]
@@ -116,7 +116,7 @@ def test_block_models_get_the_bound_of_their_blocks(tmp_path: Path) -> None:
 
 def test_stop_strings_cut_the_text_and_the_count(pipe: Pipeline) -> None:
     question = asked(generate("heldout", 1, 0)[0].question)
-    whole, short = DinferLM.of(pipe, max_new_tokens=NEW), DinferLM.of(pipe, max_new_tokens=NEW)
+    whole, short = DinferLM(pipe, max_new_tokens=NEW), DinferLM(pipe, max_new_tokens=NEW)
     text = whole.generate_until([request(question, {"until": []})])[0]
     assert short.generate_until([request(question, {"until": ["never", "\n"]})])[0] == text.split("\n")[0]
     long_, cut = whole.ledger.answers[0].sample, short.ledger.answers[0].sample
@@ -127,7 +127,7 @@ def test_stop_strings_cut_the_text_and_the_count(pipe: Pipeline) -> None:
 
 def test_knobs_of_a_task(pipe: Pipeline) -> None:
     question = asked(generate("heldout", 1, 0)[0].question)
-    lm = DinferLM.of(pipe)
+    lm = DinferLM(pipe)
     kwargs = ({"threshold": 0.3}, {"threshold": 0.99}, {"threshold": 0.99, "max_gen_toks": 20})
     lm.generate_until(
         [Instance("generate_until", {}, (question, k), 0, (f"task{i}", 0, 1)) for i, k in enumerate(kwargs)]
@@ -140,7 +140,7 @@ def test_knobs_of_a_task(pipe: Pipeline) -> None:
 def test_repeats_differ_and_padding_does_not(pipe: Pipeline) -> None:
     """lm-eval asks for samples by repeating a request; on several ranks it pads with more of the same."""
     question = asked(generate("heldout", 1, 0)[0].question)
-    lm = DinferLM.of(pipe, max_new_tokens=32)
+    lm = DinferLM(pipe, max_new_tokens=32)
     one = request(question, {"do_sample": True, "temperature": 1.5}, repeats=3)
     texts = lm.generate_until([one] * 6)
     assert len(set(texts[:3])) == 3 and texts[3:] == texts[:3]
@@ -150,7 +150,7 @@ def test_repeats_differ_and_padding_does_not(pipe: Pipeline) -> None:
 def test_temperature_of_the_recipe_and_greedy_tasks_disagree() -> None:
     hot = dinfer.load("tiny", device="cpu", sampling={"name": "standard", "temperature": 0.5})
     with pytest.raises(ValueError, match=r"task: the task asks for greedy decoding, but sampling.temperature=0.5"):
-        DinferLM.of(hot).generate_until([request(asked("Hm?"), {"do_sample": False})])
+        DinferLM(hot).generate_until([request(asked("Hm?"), {"do_sample": False})])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_temperature_of_the_recipe_and_greedy_tasks_disagree() -> None:
 )
 def test_gen_kwargs_that_cannot_be(pipe: Pipeline, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DinferLM.of(pipe).generate_until([request(asked("How many?"), kwargs)])
+        DinferLM(pipe).generate_until([request(asked("How many?"), kwargs)])
 
 
 @pytest.mark.parametrize("values", [{"samples": 0}, {"batch": 0}, {"guidance": -0.5}])
@@ -189,4 +189,4 @@ def test_arguments_of_lm_evals_command_line() -> None:
         ({"likelihood.x": 1}, "likelihood.x"),
     ):
         with pytest.raises(ValueError, match=message):
-            DinferLM(**wrong)
+            DinferLM.create_from_arg_obj(wrong)

@@ -17,7 +17,7 @@ from dinfer.core.recipe import compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2
 from dinfer.models.sdar import Sdar

@@ -73,7 +73,7 @@ def test_it_changes_something_and_takes_a_quarter_of_float32() -> None:
     engine = engine_for(recipe, kv="fp8")
     got = [outcome(c) for c in completions(engine, requests_for(recipe))]
     assert got != outcomes(recipe)
-    held = engine._state.kv
+    held = engine.runner.state.kv
     assert held.k_JPTGE.dtype == held.v_JPTGE.dtype == FLOAT8
     assert not held.k_JPTGE[:, dinfer.core.kv.NULL].float().any() and held.k_JPTGE.float().isfinite().all()
 

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, ITERATIONS
-from dinfer.engine.engine import Runtime
 from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.infilling import gaps_of, parse
 

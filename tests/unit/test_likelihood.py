@@ -17,7 +17,7 @@ from dinfer.analysis.likelihood import Bound, estimator, greedy, layout, log_lik
 from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.core.recipe import compose
 from dinfer.core.spec import ExpertSpec
-from dinfer.engine.engine import Runtime
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
 WORDS, LENGTH = 3, 4

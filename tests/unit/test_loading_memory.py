@@ -1,4 +1,4 @@
-"""Loading takes hardly more memory than the model: measured in a process of its own, files in shards and mapped."""
+"""Loading takes hardly more memory than the model, or a rank's share of it: measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from dinfer.loading.checkpoint import load_network, locate
+from dinfer.core.spec import WHOLE, Rank
+from dinfer.loading.checkpoint import load_network
+from dinfer.loading.hub import locate
 from dinfer.models.llada import Llada
 
 def memory(what):
     line = next(line for line in open("/proc/self/status") if line.startswith(what))
     return int(line.split()[1]) * 1024
 
-def load(folder):
-    return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"))
+def load(folder, rank=WHOLE):
+    return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"), rank=rank)
 
 load(locate("tiny"))  # what torch imports on first use is not the checkpoint's
-before = memory("VmRSS")
-network = load(Path(sys.argv[1]))
-print(memory("VmHWM") - before, sum(p.nbytes for p in network.parameters()))
+for rank in (Rank(1, 2), WHOLE):
+    before = memory("VmRSS")
+    network = load(Path(sys.argv[1]), rank)
+    print(memory("VmHWM") - before, sum(p.nbytes for p in network.parameters()))
+    del network
 """
 
 
@@ -50,6 +54,7 @@ def test_the_peak_is_hardly_more_than_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
-    peak, model = map(int, done.stdout.split())
-    assert 250e6 < model <= peak
+    (share_peak, share), (peak, model) = (map(int, line.split()) for line in done.stdout.splitlines())
+    assert 250e6 < model <= peak and model / 2.1 < share < model / 1.9
     assert peak <= 1.15 * model, f"{peak / model:.2f} x the model"
+    assert share_peak <= 1.15 * share, f"{share_peak / share:.2f} x the share of a rank"

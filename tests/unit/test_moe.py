@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
+from support.kernels import expert_mlps
 from support.models import tiny_spec
 
 from dinfer.core.spec import ExpertSpec
-from dinfer.kernels.moe import block_experts, expert_mlps, route
+from dinfer.kernels.moe import block_experts, route
 from dinfer.layers.mlp import Experts, blocks_of
 
 
@@ -19,7 +21,7 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 4), st.integers(0, 9))
 def test_the_tiles_are_the_sum_over_each_tokens_experts(tokens: int, experts: int, chosen: int, seed: int) -> None:
     chosen, g = min(chosen, experts), rng(seed)
@@ -78,7 +80,7 @@ def test_tokens_of_a_block_share_its_experts() -> None:
     assert open_NX[0, best].all() and open_NX[1, best].all()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.integers(0, 99), st.integers(2, 8), st.booleans())
 def test_block_routing_is_its_rule_one_block_at_a_time(seed: int, capacity: int, ties: bool) -> None:
     """By corrected scores, with the best of all tokens of a block; the mixing weights are those of the plain scores."""

@@ -14,8 +14,8 @@ from support.tokenizer import save_tokenizer
 import dinfer
 from dinfer.core.recipe import compose
 from dinfer.core.registry import UnknownName
-from dinfer.engine.engine import Runtime
 from dinfer.engine.request import NonFiniteLogits
+from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import save_network
 from dinfer.models.llada import Llada
 from dinfer.pipeline import Pipeline, load

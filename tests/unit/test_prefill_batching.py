@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, outcome, requests_for, watching
 
 from dinfer.core.protocols import Phase, StepShape
-from dinfer.engine.scheduler.prefill_batching import Gathering
+from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
 FREE, PROMPT, WIDTH = 1800, 512, 32
 
 
-def simulated(gathering: Gathering, decoding: int, apart: float, rounds: int = 20_000) -> tuple[list[int], float]:
+def simulated(gathering: PrefillBatching, decoding: int, apart: float, rounds: int = 20_000) -> tuple[list[int], float]:
     """How many rows each prefill had, and what waiting and reading weights cost, in positions a round."""
     random, waiting, sizes, cost = Random(0), 0, [], 0.0
     for _ in range(rounds):
@@ -33,7 +33,7 @@ def simulated(gathering: Gathering, decoding: int, apart: float, rounds: int = 2
 @pytest.mark.parametrize("apart", [1, 3.5, 10])
 @pytest.mark.parametrize("decoding", [32, 64, 256])
 def test_as_many_gather_as_cost_least(decoding: int, apart: float) -> None:
-    sizes, cost = simulated(Gathering(FREE, 10**6), decoding, apart)
+    sizes, cost = simulated(PrefillBatching(FREE, 10**6), decoding, apart)
     value = (FREE + decoding * WIDTH) / decoding
     best = (2 * FREE / (apart * value)) ** 0.5
     mean = sum(sizes) / len(sizes)
@@ -43,7 +43,7 @@ def test_as_many_gather_as_cost_least(decoding: int, apart: float) -> None:
 
 @given(st.integers(1, 60), st.integers(1, 200), st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4000))
 def test_none_waits_for_longer_than_rows_decode(waiting: int, decoding: int, before: list[int], free: int) -> None:
-    gathering = Gathering(free, 10**6)
+    gathering = PrefillBatching(free, 10**6)
     for came in before:
         gathering.holds(came, [], [WIDTH] * decoding)
     held = 0
@@ -55,14 +55,14 @@ def test_none_waits_for_longer_than_rows_decode(waiting: int, decoding: int, bef
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_where_nothing_decodes_or_a_step_is_full_none_waits(before: list[int]) -> None:
-    gathering = Gathering(FREE, 8 * PROMPT)
+    gathering = PrefillBatching(FREE, 8 * PROMPT)
     for came in before:
         assert not gathering.holds(came, [PROMPT] * came, [])
         assert not gathering.holds(came, [PROMPT] * (8 + came), [WIDTH] * 200)
 
 
 def test_few_that_decode_do_not_let_others_wait() -> None:
-    sizes, _ = simulated(Gathering(FREE, 10**6), 4, 20)
+    sizes, _ = simulated(PrefillBatching(FREE, 10**6), 4, 20)
     assert sum(sizes) / len(sizes) < 1.1
 
 
@@ -75,7 +75,7 @@ def test_tokens_are_the_same_and_prefills_share_steps(
     recipe = combination.recipe()
     requests = [request for request in requests_for(recipe) for _ in range(2)]
     want = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
-    monkeypatch.setattr(Gathering, "holds", lambda self, came, waiting, decoding: decoding and len(waiting) < 3)
+    monkeypatch.setattr(PrefillBatching, "holds", lambda self, came, waiting, decoding: decoding and len(waiting) < 3)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     engine = engine_for(recipe, rows=5, gather=True, share=share)

@@ -42,7 +42,7 @@ def test_tokens_are_the_same_and_prefills_fewer(iteration: str, block: int, page
     for seed in range(2):
         got = completions(engine, [requests[i] for i in order])
         assert [c.canvas for c in got] == [want[i].canvas for i in order]
-        assert engine._pages._owners == {}
+        assert engine.free_pages == engine.loop.batch.room.pages
         Random(seed).shuffle(order)
     alone = [completions(engine_for(recipe, page=page, positions=16), [request])[0] for request in requests]
     assert sum(c.counts.prefills for c in got) < sum(c.counts.prefills for c in alone)
@@ -55,7 +55,7 @@ def test_shared_keys_are_those_of_a_prefill() -> None:
     updates = engine.run([request, request])
     first = [next(updates).index for _ in range(2)]
     assert first == [0, 0]  # the second waits for the keys of the first
-    tables = engine._state.kv.table_NP[:2]
+    tables = engine.runner.state.kv.table_NP[:2]
     next(updates)
     assert torch.equal(tables[0, :6], tables[1, :6]) and not (tables[0, 6:8] == tables[1, 6:8]).any()
     assert sum(1 for _ in updates) > 0
@@ -68,7 +68,7 @@ def test_without_being_asked_for_or_where_it_is_not_exact_nothing_is_shared() ->
         want = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
         for _ in range(2):
             assert [outcome(c) for c in completions(engine, requests)] == want
-        assert engine._pages.published(prompt_keys(SYSTEM, 24, 4, 4)) == []
+        assert engine.loop.batch.pages.published(prompt_keys(SYSTEM, 24, 4, 4)) == []
 
 
 def test_keys_tell_apart_what_attention_sees() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kernels import expert_mlps
 from support.models import tiny_model
 
 import dinfer
 from dinfer.kernels.deferred import widened
-from dinfer.kernels.linear import check_float8, linear, round_rows
-from dinfer.kernels.moe import expert_mlps
+from dinfer.kernels.linear import check_float8, round_rows, rounded, scaled_linear
 from dinfer.kernels.packed import pack, packed_linear, unpack
 from dinfer.kernels.types import FLOAT8, LARGEST
-from dinfer.layers.linear import QUANTIZED, Linear, quantize
+from dinfer.layers.linear import Linear, format_of, formatted, quantize
 
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
@@ -32,9 +32,9 @@ def test_products_are_those_of_what_was_rounded(dtype: torch.dtype) -> None:
     rows = widened(round_rows(x)) if dtype == FLOAT8 else x
     bias = torch.randn(7, generator=generator)
     want = rows @ widened(weight).mT + bias
-    torch.testing.assert_close(linear(x, weight.values, bias, weight.scale), want)
-    if dtype == FLOAT8:
-        torch.testing.assert_close(linear(round_rows(x), weight.values, bias, weight.scale), want)
+    given = rounded(x) if dtype == FLOAT8 else x
+    torch.testing.assert_close(scaled_linear(given, weight.values, weight.scale, bias), want)
+    assert rounded(given) is given or dtype == torch.int8
 
 
 def test_experts_in_4_bits() -> None:
@@ -59,9 +59,10 @@ def test_experts_in_8_bits(dtype: torch.dtype) -> None:
     want = torch.zeros_like(x_ND)
     for n in range(9):
         for expert, weight in zip(experts_NC[n].tolist(), weights_NC[n], strict=True):
-            gate, up = linear(x_ND[n], gate_up.values[expert], None, gate_up.scale[expert]).chunk(2)
+            taken = (lambda x: rounded(x)) if dtype == FLOAT8 else (lambda x: x)
+            gate, up = scaled_linear(taken(x_ND[n]), gate_up.values[expert], gate_up.scale[expert]).chunk(2)
             hidden = torch.nn.functional.silu(gate) * up
-            want[n] += weight * linear(hidden, down.values[expert], None, down.scale[expert])
+            want[n] += weight * scaled_linear(taken(hidden), down.values[expert], down.scale[expert])
     torch.testing.assert_close(got, want)
 
 
@@ -87,30 +88,36 @@ def test_products_with_weights_in_4_bits() -> None:
     x, bias = torch.randn(3, 5, 64, generator=generator), torch.randn(7, generator=generator)
     values, scale = pack(torch.randn(7, 64, generator=generator))
     want = x @ unpack(values, scale).mT + bias
-    torch.testing.assert_close(linear(x, values, bias, scale), want)
+    torch.testing.assert_close(packed_linear(x, values, scale, bias), want)
     torch.testing.assert_close(packed_linear(x.bfloat16(), values, scale, bias), want.bfloat16(), atol=0.1, rtol=0.1)
-    torch.testing.assert_close(linear(round_rows(x), values, bias, scale), want, atol=0.5, rtol=0.1)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+DTYPES = {"fp8": FLOAT8, "int8": torch.int8, "int4": torch.uint8}
+
+
+@pytest.mark.parametrize("name", DTYPES)
 def test_a_network_in_few_bits(name: str) -> None:
     model = tiny_model(mlp=64)
     ids = torch.arange(12)[None] % model.spec.vocab
     before = model.score(ids)
     embedding = model.embedding.weight.clone()
-    quantize(model, QUANTIZED[name])
+    plain = {path: module.get_parameter(own).shape for path, (module, own) in formatted(model).items()}
+    quantize(model, name)
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    assert layers and all(layer.weight.dtype == QUANTIZED[name] for layer in layers)
+    assert layers and all(layer.weight.dtype == DTYPES[name] for layer in layers)
     assert torch.equal(model.embedding.weight, embedding)
+    for path, (module, own) in formatted(model).items():
+        held = sum(tensor.nbytes for tensor in module.weight_of(own))
+        assert held == format_of(name).nbytes(plain[path], torch.float64)
     drift = (model.score(ids) - before).norm() / before.norm()
     assert 0 < drift < (0.6 if name == "int4" else 0.3)  # a random network magnifies it
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"quantize='int5' is not known; use one of fp8, int8, int4, or null for none"):
+    with pytest.raises(ValueError, match=r"quantize='int5' is not known; use one of fp8, int4, int8, or null for none"):
         dinfer.load("tiny", quantize="int5")
     with pytest.raises(ValueError, match=r"blocks.0.mlp.down: quantize=int4 needs inputs in multiples of 32, not 48"):
-        quantize(tiny_model(), QUANTIZED["int4"])
+        quantize(tiny_model(), "int4")
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-llada2"])
@@ -121,7 +128,7 @@ def test_the_models_in_the_box_in_4_bits(name: str) -> None:
     cache = "dual" if name == "tiny" else "block"
     whole, packed = (dinfer.load(name, cache=cache, device="cpu", quantize=kind) for kind in (None, "int4"))
     sizes = [
-        sum(layer.weight.nbytes + (0 if layer.weight_scale is None else layer.weight_scale.nbytes) for layer in layers)
+        sum(tensor.nbytes for layer in layers for tensor in layer.weight_of("weight"))
         for layers in ([m for m in p.model.modules() if isinstance(m, Linear)] for p in (whole, packed))
     ]
     assert sizes[1] == sizes[0] * (4 + 16 / 128) / 32

@@ -19,7 +19,8 @@ from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.linear import Linear
-from dinfer.loading.checkpoint import CheckpointError, load_network, place_of, save_network
+from dinfer.loading.checkpoint import load_network, place_of, save_network
+from dinfer.loading.files import CheckpointError
 from dinfer.models.llada import Llada
 
 CPU = torch.device("cpu")
@@ -126,9 +127,9 @@ def test_blocks_are_widened(
 
 
 def test_as_many_blocks_as_outputs_are_blocks_still() -> None:
-    weight, scale = torch.ones(4, 8).to(FLOAT8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    got = dinfer.loading.quantized.widened(weight, scale, (2, 4))
-    assert torch.equal(got, scale.repeat_interleave(2, 0).repeat_interleave(4, 1))
+    scale, part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (slice(1, 4), slice(2, 8))
+    got = dinfer.loading.quantized.scale_at(scale, (4, 8), (2, 4), part)
+    assert torch.equal(got, scale.repeat_interleave(2, 0).repeat_interleave(4, 1)[part])
 
 
 def test_quantize_keeps_what_is_so_already_and_rounds_the_rest(tmp_path: Path) -> None:

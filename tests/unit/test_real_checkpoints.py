@@ -5,6 +5,7 @@ The folders under tests/configs/real are copies. To make weights for them, numbe
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -19,7 +20,7 @@ from support.tokenizer import published_tokenizer
 
 from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import load
 
@@ -94,6 +95,23 @@ def test_the_config_as_it_is_makes_a_network(file: str) -> None:
     assert held == {name for name, _ in network.named_parameters()}
 
 
+@pytest.mark.parametrize("file", FACTS)
+def test_a_value_of_the_wrong_kind_is_an_error_of_one_line(file: str) -> None:
+    """Whatever the field: it is refused by name, or it is one that changes nothing."""
+    config = json.loads((REAL / file).read_text())
+    parts = [({}, config), *[({"text_config": config[part]}, config[part]) for part in config if part == "text_config"]]
+    family = MODELS.build({"name": family_of(config), "checkpoint": file.split("/")[0]})
+    for whole, part in parts:
+        for field, wrong in itertools.product(
+            part.keys() - {"model_type", "num_experts"}, ("abc", -1, None, [], {"x": 1})
+        ):
+            changed = {"text_config": part | {field: wrong}} if whole else {field: wrong}
+            try:
+                read_spec(family, config | changed)
+            except ValueError as error:
+                assert field in str(error) or field == "text_config"
+
+
 def test_what_no_file_says_is_published_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = checkpoint("inclusionAI__LLaDA2.0-mini/config.json", tmp_path)
     caplog.clear()
@@ -160,6 +178,10 @@ def test_a_tied_head_may_be_there_all_the_same(tmp_path: Path) -> None:
 def test_early_revisions_of_stable_diffcoder_are_known() -> None:
     for name in ("SeedDiffcoderForCausalLM", "StableDiffcoderForCausalLM"):
         assert family_of({"model_type": "llama", "architectures": [name]}) == "stable_diffcoder"
+        code = {"AutoModelForCausalLM": f"modeling_seed_diffcoder.{name}"}
+        assert family_of({"model_type": "llama", "architectures": None, "auto_map": code}) == "stable_diffcoder"
+    with pytest.raises(CheckpointError, match="no family that dinfer knows"):
+        family_of({"model_type": "llama", "architectures": 5})
 
 
 def test_a_shared_expert_of_llada_moe_stands_beside_the_mlp() -> None:

@@ -30,17 +30,21 @@ def script(steps: int, length: int, seed: int = 0, scale: float = 3.0) -> Tensor
     return table
 
 
-def decode(decoder: dict[str, Any], table: Tensor) -> list[tuple[Update, set[int]]]:
-    """Every step of one block over the scripted logits, and which positions of the block are decoded after it."""
+def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> list[list[tuple[Update, set[int]]]]:
+    """For each request: every step of one block over the scripted logits, and which positions are decoded after it."""
     length = table.shape[1] - PROMPT
     iteration = {"name": "blockwise", "block": length, "stop": "off"}
     recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none")
-    updates = engine_for(recipe).run([Request([1] * PROMPT, length, recipe.resolve({}))], snapshots=True)
-    return [(u, {i for i in range(length) if not (u.masked or [])[PROMPT + i]}) for u in updates]
+    requests = [Request([1] * PROMPT, length, recipe.resolve(given)) for given in options]
+    found: list[list[tuple[Update, set[int]]]] = [[] for _ in requests]
+    for update in engine_for(recipe, rows=len(requests)).run(requests, snapshots=True):
+        masked = update.masked or []
+        found[update.index].append((update, {i for i in range(length) if not masked[PROMPT + i]}))
+    return found
 
 
 def decoded(decoder: dict[str, Any], table: Tensor) -> list[set[int]]:
-    return [positions for _, positions in decode(decoder, table)]
+    return [positions for _, positions in decode(decoder, table, {})[0]]
 
 
 def view_of(masked_RL: Tensor, *, seeds: Tensor, **options: float) -> BlockView:
@@ -104,9 +108,10 @@ def test_dream_counts_exactly_for_any_length(eps: float) -> None:
     for length in range(1, 41, 3):
         table = script(1, length, seed=length)
         best = table[0, PROMPT:].softmax(-1).amax(-1)
-        for steps in range(1, 41, 2):
-            found = decoded({"name": "dream", "alg": "maskgit_plus", "steps": steps, "eps": eps}, table)
-            assert found == dream_reference(best, steps, eps), (length, steps)
+        steps = range(1, 41, 2)
+        rows = decode({"name": "dream", "alg": "maskgit_plus", "eps": eps}, table, *({"steps": n} for n in steps))
+        for n, row in zip(steps, rows, strict=True):
+            assert [positions for _, positions in row] == dream_reference(best, n, eps), (length, n)
 
 
 def test_dream_origin_commits_each_position_at_the_published_rate() -> None:
@@ -225,7 +230,7 @@ def wino_reference(table: Tensor, tau: float, keep: float) -> list[tuple[set[int
 @pytest.mark.parametrize("seed", range(6))
 def test_wino_lets_many_in_and_takes_the_doubtful_back(seed: int) -> None:
     table = script(40, 24, seed=seed, scale=2.5)
-    steps = decode({"name": "wino", "threshold": 0.25, "keep_threshold": 0.3}, table)
+    steps = decode({"name": "wino", "threshold": 0.25, "keep_threshold": 0.3}, table, {})[0]
     want = wino_reference(table, 0.25, 0.3)
     assert [positions for _, positions in steps] == [positions for positions, _ in want]
     for (update, _), (_, tokens) in zip(steps, want, strict=True):
@@ -274,7 +279,7 @@ def test_no_step_is_spent_on_edits_beyond_the_budget() -> None:
     table[..., 5] = 60.0
     for post_edits, forwards in ((0, 1), (1, 2), (16, 2)):
         decoder = {"name": "joint_threshold", "threshold": 0.1, "post_edits": post_edits}
-        assert len(decode(decoder, table)) == forwards
+        assert len(decode(decoder, table, {})[0]) == forwards
 
 
 @pytest.mark.parametrize("post_edits", [0, 1, 3])
@@ -282,4 +287,4 @@ def test_edits_that_never_settle_end_with_the_budget(post_edits: int) -> None:
     table = script(64, 8)
     table[::2, :, 5] = table[1::2, :, 6] = 60.0  # another token at every step
     decoder = {"name": "joint_threshold", "threshold": 0.1, "post_edits": post_edits}
-    assert len(decode(decoder, table)) == 1 + post_edits
+    assert len(decode(decoder, table, {})[0]) == 1 + post_edits

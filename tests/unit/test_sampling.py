@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.matrix import completions, engine_for, outcome
+from support.examples import examples
+from support.matrix import completions, engine_for, observed, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import SAMPLINGS
 from dinfer.engine.request import Request
-from dinfer.engine.runner import Launcher
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
 
@@ -103,7 +102,7 @@ def test_top_k_and_top_p_restrict_the_draw() -> None:
     assert set(some.nonzero().flatten().tolist()) == set(order[:size].tolist())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]), st.booleans())
 def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: float, masked: bool) -> None:
     """However many are sorted, and with many equals."""
@@ -256,15 +255,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "sampled"), [({}, False), ({"seed": 7}, False), ({"temperature": 0.5}, True), ({"eos_last": 1}, True)]
 )
-def test_defaults_need_no_sampled_step(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sampled: bool) -> None:
-    shapes: list[StepShape] = []
-    launch = Launcher.launch
-
-    def recording(self: Launcher, shape: StepShape, slots: list[int]) -> None:
-        shapes.append(shape)
-        launch(self, shape, slots)
-
-    monkeypatch.setattr(Launcher, "launch", recording)
+def test_defaults_need_no_sampled_step(given: dict[str, Any], sampled: bool) -> None:
     recipe = recipe_for()
-    completions(engine_for(recipe), [Request(PROMPT, 9, recipe.resolve(given))])
+    engine = engine_for(recipe)
+    shapes = observed(engine)
+    completions(engine, [Request(PROMPT, 9, recipe.resolve(given))])
     assert {shape.sampled for shape in shapes} == {sampled} and not any(shape.guided for shape in shapes)

@@ -15,7 +15,7 @@ from support.scripted import Scripted
 
 from dinfer.caches.block import BlockCache
 from dinfer.core.canvas import Phase
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
 from dinfer.decoders.fixed import Fixed
@@ -99,12 +99,12 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool) -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         return Proposal(every(view), busy_R=torch.ones_like(view.step_R, dtype=torch.bool))
 
     engine = engine_for(scripted_recipe(Proposing(propose=propose)))
-    engine = launched_ahead(engine, monkeypatch) if ahead else engine
+    engine = launched_ahead(engine) if ahead else engine
     for _ in range(2):  # the engine is good for another run
         with pytest.raises(StalledRow, match=r"request 0: .* Proposing keeps the row busy"):
             completions(engine, [Request(PROMPT, NEW), Request(PROMPT, 1)])
@@ -185,14 +185,15 @@ def test_decoder_state_is_fresh_in_every_block_and_request() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(BlockCache):
-    """Counts the windows that it is asked for."""
+    """Counts the passes that it sees."""
+
+    watches: ClassVar[bool] = True
 
     def fresh_state(self, spec: Any, length: int) -> State:
         return {"passes": torch.zeros((), dtype=torch.int64)}
 
-    def window(self, lanes: Any, canvas: Any, spec: Any, shape: StepShape, state: State) -> Any:
+    def observe(self, pos_BW: Any, old_BWX: Any, new_BWX: Any, lanes: Any, state: State) -> None:
         state["passes"] += 1
-        return super().window(lanes, canvas, spec, shape, state)
 
 
 def test_passes_that_decode_nothing_keep_the_state_of_the_cache() -> None:
@@ -228,3 +229,12 @@ def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) 
     tokens_BW, _ = host.state.canvas.gather(slot_B, pos_BW)
     iteration.embed(model, tokens_BW, pos_BW, lanes, state)
     assert all(torch.equal(state[key], tensor) for key, tensor in before.items())
+
+
+def test_a_decoder_that_adjusts_logits_says_so() -> None:
+    """Else the step would compute no logits for it, and never call it."""
+    with pytest.raises(TypeError, match=r"Silent defines `adjust`.*reads_logits = True"):
+
+        class Silent(Proposing):
+            def adjust(self, logits_RLV: torch.Tensor, view: BlockView, state: State) -> torch.Tensor:
+                return logits_RLV + 1

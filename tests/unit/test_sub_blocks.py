@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import completions, engine_for
+from support.matrix import completions, engine_for, observed
 from support.models import EOS, MASK, tiny_model
 
 from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
-from dinfer.engine.runner import Launcher
 
 BLOCK, PART = 8, 4
 
@@ -76,25 +74,17 @@ def test_the_tokens_are_those_of_the_published_loop(cache: str, bar: float, prom
     assert got.counts.forwards <= forwards
 
 
-def test_a_finished_block_is_computed_once_and_with_it_the_next_ones_first_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_finished_block_is_computed_once_and_with_it_the_next_ones_first_token() -> None:
     """No step is wider than an attention block."""
-    shapes: list[StepShape] = []
-    launch = Launcher.launch
-
-    def watched(launcher: Launcher, shape: StepShape, slots: list[int]) -> None:
-        shapes.append(shape)
-        launch(launcher, shape, slots)
-
-    monkeypatch.setattr(Launcher, "launch", watched)
     recipe = compose(
         shifted_model(),
         iteration={"name": "block_diffusion", "block": PART, "lead": BLOCK, "stop": "off"},
         decoder={"name": "fixed", "steps": PART},
         cache="block",
     )
-    update = [*engine_for(recipe).run([Request(list(range(1, 17)), 2 * BLOCK, recipe.resolve({}))])]
+    engine = engine_for(recipe)
+    shapes = observed(engine)
+    update = [*engine.run([Request(list(range(1, 17)), 2 * BLOCK, recipe.resolve({}))])]
     assert [(s.phase, s.width) for s in shapes[:2]] == [(Phase.PREFILL, BLOCK), (Phase.WINDOW, BLOCK)]
     assert {s.width for s in shapes} == {BLOCK}
     alone = [u for u in update if u.phase == Phase.WINDOW and u.region[1] - u.region[0] == 1]

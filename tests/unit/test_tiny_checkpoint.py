@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import dinfer
 from dinfer.demo.problems import generate, is_correct
-from dinfer.loading.checkpoint import boxed
+from dinfer.loading.hub import boxed
 from tools.trained_experts import trainable
 
 BOX = Path(dinfer.__file__).parent / "demo" / "checkpoints"
@@ -71,7 +71,6 @@ def test_words_of_the_generator_are_one_token_and_digits_too() -> None:
         assert len(TOKENIZER.tokenize(" " + word)) == 1 or len(TOKENIZER.tokenize(word)) == 1
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dinfer.loading.safetensors_io import CheckpointError
+from dinfer.loading.files import CheckpointError
 from dinfer.loading.token_ids import token_ids
 
 ADDED = {"7": {"content": "<m>"}, "8": {"content": "<e>"}}
@@ -71,6 +71,11 @@ def test_the_first_file_that_names_a_token_wins(
         ("config", {"text_config": {"eos_token_id": -1}}, r"config\.json: text_config\.eos_token_id=-1"),
         ("generation_config", {"eos_token_id": [1, None]}, r"generation_config\.json: eos_token_id=\[1, None\]"),
         ("generation_config", {"eos_token_id": []}, r"generation_config\.json: eos_token_id=\[\]"),
+        (
+            "generation_config",
+            {"eos_token_id": [1, 900]},
+            r"generation_config\.json: eos_token_id=900 is outside",
+        ),
         ("added_tokens", {"<e>": True}, r"added_tokens\.json: id of '<e>'=True"),
     ],
 )
@@ -78,4 +83,4 @@ def test_what_is_no_token_id_is_refused_by_file_and_field(
     tmp_path: Path, file: str, content: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        found(tmp_path, {"tokenizer_config": {"eos_token": "<e>"}, file: content})
+        found(tmp_path, {"config": {"vocab_size": 900}} | {"tokenizer_config": {"eos_token": "<e>"}, file: content})

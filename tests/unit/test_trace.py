@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from support.browser import PROGRAM, dom, needs_chromium
 from support.models import MASK, tiny_model
 
+from dinfer.analysis.trace.animation import animation
 from dinfer.analysis.trace.page import embedded, page
 from dinfer.analysis.trace.record import Trace, document, record_request, spans
 from dinfer.core.recipe import compose
-from dinfer.engine.engine import Runtime
+from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -94,7 +98,8 @@ def test_an_offer_is_the_probability_of_the_likeliest_token() -> None:
 
 def test_gaps_are_recorded_too() -> None:
     pipe = pipeline(cache="none")
-    request = pipe._infill_request(0, [1, 2, MASK, 4, 5, 6, MASK, MASK, 9], {}, False)
+    canvas = [1, 2, MASK, 4, 5, 6, MASK, MASK, 9]
+    request = Request(canvas, 0, pipe.recipe.resolve({}), [token == MASK for token in canvas])
     trace = record_request(pipe, request)
     assert trace.masked == [2, 6, 7] == sorted(p for step in trace.steps for p, _ in step.commits)
 
@@ -192,3 +197,22 @@ def test_the_page_is_played_by_keyboard(tmp_path: Path) -> None:
             assert tab.get_by_role(role, name=name).count() == 1
         assert errors == []
         browser.close()
+
+
+@pytest.mark.parametrize("decoder", ["threshold", "remasking"])
+def test_the_animation_shows_the_canvas_after_every_forward(decoder: str) -> None:
+    trace = recorded(pipeline(decoder=decoder))
+    hostile = replace(trace, stop_ids=[], pieces=trace.pieces | {trace.canvas[-1]: '</svg>&"\x1d'})
+    root = ElementTree.fromstring(animation(hostile, HOSTILE))
+    spans = [
+        (element, *map(int, found.groups()))
+        for element in root.iter()
+        if (found := re.search(r"\bs(\d+)-(\d+)", element.get("class", "")))
+    ]
+    masked = dict.fromkeys(trace.masked, True)
+    for number, step in enumerate([None, *trace.steps]):
+        masked |= {} if step is None else dict.fromkeys(step.remasked, True) | {p: False for p, _ in step.commits}
+        shown = [element.get("class", "").split()[0] for element, first, end in spans if first <= number < end]
+        assert shown.count("mask") == sum(masked.values())
+    last = [element.text for element, _, end in spans if end > len(trace.steps) and element.text]
+    assert last[1:] == ['</svg>&"·' if t == trace.canvas[-1] else trace.pieces[t] for t in trace.canvas[len(PROMPT) :]]

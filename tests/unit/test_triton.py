@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernels import CLOSE, CUDA, DEVICE, draw
+from support.kernels import CLOSE, CUDA, DEVICE, draw, expert_mlps, shared_of
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -21,7 +21,7 @@ from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
-from dinfer.kernels.types import FLOAT8, HeadNorm, Projections, Rounded  # noqa: E402
+from dinfer.kernels.types import FLOAT8, HeadNorm, Matrices, Projections, Rounded  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -179,16 +179,16 @@ def test_expert_mlps(
     down_XDM = draw(experts, hidden, width, dtype=dtype) / width**0.5
     experts_NC = chosen_by(tokens, experts, chosen, routing)
     weights_NC = torch.rand(tokens, chosen, device=DEVICE) / chosen
-    shared = moe.Shared(gate_up_XMD[1].flip(0), down_XDM[1].flip(0))
+    shared = gate_up_XMD[1].flip(0), down_XDM[1].flip(0)
     for gated, one in ((norm.swiglu, shared), (norm.geglu, None)):
-        gate_up, down = triton_moe.Weight(gate_up_XMD), triton_moe.Weight(down_XDM)
+        gate_up, down = Matrices(gate_up_XMD), Matrices(down_XDM)
         if one is not None:
-            gate_up, down = gate_up._replace(shared=one.gate_up), down._replace(shared=one.down)
+            gate_up, down = gate_up._replace(shared=one[0]), down._replace(shared=one[1])
         plan = triton_moe.plan(experts_NC, experts, rows, one is not None)
         out_PD = triton_moe.expert_linear(triton_moe.gated_linear(x_ND, gate_up, plan, moe.GATES[gated]), down, plan)
         wide_x, wide_up, wide_down = (t.float() for t in (x_ND, gate_up_XMD, down_XDM))
-        wide = None if one is None else moe.Shared(one.gate_up.float(), one.down.float())
-        want_ND = moe.expert_mlps(wide_x, experts_NC, weights_NC, wide_up, wide_down, gated, shared=wide)
+        wide = None if one is None else shared_of(*(part.float() for part in one))
+        want_ND = expert_mlps(wide_x, experts_NC, weights_NC, wide_up, wide_down, gated, shared=wide)
         got_ND = triton_moe.combine(out_PD, weights_NC)
         torch.testing.assert_close(got_ND.float(), want_ND, **CLOSE[dtype])
         got_ND = triton_moe.combine(out_PD, weights_NC, x_ND)
@@ -199,7 +199,7 @@ def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
     """Values in float8 would be the same, but the interpreter does not multiply them."""
     tokens, experts, width = 40, 4, 96
     plan = triton_moe.plan(chosen_by(tokens, experts, 2, "spread"), experts, 16)
-    x_PM, down = draw(2 * tokens, width), triton_moe.Weight(draw(experts, 48, width))
+    x_PM, down = draw(2 * tokens, width), Matrices(draw(experts, 48, width))
     scale_PG = (torch.rand(3, 2 * tokens, device=DEVICE) + 0.5).mT
     scaled_PM = (x_PM.unflatten(-1, (3, -1)) * scale_PG[..., None]).flatten(1)
     got = triton_moe.expert_linear(Rounded(x_PM, scale_PG, torch.float32), down, plan)
@@ -207,7 +207,7 @@ def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
 
 
 def test_gates_are_rounded_piece_by_piece() -> None:
-    x_ND, gate_up = draw(7, 64), triton_moe.Weight(draw(4, 2 * 64, 64) / 8)
+    x_ND, gate_up = draw(7, 64), Matrices(draw(4, 2 * 64, 64) / 8)
     plan = triton_moe.plan(chosen_by(7, 4, 2, "spread"), 4, 16)
     want_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
     got = triton_moe.gated_linear(x_ND, gate_up, plan, "silu", piece=32)
@@ -226,8 +226,8 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 
     def run(count: int) -> torch.Tensor:
         plan = triton_moe.plan(experts_NC[:count], 64, 16)
-        hidden_PM = triton_moe.gated_linear(x_ND[:count], triton_moe.Weight(gate_up_XMD), plan, "silu")
-        out_PD = triton_moe.expert_linear(hidden_PM, triton_moe.Weight(down_XDM), plan)
+        hidden_PM = triton_moe.gated_linear(x_ND[:count], Matrices(gate_up_XMD), plan, "silu")
+        out_PD = triton_moe.expert_linear(hidden_PM, Matrices(down_XDM), plan)
         return triton_moe.combine(out_PD, weights_NC[:count])
 
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])
@@ -318,7 +318,11 @@ def test_linear(
     if quantized:
         weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config)
-    torch.testing.assert_close(got, linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
+    if scale_O is None:
+        want = linear.linear(x, weight_OK, bias_O)
+    else:
+        want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
+    torch.testing.assert_close(got, want, **CLOSE[dtype])
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
 
 
@@ -353,7 +357,7 @@ def test_expert_mlps_in_4_bits(
     out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
     got = triton_moe.combine(out_PD, weights_NC)
     scales = gate_up_scale, down_scale
-    want = moe.expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)
+    want = expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)
     torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
@@ -367,8 +371,8 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     experts_NC = torch.rand(rows, 8, device=DEVICE).topk(3).indices
     weights_NC = torch.rand(rows, 3, device=DEVICE)
 
-    alike = moe.Shared(gate_up.values[0], down.values[0], gate_up.scale[0], down.scale[0])
-    other = moe.Shared(draw(80, 512, dtype=torch.bfloat16), draw(512, 40, dtype=torch.bfloat16) / 20)
+    alike = shared_of(gate_up.values[0], down.values[0], (gate_up.scale[0], down.scale[0]))
+    other = shared_of(draw(80, 512, dtype=torch.bfloat16), draw(512, 40, dtype=torch.bfloat16) / 20)
 
     def outcomes() -> list[torch.Tensor]:
         normed = norm.add_rms_norm(x, delta, weight_D, 1e-5, "both")[1]
@@ -377,11 +381,10 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         scales = gate_up.scale, down.scale
         return [
             *(widened(some) for some in rounded),
-            linear.linear(rounded[2], weight.values, None, weight.scale),
-            linear.linear(x, weight.values, None, weight.scale),
+            linear.scaled_linear(rounded[2], weight.values, weight.scale),
             close(normed),
-            *(moe.expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
-            moe.expert_mlps(normed, *experts, scales=scales, shared=other),
+            *(expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
+            expert_mlps(normed, *experts, scales=scales, shared=other),
         ]
 
     with torch.no_grad():

@@ -41,7 +41,11 @@ def test_a_linear_map_in_parts(dtype: torch.dtype, quantized: bool, parts: int, 
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
     assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
-    torch.testing.assert_close(close(got), linear.linear(x, weight_OK, bias_O, scale_O), **CLOSE[dtype])
+    if scale_O is None:
+        want = linear.linear(x, weight_OK, bias_O)
+    else:
+        want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
+    torch.testing.assert_close(close(got), want, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize(("outputs", "parts"), [(256, 4), (2048, 2), (3072, 2), (12288, 1)])
@@ -61,7 +65,7 @@ def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
 def test_parts_are_whole_numbers_of_depths(
     rows: int, outputs: int, width: int, sizes: tuple[int, int], split: bool
 ) -> None:
-    config = triton_linear._config(rows, outputs, width, *sizes, split)
+    config = triton_linear.config_for(rows, outputs, width, *sizes, split)
     assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
 
 

@@ -19,18 +19,22 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
+from triton.runtime.jit import KernelInterface  # noqa: E402
+
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
+from dinfer.core.plan import WindowPlan  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
-from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats  # noqa: E402
+from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats, window  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
+from dinfer.kernels.triton import rows as triton_rows  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
-# Some run by themselves, `pytest -m matrix` runs all.
+# Seconds each in the interpreter: `make test` runs a few of the sample, `make test-rest` the others.
 POINTS = [
-    pytest.param(point, marks=[pytest.mark.matrix] if i % 12 else [], id=str(point)) for i, point in enumerate(SAMPLE)
+    pytest.param(point, marks=[pytest.mark.matrix] if i % 36 else [], id=str(point)) for i, point in enumerate(SAMPLE)
 ]
 
 
@@ -43,8 +47,8 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance):
-            monkeypatch.setattr(module, "use_triton", lambda tensor, head_dim=16, use=use: use)
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, window):
+            monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
 
@@ -171,8 +175,10 @@ def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.Mo
             grids.append(grid)
             return lambda *given, **options: None
 
-    monkeypatch.setattr("dinfer.kernels.triton.rows._store_rows", Kernel())
-    monkeypatch.setattr(rows, "use_triton", lambda tensor: True)
+    for name, kernel in [*vars(triton_rows).items()]:
+        if isinstance(kernel, KernelInterface):
+            monkeypatch.setattr(triton_rows, name, Kernel())
+    monkeypatch.setattr(rows, "use_triton", lambda *given: True)
     rows_NX = torch.empty(SLOTS, 1, 1024, 150_000, device="meta")
     slot_B, live_B = torch.tensor([3, 0]), torch.tensor([True, True])
     rows.store_rows(rows_NX, slot_B, live_B, rows_NX[:2])
@@ -181,15 +187,16 @@ def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
-    start_B = number(30, 9)
+    start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
     end_B = start_B + number(active + 1, 9)
-    length_B = end_B + number(2 * width, 9)
-    for kept_B, block, back, ahead, (prefill, settles) in itertools.product(
-        (None, number(20, 9)), (None, 1, 4), (None, 0, 5), (None, 0, 3), ((False, False), (False, True), (True, False))
-    ):
+    place_B = start_B, end_B, end_B + number(2 * width, 9), kept_B, prompt_B
+    plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
+    plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
+    modes = (False, False), (False, True), (True, False)
+    for plan, block, (prefill, settles) in itertools.product(plans, (0, 1, 4), modes):
         work = partial(
-            canvas.window_positions, start_B, end_B, length_B, kept_B, width=width, active=active, shift=shift,
-            causal_block=block, back=back, ahead=ahead, prefill=prefill, settles=settles,
+            window.window_positions, plan, place_B, shift, block, width=width, active=active, prefill=prefill,
+            settles=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
         same([made for made in got if made is not None], [made for made in want if made is not None])
@@ -321,7 +328,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, token_stats):
         small = module not in (rows, token_stats)
         monkeypatch.setattr(
-            module, "use_triton", lambda tensor, head_dim=16, small=small: not (small and tensor.is_floating_point())
+            module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())
         )
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want
 
@@ -330,7 +337,5 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
 def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, depth: int) -> None:
     """Of 48 KB a stage, on H200, A100, RTX 4090, and what is smaller than one stage."""
     monkeypatch.setattr(launch, "max_shared_mem", lambda index: card)
-    launch._shared.cache_clear()
-    found = launch.stages(torch.device("cuda", 0), 3 << 14, 4)
-    launch._shared.cache_clear()
-    assert found == depth
+    device = torch.device("cuda", card >> 11)  # another index for each: what is found of a device is kept
+    assert launch.stages(device, 3 << 14, 4) == depth

@@ -1,4 +1,4 @@
-"""Tuning: the search against a judge whose best recipe is known, what is refused, and the preset that comes of it."""
+"""Tuning: the search against an objective whose best recipe is known, what is refused, and the preset it writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.command_line import write_checkpoint
 from dinfer.analysis.metrics import Sample, measure
 from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
 from dinfer.cli import preset
-from dinfer.cli.conf import Schema
 from dinfer.cli.main import main
 from dinfer.core.recipe import IncompatibleRecipe
 
@@ -47,23 +46,23 @@ class Scripted:
         return Measured(measure(samples, float(forwards)), [float(i < right) for i in range(100)])
 
 
-def tuned(judge: Scripted, **settings: Any) -> tuple[list[Tried], Found]:
-    *tried, found = tune(judge, SPACE, REFERENCE, **{"trials": 40, "goal": "tpf"} | settings)
+def tuned(objective: Scripted, **settings: Any) -> tuple[list[Tried], Found]:
+    *tried, found = tune(objective, SPACE, REFERENCE, **{"trials": 40, "goal": "tpf"} | settings)
     assert isinstance(found, Found)
     return tried, found  # type: ignore[return-value]
 
 
 def test_the_fastest_recipe_within_the_bound_is_found_and_verified() -> None:
-    judge = Scripted(knee=0.8)
-    tried, found = tuned(judge, max_drop=0.0)
+    objective = Scripted(knee=0.8)
+    tried, found = tuned(objective, max_drop=0.0)
     assert found.parts["decoder"] == {"name": "threshold", "threshold": 0.8} and found.parts["cache"]["name"] == "dual"
     assert found.parts["iteration"] == REFERENCE["iteration"]
     assert found.heldout.drop is not None and found.heldout.drop.points == 0 and found.verified == 1
     keys = [json.dumps(one.parts, sort_keys=True) for one in tried]
     assert len(set(keys)) == len(keys) and found.tried == tried
     # The held-out problems are not looked at before the search is over.
-    assert [split for split, _ in judge.asked[-2:]] == ["heldout"] * 2
-    assert all(split == "calibration" for split, _ in judge.asked[:-2])
+    assert [split for split, _ in objective.asked[-2:]] == ["heldout"] * 2
+    assert all(split == "calibration" for split, _ in objective.asked[:-2])
 
 
 def test_a_wider_bound_buys_speed() -> None:
@@ -145,8 +144,7 @@ def test_from_the_command_line_to_the_next_command(
     assert f"wrote {path.relative_to(tmp_path)}" in told and "95% interval" in path.read_text()
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
-    chosen = Schema("generate", tmp_path / "conf").chosen({"recipe": "mine"})
-    assert chosen["decoder"] == "mine" and report["parts"]["decoder"]["name"] == "threshold"
+    assert "override /decoder: mine" in path.read_text() and report["parts"]["decoder"]["name"] == "threshold"
     usage = said.splitlines()[-1].split('"question" ')[1].split()
     assert usage == ["--config-dir", "conf", "recipe=mine"]
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
@@ -157,7 +155,7 @@ def test_from_the_command_line_to_the_next_command(
     capsys.readouterr()
     for line, message in (
         ([*usage[:2], "recipe=mien"], "unknown recipe 'mien'. Did you mean 'mine'?"),
-        ([*usage, "decoder.steps=3"], "unknown option of decoder 'mine': 'steps'"),
+        ([*usage, "decoder.steps=3"], "unknown option of decoder 'threshold': 'steps'"),
     ):
         with pytest.raises(SystemExit):
             main(["generate", "a", checkpoint, *line])
@@ -168,7 +166,7 @@ def test_from_the_command_line_to_the_next_command(
         (["name=dual"], "is taken by a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
         (["count=0"], "count=0 must be at least 1"),
-        (["--max-drop"], "--max-drop needs a value"),
+        (["--max-drop"], "--max-drop: expected one argument"),
     ):
         with pytest.raises(SystemExit):
             main(["tune", *common, *line])

@@ -17,11 +17,12 @@ from dinfer.analysis.trace.pieces import Pieces
 from dinfer.core.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
-from dinfer.engine.engine import Engine, Runtime
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
+from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 
-SCHEMA = "dinfer.trace/1"
+SCHEMA = "dinfer.analysis.trace/1"
 Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0
 
 

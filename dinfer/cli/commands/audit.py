@@ -5,41 +5,42 @@ usage: dinfer audit ["question"] [overrides ...]
 Runs the recipe, computes the whole canvas once more beside each of its forwards, and compares the logits of all masked
 positions: KL divergence, most likely tokens, and the tokens that were committed, by block and by step of a block.
 
-  prompt="question"       what to answer, as a setting; null: held-out problems
-  count=8 seed=0 families=null
-                          how many problems, the seed of their generator, their kinds
-  out=audit               writes audit.json and, with matplotlib (`pip install dinfer[plot]`), audit.png; null: nothing
-                          in a sweep (-m), every point writes its own: audit-0.json, audit-1.json, ...
-  max_new_tokens=128      length of a generation
-
-All else is as in `dinfer generate`:
+Without a question, held-out problems are audited. In a sweep (-m), every point writes files of its own: audit-0.json,
+audit-1.json, ...
   dinfer audit cache=prefix decoder.threshold=0.7
   dinfer audit -m cache=dual,vicinity,delayed,adaptive out=null
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dinfer.analysis.audit import Audit, audit, plot
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.demo.problems import generate
 
-WRITERS = {"json": Audit.write, "png": plot}
+if TYPE_CHECKING:
+    from dinfer.analysis.audit import Audit
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Audits each point of a sweep."""
-    launch("audit", args, measure, takes_text=True)
+    launch(args, measure, takes_text=True)
 
 
 def measure(config: dict[str, Any], question: str | None) -> None:
@@ -54,8 +55,10 @@ def measure(config: dict[str, Any], question: str | None) -> None:
         questions = [p.question for p in generate("heldout", count, setting(config, "seed", int), families)]
     else:
         questions = [question]
-    kinds = [kind for kind in WRITERS if kind == "json" or find_spec("matplotlib")]
-    paths = [numbered(Path(f"{out}.{kind}")) for kind in kinds] if out is not None else []
+    from dinfer.analysis.audit import Audit, audit, plot
+
+    writers = {"json": Audit.write} | ({"png": plot} if find_spec("matplotlib") else {})
+    paths = [numbered(Path(f"{out}.{kind}")) for kind in writers] if out is not None else []
     for path in paths:
         check_file(path)
     with Report() as progress:
@@ -66,24 +69,27 @@ def measure(config: dict[str, Any], question: str | None) -> None:
     Console(highlight=False).print(report(found))
     for path in paths:
         with replacing(path) as part:
-            WRITERS[path.suffix[1:]](found, part)
+            writers[path.suffix[1:]](found, part)
         say(f"wrote {path}")
 
 
 def report(found: Audit) -> Table:
     """The means of each block, and of all."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("block", no_wrap=True)
-    for name in ("steps", "KL", "worst KL", "same top-1", "same commits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
-    for name, m in rows.items():
-        shares = (f"{100 * m[key]:.2f}%" for key in ("top1", "committed_agreement"))
-        table.add_row(name, f"{m['steps']:.0f}", f"{m['kl']:.2e}", f"{m['kl_worst']:.2e}", *shares)
+    means = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
+    rows = [
+        {
+            "block": name,
+            "steps": f"{m['steps']:.0f}",
+            "KL": f"{m['kl']:.2e}",
+            "worst KL": f"{m['kl_worst']:.2e}",
+            "same top-1": f"{100 * m['top1']:.2f}%",
+            "same commits": f"{100 * m['committed_agreement']:.2f}%",
+        }
+        for name, m in means.items()
+    ]
     says = "exact" if found.exact else "an approximation"
-    table.caption = (
+    return table(
+        rows,
         f"{found.recipe['cache']} is {says} for this model. KL in nats, over masked positions.\n"
-        f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none."
+        f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none.",
     )
-    table.caption_justify = "left"
-    return table

@@ -6,14 +6,7 @@ Shows how one problem is solved, then solves a batch of them with several decode
 of the answer), forwards per problem (NFE), tokens per forward (TPF), and seconds for the whole batch. Progress goes to
 stderr.
 
-  count=64                how many problems
-  seed=4                  of the problem generator; its held-out split shares no problem with the training split
-  families=[ages,travel]  kinds of problems; null: all
-  compare=[{name: fixed, steps: 8}]
-                          decoders to compare; the chosen `decoder` is added if it is not among them
-  delay=0.05              seconds that a step of the worked example stays on the screen at least
-
-All else is as in `dinfer generate`:
+Examples:
   dinfer demo count=200 cache=none
   dinfer demo decoder=threshold decoder.threshold=0.7
 """
@@ -21,25 +14,31 @@ All else is as in `dinfer generate`:
 from __future__ import annotations
 
 import sys
-from typing import Any
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.rule import Rule
 
 from dinfer.cli.application import launch
-from dinfer.cli.comparison import compare, table
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
-from dinfer.cli.stream import summary, write_answer
-from dinfer.cli.watch import in_colour, watch
+from dinfer.cli.tables import table
 from dinfer.core.registry import DECODERS
 from dinfer.demo.problems import Problem, generate, is_correct
-from dinfer.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from dinfer.pipeline import Pipeline
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Runs the demo for each point of a sweep."""
-    launch("demo", args, demo)
+    launch(args, demo)
 
 
 def demo(config: dict[str, Any], _text: str | None) -> None:
@@ -54,13 +53,20 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
+    from dinfer.analysis.comparison import compare, row
+
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)
     console.print(Rule(f"{count} held-out problems", style="bright_black", align="left"))
     with Report() as progress:
         scores = compare(pipe, decoders, problems, new_tokens, progress.at)
-    console.print(table(scores, pipe.recipe))
+    iteration, cache = pipe.recipe.iteration, pipe.recipe.cache
+    caption = (
+        "NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
+        f"{type(iteration).__name__} of {iteration.block}, {type(cache).__name__}."
+    )
+    console.print(table([row(score) for score in scores], caption))
 
 
 def decoders_of(config: dict[str, Any]) -> list[Any]:
@@ -75,13 +81,15 @@ def decoders_of(config: dict[str, Any]) -> list[Any]:
 
 def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) -> None:
     """Solves one problem before the reader's eyes."""
-    updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
-    ids = pipe.encode(problem.question)
+    from dinfer.cli.stream import summary, write_answer
+    from dinfer.cli.watch import in_colour, watch
+
     if in_colour(sys.stdout):
-        completion = watch(pipe, ids, updates, delay)
+        updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
+        completion = watch(pipe, pipe.encode(problem.question), updates, delay)
     else:
         print(f"{problem.question}\n")
-        completion = write_answer(pipe, len(ids), updates)
+        completion = write_answer(pipe.stream(problem.question, max_new_tokens=new_tokens))
     right = is_correct(problem, pipe.decode(completion.output))
     print(f"\n{'right' if right else 'wrong'}: the answer is {problem.answer}")
     print(summary(completion.counts))

@@ -7,26 +7,7 @@ JSON a run in the folder `out`, and runs.csv with a line for each task of each r
 interrupted goes on where it was when it is called again; one that is done is shown. The table goes to stdout, progress
 to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
-  tasks=mini_gsm          name, pattern, or YAML file of a task; or a list, tasks=[gsm8k_llada,ifeval]. Unless given,
-                          mini_gsm: the word problems of the models in the box
-  limit=50                documents of each task; below 1: that share
-  num_fewshot=4 fewshot_seed=1234
-                          examples, where the task lets one choose
-  chat=true system=TEXT   chat template (null: if there is one), system message
-  gen_kwargs={threshold: 0.8}
-                          per-request options and lengths, over the tasks' own
-  max_new_tokens=256      length of an answer, whatever the task says
-  metric=exact_match,strict-match
-                          the score that is called accuracy; null: the task's first
-  allow_code=true         run generated code, within code.seconds=5 and code.megabytes=1024
-  likelihood={samples: 32}
-                          for tasks of likelihoods; also seed, guidance, batch and greedy
-  include=[FOLDER]        further tasks
-  out=runs overwrite=true where results go; begin anew
-  use_cache=PATH          lm-eval's cache
-
 Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ...
-All else is as in `dinfer generate`:
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
 """
@@ -35,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,21 +26,33 @@ from rich.console import Console
 from rich.table import Table
 
 from dinfer.cli.application import launch
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed, unknown
 
+# The column of each figure: its name in the results, and how many decimals are shown.
+FIGURES = {
+    "NFE": ("nfe", 1), "TPF": ("tpf", 2), "TPS": ("tps", 0), "p50": ("latency_p50", 2), "p95": ("latency_p95", 2),
+    "seconds": ("seconds", 1),
+}  # fmt: skip
 
-def run(args: list[str]) -> None:
+
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Evaluates each point of a sweep."""
-    launch("eval", args, partial(evaluate, args=args))
+    launch(args, partial(evaluate, line=args.line))
 
 
-def evaluate(config: dict[str, Any], _text: str | None, *, args: Sequence[str]) -> None:
-    """Evaluates one recipe, or finds that this was done. `args`: the command line, to name it."""
+def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
+    """Evaluates one recipe, or finds that this was done. `line`: the command line."""
     if find_spec("lm_eval") is None:
         raise ValueError("dinfer eval needs lm-eval: pip install 'dinfer[eval]'")
     with Report() as progress:
@@ -78,21 +71,21 @@ def evaluate(config: dict[str, Any], _text: str | None, *, args: Sequence[str]) 
         try:
             found = None if done else runs.evaluate(
                 lambda: pipeline(config | {"device": str(among.device)}), settings, among=among, recipe=recipe,
-                runtime=runtime, stem=stem, overwrite=overwrite, command=shlex.join(["dinfer", "eval", *args]),
+                runtime=runtime, stem=stem, overwrite=overwrite, command=shlex.join(line),
                 progress=progress.at,
             )  # fmt: skip
         except KeyboardInterrupt:
             if among.rank > 0:
                 raise
             told = "nothing is kept, since out=null" if stem is None else f"{kept(stem)} answers are kept in {folder}"
-            again = shlex.join(["dinfer", "eval", *(arg for arg in args if not arg.startswith("overwrite="))])
+            again = shlex.join(arg for arg in line if not arg.startswith("overwrite="))
             raise Interrupted(f"interrupted; {told}. To go on: {again}") from None
     if stem is not None and among.rank == 0:
         report = runs.report_of(stem)
         found = json.loads(report.read_text(encoding="utf-8"))
         say(f"done on {found['date']}: {report}. overwrite=true does it again." if done else f"wrote {report}")
     if found is not None:
-        Console(highlight=False).print(table(found))
+        Console(highlight=False).print(figures(found))
 
 
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:
@@ -134,30 +127,24 @@ def _group(config: dict[str, Any], name: str, kind: Any) -> Any:
     return kind(**typed(hints, values, prefix=f"{name}."))
 
 
-def table(document: dict[str, Any]) -> Table:
+def figures(document: dict[str, Any]) -> Table:
     """A line for each task."""
-    found = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column("task", no_wrap=True)
-    for name in ("score", "documents", "NFE", "TPF", "TPS", "p50", "p95", "seconds"):
-        found.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for task, line in document["tasks"].items():
-        figures = line["metrics"]
         score = line["score"] if line["score"] is not None else line["scores"].get(line["metric"])
-        cells = [""] * 6
-        if figures is not None:
-            names = ("nfe", "tpf", "tps", "latency_p50", "latency_p95", "seconds")
-            cells = [f"{figures[name]:.{digits}f}" for name, digits in zip(names, (1, 2, 0, 2, 2, 1), strict=True)]
-        elif line["likelihood"] is not None:
-            cells[-1] = f"{line['likelihood']['seconds']:.1f}"
         shown = f"{score:.4f}" if isinstance(score, float) else str(score)
-        found.add_row(task, shown, str(line["documents"]), *cells)
+        row = {"task": task, "score": shown, "documents": str(line["documents"])} | dict.fromkeys(FIGURES, "")
+        if line["metrics"] is not None:
+            row |= {name: f"{line['metrics'][key]:.{digits}f}" for name, (key, digits) in FIGURES.items()}
+        elif line["likelihood"] is not None:
+            row["seconds"] = f"{line['likelihood']['seconds']:.1f}"
+        rows.append(row)
     metrics = sorted({line["metric"].removesuffix(",none") for line in document["tasks"].values()})
-    found.caption = (
+    caption = (
         f"Scores: {', '.join(metrics)}. NFE: forwards a request.\n"
         "TPF, TPS: tokens per forward, per second. p50, p95: latency in seconds."
     )
     if any(line["likelihood"] for line in document["tasks"].values()):
         how = document["likelihood"]
-        found.caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
-    found.caption_justify = "left"
-    return found
+        caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
+    return table(rows, caption)

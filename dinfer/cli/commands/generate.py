@@ -7,14 +7,6 @@ usage: dinfer generate "question" [--watch] [overrides ...]
 Prints the answer on stdout, while it is decoded where that is a terminal. On stderr: tokens, forwards, tokens per
 forward (TPF), seconds.
 
-  --watch                 show the canvas while it is denoised: masks, commits, the active block
-  prompt="question"       the same as a setting, in Hydra's grammar
-  max_new_tokens=128      length of the generation; an answer that stops earlier is shorter
-  chat=null               use the checkpoint's chat template; null: if it has one
-  delay=0.1               seconds that a step stays on the screen at least, with --watch
-  device=null dtype=null  null: CUDA if there is any; float32 on a CPU, else the checkpoint's own
-  quantize=null           fp8, int8 or int4: weights of linear layers and experts in so many bits
-
 Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
   dinfer generate "question" model=llada_8b_instruct device=cuda
@@ -25,18 +17,26 @@ Components and their options are overrides; `dinfer list` shows all of them:
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from typing import Any
 
 from dinfer.cli.application import launch
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.recipe import pipeline, setting, text_of
-from dinfer.cli.stream import summary, write_answer
 from dinfer.cli.terminal import say
-from dinfer.cli.watch import watch
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--watch", dest="overrides", action="append_const", const="watch=true",
+        help="show the canvas while it is denoised: masks, commits, the active block",
+    )  # fmt: skip
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Generates one answer for each point of a sweep."""
-    launch("generate", args, generate, switches={"--watch": "watch=true"}, takes_text=True)
+    launch(args, generate, takes_text=True)
 
 
 def generate(config: dict[str, Any], question: str | None) -> None:
@@ -47,10 +47,14 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     pipe = pipeline(config)
-    if live or sys.stdout.isatty():
-        ids = pipe.encode(prompt, chat=chat)
+    from dinfer.cli.stream import summary, write_answer
+    from dinfer.cli.watch import watch
+
+    if live:
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
-        counts = (watch(pipe, ids, updates, delay) if live else write_answer(pipe, len(ids), updates)).counts
+        counts = watch(pipe, pipe.encode(prompt, chat=chat), updates, delay).counts
+    elif sys.stdout.isatty():
+        counts = write_answer(pipe.stream(prompt, max_new_tokens=new_tokens, chat=chat)).counts
     else:
         result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat)
         print(result.text)

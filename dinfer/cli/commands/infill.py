@@ -6,26 +6,28 @@ usage: dinfer infill "The capital of [MASK:4] is Paris." [overrides ...]
 [MASK:n] is a gap of n tokens, anywhere and as often as you like; \\[MASK:n] is that very text. Prints the text with its
 gaps filled on stdout. On stderr: what fills each gap; tokens, forwards, tokens per forward (TPF), seconds.
 
-  text="text with gaps"   the same as a setting, in Hydra's grammar
-  stop=false              true: a stop token in a gap ends it all, as iteration.stop says
-
-All else is as in `dinfer generate`, but for max_new_tokens, which has no meaning here:
+max_new_tokens has no meaning here.
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from dinfer.cli.application import launch
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.recipe import pipeline, setting, text_of
-from dinfer.cli.stream import summary
 from dinfer.cli.terminal import say
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Fills one text for each point of a sweep."""
-    launch("infill", args, infill, takes_text=True)
+    launch(args, infill, takes_text=True)
 
 
 def infill(config: dict[str, Any], given: str | None) -> None:
@@ -34,7 +36,10 @@ def infill(config: dict[str, Any], given: str | None) -> None:
     if text is None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
     stop = setting(config, "stop", bool)
-    result = pipeline(config).infill(text, stop=stop)
+    pipe = pipeline(config)
+    from dinfer.cli.stream import summary
+
+    result = pipe.infill(text, stop=stop)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")

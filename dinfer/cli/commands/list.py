@@ -8,14 +8,16 @@ every request for itself (`options={"threshold": 0.8}` in the library); all are 
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.cli.conf import GROUPS, Schema
-from dinfer.core.protocols import CachePolicy
-from dinfer.core.registry import CACHES, Registry, options_of, unknown
+from dinfer.cli import conf
+from dinfer.cli.arguments import Parser
+from dinfer.core.registry import Registry, unknown
 
 ROLES = {
     "model": "the network, loaded from a Hugging Face folder or hub name",
@@ -28,23 +30,26 @@ ROLES = {
 NAMES = 18  # columns for names, so that descriptions stand below each other
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    """It has no flags."""
+
+
+def run(args: Namespace) -> None:
     """Prints the registries asked for, or all of them."""
-    for kind in args:
-        if kind not in GROUPS:
-            raise unknown("registry", kind, list(GROUPS))
+    for kind in args.words:
+        if kind not in conf.GROUPS:
+            raise unknown("registry", kind, list(conf.GROUPS))
     console = Console(highlight=False)
-    for kind in args or GROUPS:
-        console.print(listing(GROUPS[kind]))
+    for kind in args.words or conf.GROUPS:
+        console.print(listing(conf.GROUPS[kind]))
     console.print(Text("* may differ from request to request", "bright_black"))
 
 
 def listing(registry: Registry) -> RenderableType:
-    """A registry with all its components."""
+    """A registry with all its components, and what else may be chosen."""
     title = Text.assemble((registry.kind, "bold magenta"), f": {ROLES[registry.kind]}")
     parts = [Padding(component(registry, name), (0, 0, 1, 2), expand=False) for name in registry.names()]
-    presets = Schema("generate").choices(registry.kind)
-    extra = [name for name in presets if name not in registry.names()]
+    extra = [name for name in conf.choices(registry.kind) if name not in registry.names()]
     if extra:
         parts.append(Padding(Text(f"presets: {', '.join(extra)}"), (0, 0, 1, 2), expand=False))
     return Group(title, *parts)
@@ -52,33 +57,22 @@ def listing(registry: Registry) -> RenderableType:
 
 def component(registry: Registry, name: str) -> RenderableType:
     """One component: summary, paper, options."""
-    cls = registry.get(name)
+    described = registry.describe(name)
     head = Table.grid(padding=(0, 2))
     head.add_column(min_width=NAMES + 2, no_wrap=True)
     head.add_column(overflow="fold")
-    head.add_row(Text(name, "bold cyan"), Text(registry.describe(name).summary))
-    if cls.paper:
-        head.add_row("", Text(cls.paper, "bright_black"))
-    if registry is CACHES:
-        head.add_row("", Text(exactness(cls()), "bright_black"))
+    head.add_row(Text(name, "bold cyan"), Text(described.summary))
+    for remark in filter(None, (described.paper, described.remark)):
+        head.add_row("", Text(remark, "bright_black"))
     options = Table.grid(padding=(0, 2))
     options.add_column(min_width=NAMES, no_wrap=True)
     options.add_column(min_width=8, max_width=26, overflow="fold")
     options.add_column(overflow="fold")
-    for info in options_of(cls):
+    for info in described.options:
         options.add_row(
             Text(f"{info.name}{' *' if info.per_request else ''}", "green"), shown(info.default), Text(info.help)
         )
     return Group(head, Padding(options, (0, 0, 0, 2), expand=False))
-
-
-def exactness(cache: CachePolicy) -> str:
-    """For which models its keys and values are those of a pass without a cache."""
-    kinds = {"bidirectional": None, "block-causal": 2, "causal": 1}
-    exact = [kind for kind, causal_block in kinds.items() if cache.exact(causal_block)]
-    if len(exact) == len(kinds):
-        return "exact for every model"
-    return f"exact for {' and '.join(exact)} models only" if exact else "an approximation"
 
 
 def shown(value: object) -> str:

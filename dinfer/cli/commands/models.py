@@ -4,13 +4,14 @@ usage: dinfer models [family ...] [--json]
 
 For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`. `--json` is for
-programs.
+not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
+`dinfer inspect NAME_OR_FOLDER` says whether it does.
 """
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
@@ -19,21 +20,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.cli.conf import GROUPS, Schema, folder, read
+from dinfer.cli import conf
+from dinfer.cli.arguments import Parser
 from dinfer.core.registry import MODELS, unknown
 from dinfer.loading.catalog import CATALOG, Published
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="all that is known of them, for programs")
+
+
+def run(args: Namespace) -> None:
     """Prints the checkpoints of the families asked for, or all."""
-    families = [arg for arg in args if arg != "--json"]
+    families = args.words
     for name in families:
-        if name.startswith("-"):
-            raise ValueError(f"{unknown('flag', name, ['--json', '--help'])}")
         if name not in MODELS.names():
             raise unknown("family", name, MODELS.names())
     found = [entry for entry in CATALOG if not families or entry.family in families]
-    if "--json" in args:
+    if args.json:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return
     console = Console(highlight=False)
@@ -52,20 +56,14 @@ def run(args: list[str]) -> None:
 
 def described(entry: Published) -> dict[str, Any]:
     """All that is known of a checkpoint."""
-    return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe(entry)}
-
-
-def recipe(entry: Published) -> dict[str, str]:
-    """The choices of components that its preset brings, or that hold by default."""
-    schema = Schema("generate")
-    chosen = schema.chosen({"model": entry.preset})
-    return {kind: chosen[kind] for kind in GROUPS if kind != "model"}
+    recipe = conf.preset(entry.preset).recipe
+    return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe}
 
 
 def use(entry: Published) -> str:
     """The overrides that run it as recommended."""
-    preset = read(folder() / "model" / f"{entry.preset}.yaml")
-    known = entry.checkpoint in (preset.get("checkpoint"), preset.get("adapter"))
+    model = conf.preset(entry.preset).options
+    known = entry.checkpoint in (model["checkpoint"], model["adapter"])
     return f"model={entry.preset}" + ("" if known else f" model.checkpoint={entry.checkpoint}")
 
 
@@ -75,14 +73,13 @@ def group(preset: str, entries: list[Published]) -> RenderableType:
     mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
     facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids))}"]
     facts += ["logits shifted by one"] * first.shifted
+    recipe = " ".join(f"{kind}={choice}" for kind, choice in conf.preset(preset).recipe.items())
     table = Table.grid(padding=(0, 2))
     for entry in entries:
         table.add_row(Text(entry.size, "green"), entry.checkpoint)
     return Group(
         Text(f"model={preset}", "bold cyan"),
         Padding(Text("; ".join(facts)), (0, 0, 0, 2), expand=False),
-        Padding(
-            Text(" ".join(f"{kind}={choice}" for kind, choice in recipe(first).items())), (0, 0, 0, 2), expand=False
-        ),
+        Padding(Text(recipe), (0, 0, 0, 2), expand=False),
         Padding(table, (0, 0, 0, 2), expand=False),
     )

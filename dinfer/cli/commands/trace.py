@@ -4,12 +4,7 @@ usage: dinfer trace "question" [compare.decoder=NAME ...] [overrides ...]
 
 One HTML file that needs nothing else: the canvas forward by forward, what was committed when and how surely, which
 positions each forward computed, the forwards of each block. With `compare.*`, two recipes side by side: the second is
-the first with what is named so.
-
-  prompt="question"       the same as a setting, in Hydra's grammar
-  out=trace.html          .html: the page; .json: the data behind it (docs/trace.md); out=[a.html,a.json]: both
-  max_new_tokens=128      length of the generation
-  chat=null               use the checkpoint's chat template; null: if it has one
+the first with these changes.
 
 Examples:
   dinfer trace "question" decoder.threshold=0.7
@@ -21,46 +16,62 @@ In a sweep (-m), every point writes files of its own: trace-0.html, trace-1.html
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dinfer.analysis.outputs import check_file, write
-from dinfer.analysis.trace.page import page
-from dinfer.analysis.trace.record import Trace, document, record
-from dinfer.cli.application import launch, numbered, schema_of
+from dinfer.cli.application import launch, numbered
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.compare_overrides import changed, taken_out
-from dinfer.cli.conf import GROUPS, Schema
+from dinfer.cli.conf import GROUPS
 from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.terminal import say
-from dinfer.core.recipe import compose
-from dinfer.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from dinfer.analysis.trace.record import Trace
+    from dinfer.pipeline import Pipeline
+
+SUFFIXES = (".html", ".svg", ".json")
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Writes the traces of each point of a sweep."""
-    rest, changes = taken_out(args)
-    task = partial(trace, changes=changes, schema=schema_of("trace", rest))
-    launch("trace", rest, task, takes_text=True)
+    args.words, changes = taken_out(args.words)
+    launch(args, partial(trace, changes=changes), takes_text=True)
 
 
-def trace(config: dict[str, Any], question: str | None, *, changes: list[str], schema: Schema) -> None:
+def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -> None:
     """Records the answer with one recipe, or two, and writes what is asked for."""
     prompt = text_of(config, "prompt", question)
     if prompt is None:
         raise ValueError('a question is needed: dinfer trace "question"')
     paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
     for path in paths:
+        if changes and path.suffix == ".svg":
+            raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
-    configs = [config] + ([changed(schema, changes)] if changes else [])
+    configs = [config] + ([changed("trace", changes)] if changes else [])
     pipe = pipeline(config)
+    from dinfer.analysis.trace.animation import animation
+    from dinfer.analysis.trace.page import page
+    from dinfer.analysis.trace.record import document
+
     traces = [recorded(beside(pipe, config, other), other, prompt) for other in configs]
     found = document(prompt, traces)
     for one in traces:
         counts = one.counts
         say(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
     for path in paths:
-        write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
+        if path.suffix == ".svg":
+            write(path, animation(traces[0], prompt))
+        else:
+            write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
         say(f"wrote {path}")
 
 
@@ -68,8 +79,8 @@ def outputs(out: str | list[str]) -> list[Path]:
     """The files to write. Raises ValueError for a kind that there is none of."""
     paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
     for path in paths:
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"out={path} must end in .html (the page) or .json (its data)")
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths
@@ -77,6 +88,9 @@ def outputs(out: str | list[str]) -> list[Path]:
 
 def beside(pipe: Pipeline, config: dict[str, Any], other: dict[str, Any]) -> Pipeline:
     """The pipeline of another configuration, with the network that is loaded if it is the same one."""
+    from dinfer.core.recipe import compose
+    from dinfer.pipeline import Pipeline
+
     if other["model"] != config["model"]:
         return pipeline(other)
     parts = {kind: other[kind] for kind in GROUPS if kind != "model"}
@@ -84,6 +98,8 @@ def beside(pipe: Pipeline, config: dict[str, Any], other: dict[str, Any]) -> Pip
 
 
 def recorded(pipe: Pipeline, config: dict[str, Any], prompt: str) -> Trace:
+    from dinfer.analysis.trace.record import record
+
     model, chat = config["model"], setting(config, "chat", bool | None)
     new_tokens = setting(config, "max_new_tokens", int)
     return record(pipe, prompt, max_new_tokens=new_tokens, chat=chat, model=model.get("checkpoint") or model["name"])

@@ -6,22 +6,9 @@ Searches components and options with Optuna. A recipe is good enough if it loses
 against the reference, on the calibration problems and then on held-out ones. The reference is the recipe of the command
 line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
 
-  --max-drop 1.0          the same as max_drop=1.0
-  goal=tps                what fast means: tps (tokens a second, here and now) or tpf (tokens a forward)
-  trials=40               recipes to try
-  verify=3                candidates that may be measured on the held-out problems, the fastest first
-  tasks=gsm8k_llada       a task of `dinfer eval`; null: generated problems
-  num_fewshot=4 chat=true gen_kwargs={max_gen_toks: 256} metric=exact_match allow_code=true
-                          as there
-  count=200 heldout=200   problems for the search (of a task its first documents), and further ones to check on
-  seed=0 families=null    seed of the search and of generated problems, and their kinds
-  max_new_tokens=null     length of an answer; null: as the task says, or 128
-  space={...}             what to search: `dinfer tune --cfg job` shows it; space.decoder.name=[threshold,factor]
-                          space.decoder.threshold.low=0.8 +space.decoder.steps=[8,16] space.iteration=null (not that)
-  name=tuned folder=conf  the preset is conf/recipe/tuned.yaml, used as recipe=tuned
-  out=tune.json           all that was tried, with figures and settings; null: nothing
+The space of the search may be changed: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
++space.decoder.steps=[8,16] space.iteration=null.
 
-All else is as in `dinfer generate`:
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
 """
@@ -30,46 +17,47 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dinfer.analysis.outputs import check_file, write
-from dinfer.analysis.tuning import Found, NothingFound, Parts, Tried, tune
 from dinfer.cli import preset
 from dinfer.cli.application import launch
+from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import setting
 from dinfer.cli.terminal import say
-from dinfer.cli.tuning_objectives import judge_of
+
+if TYPE_CHECKING:
+    from dinfer.analysis.tuning import Found, Parts, Tried
 
 GOALS = ("tps", "tpf")
 
 
-def run(args: list[str]) -> None:
+def arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--max-drop", dest="overrides", action="append", type="max_drop={}".format, metavar="POINTS",
+        help="the same as max_drop=POINTS",
+    )  # fmt: skip
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
     """Tunes for each point of a sweep."""
-    launch("tune", flagged(args), partial(run_search, command=shlex.join(["dinfer", "tune", *args])))
-
-
-def flagged(args: list[str]) -> list[str]:
-    """The arguments, with `--max-drop 1.0` as the override that it stands for."""
-    found, rest = [], list(args)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if flag == "--max-drop":
-            if not equals and not rest:
-                raise ValueError("--max-drop needs a value, in points of accuracy: --max-drop 1.0")
-            flag, equals, value = "max_drop", "=", value if equals else rest.pop(0)
-        found.append(f"{flag}{equals}{value}")
-    return found
+    launch(args, partial(run_search, command=shlex.join(args.line)))
 
 
 def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     if find_spec("optuna") is None:
         raise ValueError("dinfer tune needs Optuna: pip install dinfer[tune]")
+    from dinfer.analysis.tuning import Found, NothingFound, tune
+    from dinfer.cli.tuning_objectives import objective_of
+
     goal = setting(config, "goal", str)
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
@@ -84,7 +72,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
     with Report() as progress:
         progress.at("loading the model")
         search = tune(
-            judge_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
+            objective_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
             trials=trials, goal=goal, verify=setting(config, "verify", int), seed=setting(config, "seed", int),
         )  # fmt: skip
         progress.at("measuring the reference")
@@ -94,7 +82,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
             else:
                 tried.append(one)
                 say(f"{len(tried):>3}  {told(one, goal)}")
-                progress.at("searching", len(tried), trials)
+                progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
     if found is None:
         raise NothingFound("the search ended without a recipe")
     finish(config, found, path, command)
@@ -123,6 +111,8 @@ def words(kind: str, part: dict[str, Any]) -> str:
 
 def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> None:
     """Says what was found and writes the preset and the report."""
+    from dinfer.analysis.tuning import NothingFound
+
     out, goal, lines = config["out"], config["goal"], []
     for split, one in (("calibration", found.calibration), ("heldout", found.heldout)):
         row, before, drop = one.metrics or {}, found.reference[split], one.drop

@@ -1,4 +1,4 @@
-"""Which rows share a step, and how wide it is. Host side; the tokens do not depend on it."""
+"""Which rows share a step, and how wide it is. Host side; no token depends on it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dinfer.core.protocols import ModelSpec, Phase
+from dinfer.engine.row import Need
 
-# Positions that a forward of a dense model computes in the time it takes to read its weights, about. Of the LLaDA-8B
-# shape on an H200, a step of few positions takes 5.3 ms and 2700 more take 57 ms more: as much time as 250 positions.
+# Positions that a dense model computes in the time in which it reads its weights. A step of the LLaDA-8B shape with few
+# positions takes 5.3 ms on an H200, and 2,700 more positions take 57 ms more, so 5.3 ms are worth 250 positions.
 FREE = 256
-# Grouped products reach less of the card's rate than plain ones: of the LLaDA2-mini shape there, a further step takes
-# 8.9 ms and positions 5 to 6 us, where operations alone would make it 2.
+# Grouped products run at a third of the rate of plain ones. With the LLaDA2-mini shape on an H200, one more step takes
+# 8.9 ms and one more position 5 to 6 us. Its operations alone would take 2 us.
 GROUPED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Positions that a row needs a step to compute; `narrow` is what `CachePolicy.narrow` says."""
-
-    width: int
-    narrow: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
+class Group:
     """Rows that share a step."""
 
     slots: list[int]
@@ -33,7 +26,7 @@ class Step:
 
 
 def free_positions(spec: ModelSpec) -> int:
-    """Positions that cost as much as a further step: more where a token uses few of the weights that are read."""
+    """Positions that take as long as one more step. Many where a token uses few of the weights that a step reads."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if (experts := spec.experts) is None:
         return FREE
@@ -42,12 +35,11 @@ def free_positions(spec: ModelSpec) -> int:
     return max(FREE * (shared + each * experts.experts) // (shared + each * experts.chosen) // GROUPED, FREE)
 
 
-def plan(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit: int) -> list[Step]:
-    """The steps of one round for the rows of one phase, oldest first.
+def grouped(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit: int) -> list[Group]:
+    """The steps of one round for the rows of one phase, by slot in order of admission.
 
-    `free`: as `free_positions` says; `limit`: positions that a step may compute; `unit`: length of the attention
-    blocks. Prefills are cut to the limit, and a round has one step of them at most, so that rows that
-    decode do not wait for long.
+    `free`: see `free_positions`. `limit`: most positions of a step. `unit`: length of an attention block. A round has
+    at most one step of prefills, which is cut to the limit, so that rows that decode do not wait for long.
     """
     if not needs:
         return []
@@ -56,16 +48,16 @@ def plan(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit
     widths = {slot: need.width for slot, need in needs.items()}
     widest = max(widths.values())
     narrow = [need.narrow for need in needs.values() if need.narrow is not None]
-    if len(narrow) == len(needs) and max(narrow) < widest and _settling_pays(list(widths.values()), max(narrow), free):
+    if len(narrow) == len(needs) and max(narrow) < widest and settling_pays(list(widths.values()), max(narrow), free):
         return _cut(list(needs), max(narrow), limit, settles=True)
-    return [step for slots in groups(widths, free) for step in _cut(slots, max(widths[slot] for slot in slots), limit)]
+    return [group for slots in groups(widths, free) for group in _cut(slots, max(widths[s] for s in slots), limit)]
 
 
 def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:
-    """Slots by step, given the positions that each needs: one step for all, or one for the narrow and one for the wide.
+    """Slots by step, given the width that each needs: one step for all, or one for narrow rows and one for wide ones.
 
-    A step computes as many positions for each row as for its widest. Rows that enter a block may need twice as many
-    as the others: a few rows share one step anyhow, many do not.
+    A step computes as many positions for each row as for its widest one. A row that enters a block may need twice the
+    width of the others. Few rows share a step anyway; many do not.
     """
     order = sorted(widths, key=widths.__getitem__)
     narrow, widest = (widths[slot] for slot in (order[0], order[-1]))
@@ -79,10 +71,10 @@ def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:
     return [[slot for slot in widths if slot in few], [slot for slot in widths if slot not in few]]
 
 
-def _settling_pays(widths: list[int], narrow: int, free: int) -> bool:
-    """Whether a narrow step for all, in which the wide rows do not get on, costs no more than wide ones.
+def settling_pays(widths: list[int], narrow: int, free: int) -> bool:
+    """Whether it is cheaper to give all rows a narrow step, in which the wide rows only compute keys.
 
-    Times in positions: a step takes `free` and those that it computes.
+    The unit of cost is the position: a step costs `free` and the positions that it computes.
     """
     rows, wide, widest = len(widths), sum(width > narrow for width in widths), max(widths)
     one = free + rows * widest
@@ -90,8 +82,8 @@ def _settling_pays(widths: list[int], narrow: int, free: int) -> bool:
     return (free + rows * narrow) * (rows + wide) <= min(one, two) * rows
 
 
-def _prefill(needs: Mapping[int, Need], limit: int) -> Step:
-    """As many rows as fit under the limit, the oldest at any rate."""
+def _prefill(needs: Mapping[int, Need], limit: int) -> Group:
+    """As many rows as fit under the limit, but always the oldest."""
     slots: list[int] = []
     width = 0
     for slot, need in needs.items():
@@ -99,11 +91,11 @@ def _prefill(needs: Mapping[int, Need], limit: int) -> Step:
         if slots and wider * (len(slots) + 1) > limit:
             break
         slots, width = [*slots, slot], wider
-    return Step(slots, width)
+    return Group(slots, width)
 
 
-def _cut(slots: list[int], width: int, limit: int, *, settles: bool = False) -> list[Step]:
-    """Steps of at most `limit` positions, but of a row at least."""
+def _cut(slots: list[int], width: int, limit: int, *, settles: bool = False) -> list[Group]:
+    """Steps of at most `limit` positions and at least one row, of equal size."""
     steps = -(-len(slots) // max(limit // width, 1))
     rows = -(-len(slots) // steps)
-    return [Step(slots[i : i + rows], width, settles) for i in range(0, len(slots), rows)]
+    return [Group(slots[i : i + rows], width, settles) for i in range(0, len(slots), rows)]

@@ -87,65 +87,6 @@ def window_values(
 
 
 @triton.jit
-def _window_positions(
-    start_ptr, end_ptr, length_ptr, kept_ptr, pos_ptr, fits_ptr, logits_ptr, out_kept_ptr, only_ptr, width, active,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, KEPT: tl.constexpr,
-    PREFILL: tl.constexpr, SETTLES: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    follow(EARLY)
-    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    start, end, stop = tl.load(start_ptr + lane), tl.load(end_ptr + lane), tl.load(length_ptr + lane)
-    GRAIN: tl.constexpr = BLOCK if BLOCK > 0 else 1
-    settled = tl.maximum(start - SHIFT, 0) // GRAIN * GRAIN
-    if BLOCK > 0:
-        stop = tl.minimum((tl.maximum(end - SHIFT, 1) + (BLOCK - 1)) // BLOCK * BLOCK, stop)
-    if AHEAD >= 0:
-        stop = tl.maximum(tl.minimum(end + (AHEAD - SHIFT), stop), 1)
-    first = start - start
-    if KEPT:
-        first = tl.minimum(tl.load(kept_ptr + lane), settled)
-    elif BACK >= 0:
-        first = tl.maximum(start - BACK, 0)
-    fits = stop - first <= width
-    if SETTLES:
-        piece = tl.minimum(first + width // GRAIN * GRAIN, settled)
-        only = piece if PREFILL else tl.where(fits, -1, piece)
-        stop = tl.where(only < 0, stop, piece)
-        fits = (only < 0) | (piece > first)
-    pos = first + at
-    tl.store(pos_ptr + lane * width + at, tl.where(pos < stop, pos, -1), mask=at < width)
-    wanted = start + at
-    place = tl.where(wanted < end, tl.maximum(wanted - SHIFT, 0) - first, -1)
-    tl.store(logits_ptr + lane * active + at, tl.minimum(place, width - 1), mask=at < active)
-    once = tl.program_id(1) == 0
-    tl.store(fits_ptr + lane, fits, mask=once)
-    if KEPT:
-        tl.store(out_kept_ptr + lane, settled if PREFILL else start // GRAIN * GRAIN, mask=once)
-    if SETTLES:
-        tl.store(only_ptr + lane, only, mask=once)
-
-
-def window_positions(
-    start_B: Tensor, end_B: Tensor, length_B: Tensor, kept_B: Tensor | None, width: int, active: int, *, shift: int,
-    block: int | None, back: int | None, ahead: int | None, prefill: bool, settles: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    lanes = start_B.shape[0]
-    pos_BW, logits_BX = start_B.new_empty(lanes, width), start_B.new_empty(lanes, active)
-    fits_B = start_B.new_empty(lanes, dtype=torch.bool)
-    out_kept_B = None if kept_B is None else torch.empty_like(start_B)
-    only_B = torch.empty_like(start_B) if prefill or settles else None
-    read = start_B, end_B, length_B, start_B if kept_B is None else kept_B
-    _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
-        *(t.contiguous() for t in read), pos_BW, fits_B, logits_BX,
-        *(pos_BW if made is None else made for made in (out_kept_B, only_B)), width, active,
-        SHIFT=shift, BLOCK=block or 0, BACK=-1 if back is None else back, AHEAD=-1 if ahead is None else ahead,
-        KEPT=kept_B is not None, PREFILL=prefill, SETTLES=prefill or settles, PIECE=PIECE, num_warps=WARPS,
-        **early(start_B),
-    )  # fmt: skip
-    return pos_BW, fits_B, logits_BX, out_kept_B, only_B
-
-
-@triton.jit
 def _active_rows(
     tokens_ptr, status_ptr, slot_ptr, start_ptr, end_ptr, step_ptr, quota_ptr, pos_ptr, out_ptr, masked_ptr,
     given_ptr, began_ptr, length, block, OPEN: tl.constexpr, GIVEN: tl.constexpr, K: tl.constexpr,

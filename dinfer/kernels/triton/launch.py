@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ def follow(EARLY: tl.constexpr):
     if EARLY:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+
+
+def shared(function: Any) -> Any:
+    """A function of plain Python as part of kernels, so that one source runs on the host and in them.
+
+    Compiled in the scope of this module, since the interpreter wants to see `tl`: it may use nothing but its arguments.
+    """
+    return triton.jit(FunctionType(function.__code__, globals(), function.__name__))
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def linear(
     outputs, width = weight_OK.shape
     rows, size = values.numel() // width, weight_OK.dtype.itemsize
     dtype = dtype or x.dtype
-    config = config or _config(rows, outputs, width, size, values.dtype.itemsize, split)
+    config = config or config_for(rows, outputs, width, size, values.dtype.itemsize, split)
     many, tall, depth, warps, most, late, parts = config
     shape = (*values.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if parts > 1 else shape), dtype=dtype if parts == 1 else torch.float32)
@@ -156,7 +156,7 @@ def linear(
     return out if parts == 1 else Parts(out, dtype)
 
 
-def _config(rows: int, outputs: int, width: int, size: int, x_size: int, split: bool) -> Config:
+def config_for(rows: int, outputs: int, width: int, size: int, x_size: int, split: bool) -> Config:
     """By measurements on an H200 with the shapes of LLaDA-8B and LLaDA2-mini.
 
     `size`, `x_size`: bytes of a weight and of an input.

@@ -18,22 +18,8 @@ from torch import Tensor
 
 from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.linear import round_rows, scaled
-from dinfer.kernels.types import FLOAT8, LARGEST, Rounded
-
-
-class Plan(NamedTuple):
-    """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
-
-    `pairs_XN`: their numbers, ascending, counted token by token, and with each in the order of `experts_NC`. A shared
-    expert is each token's last and the last of all, but its tiles come first: they are the most. A tile: its expert, or
-    -1 if it is none, the first of its pairs among those of the expert and in the order of tiles, and how many they are.
-    """
-
-    pairs_XN: Tensor
-    tile_I4: Tensor
-    rows: int
-    pairs: int
+from dinfer.kernels.triton.linear import scaled
+from dinfer.kernels.types import FLOAT8, LARGEST, Matrices, Plan, Rounded
 
 
 @triton.jit
@@ -203,15 +189,6 @@ def _expert_linear(
     )  # fmt: skip
 
 
-class Weight(NamedTuple):
-    """Of all experts, and of one that is shared, if there is one: [X, O, K] and [O, K], scales [X, O] and [O]."""
-
-    each: Tensor
-    scale: Tensor | None = None
-    shared: Tensor | None = None
-    shared_scale: Tensor | None = None
-
-
 class Shape(NamedTuple):
     outputs: int  # of a tile
     depth: int
@@ -220,7 +197,7 @@ class Shape(NamedTuple):
 
 
 def gated_linear(
-    x_ND: Tensor | Rounded, weight: Weight, plan: Plan, gate: str, piece: int | None = None
+    x_ND: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str, piece: int | None = None
 ) -> Tensor | Rounded:
     """Each token by each of its experts, "silu" or "gelu" of half of the outputs times the other half. [P, O / 2]
 
@@ -231,7 +208,7 @@ def gated_linear(
     return out if out_scale is None else Rounded(out, out_scale.mT, x_ND.dtype)
 
 
-def expert_linear(x_PM: Tensor | Rounded, weight: Weight, plan: Plan) -> Tensor:
+def expert_linear(x_PM: Tensor | Rounded, weight: Matrices, plan: Plan) -> Tensor:
     """Each row that `gated_linear` made times the matrix of its expert. [P, O]
 
     The rows that come out are in the order of the tokens, with each in that of its experts, a shared one last.
@@ -240,10 +217,8 @@ def expert_linear(x_PM: Tensor | Rounded, weight: Weight, plan: Plan) -> Tensor:
 
 
 def _product(
-    x: Tensor | Rounded, weight: Weight, plan: Plan, gate: str | None, piece: int | None
+    x: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str | None, piece: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    if weight.each.dtype == FLOAT8 and isinstance(x, Tensor):
-        x = round_rows(x)
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     (experts, outputs, width), (rows, pairs) = weight.each.shape, plan[2:]
     outputs = outputs // 2 if gate else outputs

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.moe import Plan
 from dinfer.kernels.triton.packed import group_sums
+from dinfer.kernels.types import Plan
 
 
 @triton.jit

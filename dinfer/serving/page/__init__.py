@@ -16,7 +16,7 @@ KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 FILES = ("cells.css", "cells.js", "page.css", "page.js")
 
 
-def served(name: str) -> Response:
+def file(name: str) -> Response:
     """A file of the page. KeyError for a name that is none."""
     own = resources.files("dinfer.serving.page")
     text = asset(name) if name.startswith("cells.") else (own / name).read_text(encoding="utf-8")

@@ -1,0 +1,68 @@
+"""This project on the common work, through its public API. `benchmarks.peers.compare` starts it.
+
+A pipeline of random weights is put together as `dinfer.load` does it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.clock import Clock
+from benchmarks.feeds import random_prompts
+from benchmarks.peers.work import RATE, arguments, report
+from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
+from dinfer.core.registry import MODELS
+from dinfer.decoders.threshold import Threshold
+from dinfer.layers.linear import quantize
+from dinfer.loading.checkpoint import family_of, random_network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Threshold):
+    """Computes the threshold rule, and commits the leftmost masks."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        super().select(stats, view, state)
+        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= RATE))
+
+
+def main(args: list[str] | None = None) -> None:
+    given = arguments(__doc__, args)
+    device, config = torch.device(given.device), json.loads(given.config.read_text())
+    cuda = device.type == "cuda"
+    family = MODELS.build(family_of(config))
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model: Any = random_network(family, family.spec(config), dtype=dtype, device=device)
+    with torch.no_grad():  # neither a stop token nor a mask is ever the most likely
+        model.head.weight[min(model.spec.mask, *model.spec.stop_ids) :] = 0
+    if given.quantize:
+        quantize(model, given.quantize)
+    cache = {"name": "vicinity", "back": 16, "ahead": 16, "warmup": 4} if given.cache == "vicinity" else given.cache
+    iteration = {"name": "blockwise", "block": given.block, "stop": "off"}
+    recipe = dinfer.compose(model, iteration=iteration, decoder=Scripted(), cache=cache)
+    pipe = dinfer.Pipeline(recipe, None, dinfer.Runtime(rows=given.batch, graphs=cuda and not given.eager))
+    prompts = random_prompts(model.spec, given.batch, given.prompt)
+
+    def generate() -> tuple[int, Any]:
+        results = pipe.generate_ids(prompts, max_new_tokens=given.new)
+        return max(result.counts.forwards for result in results), [result.canvas for result in results]
+
+    def widths() -> dict[int, list[float]]:
+        with Clock(pipe.engine) as clock:
+            generate()
+        found: dict[int, list[float]] = {}
+        for row in clock.table():
+            found.setdefault(row["width"], []).extend([row["median_ms"]] * row["launches"])
+        return found
+
+    report(given, generate, widths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The work that both sides do, and how it is timed. Imports neither side: both packages have the same name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RATE = 4  # masks that every step commits, the leftmost ones: each side computes its threshold rule, and does not use it
+
+
+def arguments(about: str | None, args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--config", type=Path, required=True, help="config.json of the shape")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--cache", choices=("dual", "vicinity", "none"), default="dual")
+    parser.add_argument("--quantize", help="ours alone")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args(args)
+
+
+def report(
+    given: argparse.Namespace,
+    generate: Callable[[], tuple[int, Any]],
+    widths: Callable[[], dict[int, list[float]]],
+) -> dict[str, Any]:
+    """Times whole generations, the first ones apart; writes and returns what was found.
+
+    `generate` returns its forwards and its tokens; `widths` runs one generation more and returns the milliseconds of
+    each forward by the positions that it computed.
+    """
+    cuda = given.device != "cpu"
+
+    def timed() -> tuple[float, int, Any]:
+        torch.cuda.synchronize() if cuda else None
+        began = time.perf_counter()
+        forwards, tokens = generate()
+        torch.cuda.synchronize() if cuda else None
+        return time.perf_counter() - began, forwards, tokens
+
+    first, second, *runs = [timed() for _ in range(2 + given.repeats)]
+    seconds, forwards = statistics.median(run[0] for run in runs), first[1]
+    if any(run[1] != forwards for run in runs):
+        raise RuntimeError(f"forwards differ between runs: {[run[1] for run in runs]}")
+    found = {
+        "batch": given.batch, "cache": given.cache, "quantize": given.quantize, "eager": given.eager,
+        "prompt": given.prompt, "new": given.new, "block": given.block, "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name() if cuda else "CPU", "warm_up_s": first[0], "second_s": second[0],
+        "all_s": [run[0] for run in runs], "seconds": seconds, "forwards": forwards,
+        "ms_per_forward": 1e3 * seconds / forwards, "tokens_per_s": given.batch * given.new / seconds,
+        "same_tokens": all(run[2] == runs[0][2] for run in runs),
+        "by_width": {
+            str(width): {"forwards": len(ms), "median_ms": round(statistics.median(ms), 4)}
+            for width, ms in widths().items()
+        },
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+    }  # fmt: skip
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    return found

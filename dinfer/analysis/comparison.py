@@ -1,0 +1,72 @@
+"""Solves the same problems with several decoders, to put what that yields and costs side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dinfer.analysis.metrics import Metrics, Sample, measure
+from dinfer.core.registry import DECODERS, options_of
+from dinfer.demo.problems import Problem, is_correct
+from dinfer.pipeline import Pipeline
+
+Progress = Callable[[str, int, int, str], None]  # what is done, how much of it, of how much, a detail
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one decoder made of the problems."""
+
+    decoder: str
+    metrics: Metrics
+
+
+def compare(
+    pipe: Pipeline, decoders: Sequence[Any], problems: Sequence[Problem], new_tokens: int, progress: Progress
+) -> list[Score]:
+    """One score for each decoder. `progress` is called after every step."""
+    return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
+
+
+def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
+    part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
+    ids = [part.encode(problem.question) for problem in problems]
+    name, samples, steps = label(decoder), list[Sample](), 0
+    began = time.perf_counter()
+    for update in part.engine.run(part.requests(ids, new_tokens, None)):
+        if update.completion is not None:
+            right = is_correct(problems[update.index], part.decode(update.completion.output))
+            samples.append(Sample.of(update.completion.counts, update.completion.stopped, float(right)))
+        steps = max(steps, update.forwards)  # grows also while no problem is finished
+        progress(name, len(samples), len(problems), f"{steps} steps")
+    return Score(name, measure(samples, time.perf_counter() - began))
+
+
+def label(decoder: Any) -> str:
+    """A decoder by name, with the first of its options and all that are not at their defaults.
+
+    An option of the decoder's own name needs no saying twice: "threshold 0.9".
+    """
+    name = next(name for name in DECODERS.names() if DECODERS.get(name) is type(decoder))
+    options = [
+        f"{'' if info.name == name else info.name + '='}{getattr(decoder, info.name)}"
+        for index, info in enumerate(options_of(decoder))
+        if index == 0 or getattr(decoder, info.name) != info.default
+    ]
+    return f"{name} {' '.join(options)}".strip()
+
+
+def row(score: Score) -> dict[str, str]:
+    """A score as a line of a table."""
+    figures = score.metrics
+    return {
+        "decoder": score.decoder,
+        "accuracy": f"{figures.accuracy:.1f}%",
+        "correct": f"{figures.correct:.0f}/{figures.problems}",
+        "NFE": f"{figures.nfe:.1f}",
+        "TPF": f"{figures.tpf:.2f}",
+        "tokens/s": f"{figures.tps:.0f}",
+        "seconds": f"{figures.seconds:.1f}",
+    }

@@ -1,0 +1,197 @@
+"""says what a checkpoint is and whether it loads, from its small files alone
+
+usage: dinfer inspect NAME [--json] [model.OPTION=VALUE ...]
+
+NAME is a folder, a hub name, a model in the box, or a choice of `model` such as llada2_mini. No weights are read, and
+none are downloaded. Shown are the family, the parameters, the memory of the weights for each `quantize`, the special
+tokens and the file that names each, a chat as the model reads it, the recommended recipe, and every problem: tensors
+that are missing, unexpected or of another shape, and fields of config.json that make no network. Files that are not
+there are no problem; what cannot be known without them is said. Options are those of the family, such as
+model.block=16.
+
+Exit status: 0 if nothing speaks against loading it, 1 if there are problems, 2 if there is no such checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dinfer.cli import conf
+from dinfer.cli.arguments import Parser
+from dinfer.cli.errors import FAILED
+from dinfer.core.registry import MODELS, unknown
+from dinfer.loading.catalog import CATALOG, entry_of
+from dinfer.loading.hub import SMALL, boxed, locate
+
+if TYPE_CHECKING:
+    from dinfer.core.spec import ModelSpec
+    from dinfer.loading.inspect import Inspection
+
+OPTION = "model."
+
+
+def arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="all that is known, for programs")
+
+
+def run(args: Namespace) -> None:
+    """Prints what is known of one checkpoint. Ends with status 1 if it has problems."""
+    options = [word for word in args.words if word.startswith(OPTION) and "=" in word]
+    names = [word for word in args.words if word not in options] + args.literal
+    if len(names) != 1:
+        raise ValueError(f"give one folder or name of a checkpoint, not {len(names)}: dinfer inspect tiny")
+    dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([option.removeprefix(OPTION) for option in options]))
+    given = {"checkpoint": names[0]} | preset_of(names[0]) | dotted
+    name = str(given["checkpoint"])
+
+    from dinfer.loading.inspect import inspect
+
+    found = inspect(locate(name, given.get("revision"), wanted=SMALL), given)
+    if given.get("adapter"):
+        found.unknown.append(f"adapter {given['adapter']}: the model is inspected without it")
+    use = recommended(names[0], found, options)
+    if args.json:
+        print(json.dumps(described(names[0], found, use), indent=1))
+    else:
+        show(names[0], found, use)
+    if found.problems:
+        raise SystemExit(FAILED)
+
+
+def preset_of(name: str) -> dict[str, Any]:
+    """The family and the options of a choice of `model`, or of an adapter's; none of a folder or hub name."""
+    if name in boxed() or Path(name).expanduser().exists():
+        return {}
+    entry = next((entry for entry in CATALOG if entry.checkpoint == name), None)
+    own = {} if entry is None else conf.preset(entry.preset).options
+    if "/" in name:
+        return own if own.get("adapter") == name else {}
+    choices = conf.choices("model")
+    if name not in choices:
+        raise ValueError(
+            f"{unknown('checkpoint', name, sorted({*boxed(), *choices}))} A folder or a hub name such as "
+            "'GSAI-ML/LLaDA-8B-Instruct' is good too."
+        )
+    return conf.preset(name).options
+
+
+def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, str]:
+    """The overrides that run the checkpoint as its authors do, as `use`, and the components that they choose."""
+    if found.family is None or found.spec is None:
+        return {}
+    entry, preset = None, name if name in conf.choices("model") and name not in MODELS.names() else None
+    if preset is None:
+        path = str(found.folder.resolve()) if Path(name).expanduser().exists() else name
+        default = MODELS.build(found.family).checkpoint
+        entry = entry_of(path, found.family) or entry_of(default, found.family)
+        if entry is None:
+            return {}
+        preset = entry.preset
+    chosen, block = conf.preset(preset), found.spec.causal_block
+    overrides = [f"model={preset}"]
+    if name not in (preset, chosen.options["checkpoint"], chosen.options["adapter"], found.family):
+        overrides.append(f"model.checkpoint={name}")
+    overrides += options
+    if entry is not None and block not in (None, entry.block):
+        overrides.append(f"iteration.block={block}")
+    return {"use": shlex.join(overrides)} | chosen.recipe
+
+
+def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, Any]:
+    """All that is known, for a program."""
+    spec = found.spec
+    return {
+        "name": name,
+        "folder": str(found.folder),
+        "family": found.family,
+        "parameters": found.parameters,
+        "active_parameters": found.active,
+        "dtype": None if found.dtype is None else str(found.dtype).removeprefix("torch."),
+        "memory": found.memory,  # bytes
+        "attention": None if spec is None else attention(spec),
+        "block": None if spec is None else spec.causal_block,
+        "max_length": None if spec is None else spec.max_length,
+        "mask_id": None if spec is None else spec.mask_id,
+        "stop_ids": None if spec is None else list(spec.stop_ids),
+        "tokens": [asdict(token) for token in found.tokens],
+        "chat_template": found.template,
+        "chat": found.chat,
+        "recipe": use or None,
+        "tensors": {"expected": found.expected, "stored": found.stored, "total_size": found.total_size},
+        "problems": found.problems,
+        "unknown": found.unknown,
+    }
+
+
+def attention(spec: ModelSpec) -> str:
+    """Who sees whom."""
+    if spec.encoder:
+        return "causal encoder, bidirectional canvas"
+    return "bidirectional" if spec.causal_block is None else f"block-causal, {spec.causal_block}"
+
+
+def show(name: str, found: Inspection, use: dict[str, str]) -> None:
+    """Prints all that is known, for a reader."""
+    console, table = Console(highlight=False), Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in lines(found, use):
+        table.add_row(label, Text(printable(text), "red" if label == "problem" else ""))
+    good = ("nothing speaks against loading it", "bold green")
+    console.print(Text(printable(name), "bold", overflow="fold"))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    console.print(Text.assemble(("would not load or answer", "bold red") if found.problems else good))
+
+
+def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Labels and texts."""
+    if found.family is not None:
+        yield "family", f"{found.family}: {MODELS.describe(found.family).summary}"
+    if found.parameters is not None and found.active is not None:
+        active = f", {found.active:,} of them for each token" if found.active < found.parameters else ""
+        yield "parameters", f"{found.parameters:,}{active}"
+    if found.memory:
+        dtype = str(found.dtype).removeprefix("torch.")
+        sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]
+        yield "memory", f"{', '.join(sizes)} (by quantize; none is {dtype})"
+    if (spec := found.spec) is not None:
+        yield "attention", attention(spec) + ("; logits predict the next token" if spec.shift else "")
+        yield "positions", f"{spec.max_length:,}"
+        if spec.mask_id is None:
+            yield "mask", "none: open positions hold uniform noise"
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for token in found.tokens:
+        label = token.role if token.role in ("mask", "stop") else "special"
+        text = " ".join(str(part) for part in (token.id, token.text) if part is not None)
+        rows.setdefault((label, token.source or "id not known"), {}).setdefault(token.role, []).append(text)
+    for (label, source), roles in rows.items():
+        texts = [("" if role == label else f"{role} ") + ", ".join(texts) for role, texts in roles.items()]
+        yield label, f"{'; '.join(texts)} ({source})"
+    if found.chat is not None:
+        yield "chat", f"({found.template})\n{found.chat}"
+    if use:
+        yield "recipe", use["use"]
+        yield "", " ".join(f"{kind}={choice}" for kind, choice in use.items() if kind != "use")
+    if found.stored is not None and found.expected is not None:
+        total = "" if found.total_size is None else f"; total_size {found.total_size:,} bytes"
+        yield "tensors", f"{found.stored:,} named, {found.expected:,} wanted{total}"
+    yield from (("not known", text) for text in found.unknown)
+    yield from (("problem", text) for text in found.problems)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelt out: it comes from the files of strangers."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

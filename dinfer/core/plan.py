@@ -1,0 +1,109 @@
+"""The plan of a window: which positions a step computes for each row, said once, as data.
+
+A cache policy returns a `WindowPlan`, a handful of integers. `window_bounds` turns them into positions. The host calls
+it on Python integers, to know how wide a step must be; the reference of `kernels.window` calls it on tensors; its
+Triton kernel compiles the same source. So host and device cannot disagree about the width of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
+
+from torch import Tensor
+
+SHARES = 10**6  # `WindowPlan.share` is in parts of this
+Position = TypeVar("Position", int, Tensor)
+Place = tuple[Position, Position, Position, Position, Position]  # cursors of a row: start, end, length, kept, prompt
+
+
+def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN):
+    """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
+
+    `SHIFT`: of the model, `BLOCK`: length of its attention blocks, 0 for bidirectional attention; the others are those
+    of a `WindowPlan`, -1 for None. Three languages run this source, so minima and maxima are products with comparisons.
+    """
+    grain = BLOCK + (BLOCK == 0)
+    settled = (start - SHIFT) * (start > SHIFT) // grain * grain
+    stop = length
+    if BLOCK > 0 and not UNSEEN:
+        last = (end - SHIFT - 1) * (end > SHIFT + 1)  # the last query that decodes a position of the region
+        seen = (last // grain + 1) * grain
+        stop = length + (seen - length) * (seen < length)
+    if AHEAD >= 0:
+        near = end + AHEAD - SHIFT
+        stop = stop + (near - stop) * (near < stop)
+        stop = stop + (1 - stop) * (stop < 1)
+    first = start - start
+    if KEEPS:
+        first = settled + (kept - settled) * (kept < settled)
+    elif BACK >= 0:
+        first = (start - BACK) * (start > BACK)
+    if RESPONSE:
+        first = first + (prompt - first) * (prompt < first)
+    return first, stop, settled
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """Which positions a step computes for a row: `[start - back, end + ahead)` around its active region `[start, end)`.
+
+    Where logits predict the next token (`shift` 1), the window lies one position to the left: the last position of
+    the region decodes nothing in it. Positions that no query of the region sees are left out.
+    `shift` and `block` of the methods: as in `window_bounds`.
+    """
+
+    back: int | None = 0  # positions before the region; None: all
+    ahead: int | None = 0  # positions behind it; None: all that are seen
+    keeps: bool = False  # begin at the first position whose keys are not final, instead of `back`
+    response: bool = False  # begin no later than the response, the part that is not prompt
+    unseen: bool = False  # include the positions that no query of the region sees yet
+    chosen: bool = False  # compute some of these positions only, as `CachePolicy.choose` says
+    share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
+    every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never
+
+    def __post_init__(self) -> None:
+        if (self.chosen and self.keeps) or (self.share is not None and not self.chosen):
+            raise ValueError(f"{self}: `chosen` excludes `keeps`, and `share` needs `chosen`")
+
+    def numbers(self, shift: int) -> tuple[int, int, bool, bool, bool]:
+        """The last arguments of `window_bounds`."""
+        back = -1 if self.back is None else max(self.back, shift)
+        return back, -1 if self.ahead is None else self.ahead, self.keeps, self.response, self.unseen
+
+    def bounds(self, place: Place[Position], shift: int, block: int) -> tuple[Position, Position, Position]:
+        """What `window_bounds` returns."""
+        return window_bounds(*place, shift, block, *self.numbers(shift))
+
+    def width(self, place: Place[Position], forwards: Position, shift: int, block: int) -> Position:
+        """How many positions a step must have room for. int or int64 [B]"""
+        first, stop, _ = self.bounds(place, shift, block)
+        width, (start, end, length, _, prompt) = stop - first, place
+        if self.share is not None:
+            most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
+            width = width + (most - width) * (most < width)
+        return width
+
+    def allowance(self, response: Position, forwards: Position) -> Position:
+        """How many of the `response` positions may be chosen beside the region, given a `share`. int or int64"""
+        count = response * (self.share or 0) // SHARES
+        return count + (response - count) * (forwards % self.every == 0) if self.every else count
+
+    def exact(self, shift: int, block: int, grain: int) -> bool:
+        """Whether no key outside the window changes while the row stays in its region.
+
+        So it is if the window reaches from the beginning of the attention block that the region begins in to the last
+        position that is seen. `grain`: regions begin and end at its multiples.
+        """
+        if not block or self.chosen:
+            return False
+        step = math.gcd(grain, block)
+        for start, size in product(range(block, 2 * block, step), range(step, block + 1, step)):
+            place = start, start + size, 5 * block, start, start
+            first, stop, _ = self.bounds(place, shift, block)
+            _, seen, _ = WindowPlan(None, None).bounds(place, shift, block)
+            if first > start // block * block or stop < seen:
+                return False
+        return True

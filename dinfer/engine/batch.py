@@ -1,0 +1,129 @@
+"""The rows that run, and their place on the device: slots, pages, and the state of every component."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.engine.pages import PageAllocator, common, prompt_keys
+from dinfer.engine.reader import CanvasReader
+from dinfer.engine.request import Request
+from dinfer.engine.row import Row
+from dinfer.engine.runtime import Runtime
+
+
+class Room(NamedTuple):
+    """What a batch has room for."""
+
+    slots: int
+    length: int  # positions of a canvas
+    block: int  # L
+    branches: int  # 2 if a request may be guided
+    pages: int  # of keys and values, in all
+
+    def holds(self, other: Room) -> bool:
+        return all(map(int.__ge__, self, other))
+
+
+def pages_of(request: Request, recipe: Recipe, page: int) -> int:
+    """Pages that a request takes. A guided one has two branches."""
+    return -(-request.length // page) * (1 + recipe.guided(request.options))
+
+
+def block_of(request: Request, recipe: Recipe) -> int:
+    """Length of a request's longest block. A block ends where the canvas does, however long the option says."""
+    return min(recipe.iteration.block_length(request.length - request.start), request.length)
+
+
+def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> Room:
+    """Room for as many of the requests as run at a time."""
+    slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
+    block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
+    if runtime.max_length is not None:
+        slots, length = runtime.rows, runtime.max_length
+        block = max(block, min(recipe.iteration.block_length(length), length))
+    return Room(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))
+
+
+class Batch:
+    """The state of the running rows, allocated once. Rows enter and leave between steps."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, room: Room, *, kv: torch.dtype) -> None:
+        """`kv`: dtype of keys and values."""
+        self.recipe, self.runtime, self.room = recipe, runtime, room
+        self.state = BatchState.alloc(
+            recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
+            device=recipe.model.device, block=room.block,
+        )  # fmt: skip
+        self.reader = CanvasReader(self.state.canvas, self.state.block)
+        self.pages = PageAllocator(room.pages)
+        self.rows: dict[int, Row] = {}  # by slot, in order of admission
+
+    def admit(self, row: Row) -> bool:
+        """Gives a row a slot and pages, and places its request there. False: it has to wait.
+
+        If it raises, the row has neither.
+        """
+        request, recipe, room, page = row.request, self.recipe, self.room, self.runtime.page
+        fits = request.length <= room.length and block_of(request, recipe) <= room.block
+        if not fits or len(self.rows) == room.slots or (shared := self._shared(row)) is None:
+            return False
+        need, kept = pages_of(request, recipe, page), len(shared) * page
+        pages = self.pages.claim(shared, need - len(shared))
+        if pages is None:
+            return False
+        try:
+            slot = next(slot for slot in range(room.slots) if slot not in self.rows)
+            row.sampled, row.guided = recipe.sampled(request.options), recipe.guided(request.options)
+            row.top_candidates = recipe.top_candidates(request.options)
+            row.visible, row.published = need // (1 + row.guided), len(shared)
+            self.state.kv.wipe(pages[len(shared) :])
+            self.state.kv.assign(slot, pages[: row.visible], pages[row.visible :])
+            tokens, masked = request.prompt + [0] * (request.length - len(request.prompt)), request.masked
+            row.cursors, row.canvas = self.state.admit(
+                recipe, slot, tokens, masked,
+                prompt=request.start, options=request.options, stops=request.stops, kept=kept,
+            )  # fmt: skip
+            row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
+        except BaseException:
+            self.pages.release(pages)
+            raise
+        row.began, row.pages, row.slot, self.rows[slot] = time.perf_counter(), pages, slot, row
+        return True
+
+    def publish(self, row: Row) -> None:
+        """Lets others share the pages of a prompt whose keys have just been computed."""
+        ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))
+        for i in range(row.published, ready):
+            self.pages.publish(row.prefix_keys[i], row.pages[i])
+        row.published = max(row.published, ready)
+
+    def release(self, row: Row) -> None:
+        """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""
+        if row.slot is not None and self.rows.get(row.slot) is row:
+            del self.rows[row.slot]
+            self.pages.release(row.pages)
+
+    def _shared(self, row: Row) -> list[int] | None:
+        """Published pages that hold the beginning of the row's prompt. None: a running row is computing more."""
+        spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
+        unit = spec.causal_block or 1
+        if not row.prefix_keys and self.runtime.share and not recipe.guided(request.options):
+            first, _ = recipe.iteration.first_region(request.start, request.length)
+            end = recipe.cache.prefilled(spec, first)
+            row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)
+        pages = self.pages.published(row.prefix_keys)
+        computing = [other for other in self.rows.values() if common(row.prefix_keys, other.prefix_keys) > len(pages)]
+        for other in computing:
+            other.awaited = True
+        if computing:
+            return None
+        while len(pages) * self.runtime.page % unit:
+            pages.pop()  # a prefill goes on where an attention block begins
+        return pages

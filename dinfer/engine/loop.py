@@ -1,0 +1,223 @@
+"""Rounds of steps: admit requests, launch what the scheduler plans, take over where it leaves them. One thread."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from dinfer.core.canvas import ACTIVE
+from dinfer.core.recipe import Recipe
+from dinfer.engine.batch import Batch, Room, pages_of, room_for
+from dinfer.engine.reader import Seen
+from dinfer.engine.request import StalledRow, Update
+from dinfer.engine.row import Row
+from dinfer.engine.runner import Runner
+from dinfer.engine.runtime import Runtime
+from dinfer.engine.scheduler.scheduler import Scheduler, Step
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """The requests that wait, the batch that runs, and the updates of both.
+
+    An error in what is done for one request ends that request. An error in a step ends the requests of that step.
+    """
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, kv: torch.dtype) -> None:
+        self.recipe, self.runtime, self.kv = recipe, runtime, kv
+        self.runner, self.scheduler = Runner(recipe, graphs=runtime.graphs), Scheduler(recipe, runtime)
+        self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
+        self.batch: Batch | None = None
+        self.waiting: deque[Row] = deque()
+        self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
+        self._room: Room | None = None  # of the last batch
+        self._most_pages = 0  # that memory turned out to have room for; 0: no limit is known
+        self._flights: deque[list[Row]] = deque()  # the rows of each round that the device is at
+        self._moved: deque[Row] = deque()  # rows that took a step which the caller does not know yet
+        self._ended: deque[Row] = deque()  # rows with an error that the caller does not know yet
+
+    @property
+    def running(self) -> list[Row]:
+        """The rows that have a slot, in order of admission."""
+        return [] if self.batch is None else [*self.batch.rows.values()]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.updates or self._moved or self._ended or self.running)
+
+    def sweep(self) -> None:
+        """Takes out cancelled rows."""
+        self.waiting = deque(row for row in self.waiting if not row.cancelled)
+        for row in self.running:
+            if row.cancelled and self.batch is not None:
+                self.batch.release(row)
+
+    @torch.inference_mode()
+    def round(self) -> None:
+        """Every row that is ready takes a step, and waiting requests enter."""
+        if not self._flights:
+            self._launch()
+        if self.ahead and len(self._flights) == 1 and not self.waiting:
+            self._each(self.running, self.scheduler.prepare)
+            self._start(self.scheduler.plan(self.running, in_flight=True))
+        self._take()
+        if self.ahead and not self._flights:  # the device is then busy while the host and the caller do the rest
+            self._launch()
+        while self._moved:
+            if self._moved[0].error is None:
+                self._each([self._moved[0]], self._tell)
+            self._moved.popleft()
+        while self._ended:
+            self._tell(self._ended.popleft())
+
+    def _tell(self, row: Row) -> None:
+        self.updates.append((row, row.update(self.recipe)))
+
+    def _launch(self) -> None:
+        """Admits what there is room for, and launches the steps of a round."""
+        if self.waiting and not self.running:
+            self._grow()
+        if self.batch is None:
+            return
+        while self.waiting:
+            row, admitted = self.waiting[0], False
+            try:
+                admitted = row.cancelled or row.slot is not None or self.batch.admit(row)
+            except BaseException as error:
+                self._blame([row], error)
+            if not admitted and row.error is None:
+                break
+            self.waiting.popleft()
+        self._each(self.running, self.scheduler.update)
+        rows = self.running
+        steps = self.scheduler.plan(rows)
+        if rows and not steps:
+            self._blame(rows, StalledRow("no step was planned for the requests that run"))
+        self._each(self._start(steps), self.scheduler.prepare)
+
+    def _start(self, steps: Iterable[Step]) -> list[Row]:
+        """Launches steps as a round, and returns its rows. An error in a step ends its rows."""
+        batch, launched = self.batch, list[Row]()
+        if batch is None:
+            return launched
+        for shape, slots in steps:
+            rows = [batch.rows[slot] for slot in slots]
+            try:
+                if not launched:
+                    batch.reader.begin()
+                self.runner.launch(shape, slots)
+                launched += rows
+            except BaseException as error:
+                self._blame(rows, error)
+        if launched:
+            try:
+                batch.reader.request()
+                self._flights.append(launched)
+            except BaseException as error:
+                self._blame(launched, error)
+        return launched
+
+    def _take(self) -> None:
+        """Waits for the oldest round, and takes over where it has left its rows."""
+        if self.batch is None or not self._flights:
+            return
+        try:
+            seen = self.batch.reader.read()
+        except Exception as error:  # the device has failed: nothing that it holds can be relied on
+            self._blame(self.running, error)
+            self._close()
+            return
+        rows = self._flights.popleft()
+        self._each(rows, lambda row: self._move(row, seen))
+        self.scheduler.observe(rows)
+
+    def _move(self, row: Row, seen: Seen) -> None:
+        """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""
+        if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
+            return
+        moved = row.advance(seen.cursors[row.slot])
+        if (failure := row.failure(self.recipe)) is not None:
+            raise failure
+        if moved:
+            self.batch.publish(row)
+            row.look(seen.active_NX[row.slot])
+            if row.cursors.phase not in ACTIVE:
+                self.batch.release(row)
+            self._moved.append(row)
+
+    def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
+        """Does some work for each row. An error ends the row that it comes from."""
+        for row in rows:
+            try:
+                work(row)
+            except BaseException as error:
+                self._blame([row], error)
+
+    def _blame(self, rows: Iterable[Row], error: BaseException) -> None:
+        """Ends rows with an error. What is no error but an interrupt, within a step, is raised again."""
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of a forward that ran out of memory
+        for row in rows:
+            if row.error is None:
+                row.error = error if isinstance(error, Exception) else RuntimeError(f"{error!r} came within a step")
+                self._ended.append(row)
+            if self.batch is not None:
+                self.batch.release(row)
+        if not isinstance(error, Exception):
+            raise error
+
+    def _grow(self) -> None:
+        """Makes room for the requests that wait, while nothing runs. One that no memory holds ends with the error."""
+        while rows := [row for row in self.waiting if not row.cancelled]:
+            requests = [row.request for row in rows]
+            full = room_for(requests, self.recipe, self.runtime)
+            failure: Exception | None = None
+            for room in self._rooms(full, max(pages_of(r, self.recipe, self.runtime.page) for r in requests)):
+                if self.batch is not None and self.batch.room.holds(room):
+                    return
+                self._close()  # first, or there would have to be memory for both
+                try:
+                    self._open(room)
+                except Exception as error:
+                    traceback.clear_frames(error.__traceback__)
+                    failure = error
+                    continue
+                if failure is not None and room.pages < full.pages:
+                    self._most_pages = room.pages
+                    logger.warning(
+                        "memory has room for %d of %d pages of keys and values, so fewer requests run at a time. Lower "
+                        "runtime.rows or runtime.max_length", room.pages, full.pages,
+                    )  # fmt: skip
+                return
+            longest = max(rows, key=lambda row: row.request.length)
+            self.waiting.remove(longest)
+            self._blame([longest], failure or MemoryError("no room for a request"))
+
+    def _rooms(self, full: Room, need: int) -> Iterator[Room]:
+        """Room for what waits, and for as much as before; then for that alone, with fewer and fewer pages.
+
+        `need`: pages of the longest request.
+        """
+        if self._most_pages:
+            full = full._replace(pages=max(min(full.pages, self._most_pages), need))
+        if self._room is not None:
+            yield Room(*map(max, full, self._room))
+        yield full
+        while full.pages > need and self.runtime.pages is None:
+            full = full._replace(pages=max(full.pages // 2, need))
+            yield full
+
+    def _open(self, room: Room) -> None:
+        batch = Batch(self.recipe, self.runtime, room, kv=self.kv)
+        self.runner.open(batch.state)
+        self.scheduler.block = batch.state.block
+        self.batch, self._room = batch, room
+
+    def _close(self) -> None:
+        self.batch = None
+        self.runner.open(None)
+        self._flights.clear()

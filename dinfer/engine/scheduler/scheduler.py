@@ -1,0 +1,119 @@
+"""Which steps a round takes. Host side; no token depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from dinfer.core.canvas import ACTIVE, Cursors, Phase
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.engine.row import PLACE, Need, Row
+from dinfer.engine.runtime import Runtime
+from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
+from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
+from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+
+MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
+DECIDING = PLACE + 1  # the cursors before this one decide what the next step of a row computes
+
+
+class Step(NamedTuple):
+    """A step to be launched: its shape, and the slots of its rows."""
+
+    shape: StepShape
+    slots: list[int]
+
+
+class Scheduler:
+    """Groups rows into steps, lets prefills wait for each other, and repeats steps before their outcome is known."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        self.recipe, self.runtime = recipe, runtime
+        self.block = 0  # L of the batch
+        self.lookahead = Lookahead()
+        self._free = free_positions(recipe.model.spec)
+        self._prefills = PrefillBatching(self._free, runtime.positions)
+        self._arrived = 0  # prefills since the last plan
+        self._steps: list[Step] = []  # of the last round
+        self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
+
+    def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
+        """The steps of the next round, for rows in order of admission that have been through `update`.
+
+        `in_flight`: a round is under way, and where it leaves the rows is not known. Then these are its steps once
+        more, if they will most likely be needed, else none. A step leaves rows as they are that it does not fit, so a
+        wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
+        """
+        self._repeatable = in_flight and self._repeats(rows)
+        if in_flight:
+            return self._steps if self._repeatable and self.lookahead.pays else []
+        phases: dict[int, list[Row]] = {phase: [] for phase in ACTIVE}
+        for row in rows:
+            phases[row.cursors.phase].append(row)
+        if self.runtime.gather and self._holds(phases):
+            phases[Phase.PREFILL] = []
+        self._steps = [step for phase in ACTIVE for step in self._grouped(phase, phases[phase])]
+        return self._steps
+
+    def update(self, row: Row) -> None:
+        """Works out what a row needs now."""
+        self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
+        self._plan(row, row.cursors)
+
+    def prepare(self, row: Row) -> None:
+        """Works out what a launched row needs next if it stays in its block, while the device is busy."""
+        self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def observe(self, rows: Collection[Row]) -> None:
+        """Learns where a round has left its rows."""
+        if self._repeatable:
+            self.lookahead.record(all(row.steady for row in rows))
+
+    def _plan(self, row: Row, now: Cursors) -> None:
+        """Plans a row as if these were its cursors, unless that has been done."""
+        if row.need_at == now[:DECIDING]:
+            return
+        cache, spec = self.recipe.cache, self.recipe.model.spec
+        narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
+        row.need, row.need_at = Need(cache.width(spec, now), narrow), now[:DECIDING]
+
+    def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
+        by_slot = {row.slot: row for row in rows if row.slot is not None}
+        needs = {slot: row.need for slot, row in by_slot.items()}
+        unit = self.recipe.model.spec.causal_block or 1
+        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
+        return [self._step(phase, group, [by_slot[slot] for slot in group.slots]) for group in groups]
+
+    def _step(self, phase: Phase, group: Group, rows: list[Row]) -> Step:
+        blocks, guided, pages = self.recipe.iteration.blocks, any(r.guided for r in rows), max(r.visible for r in rows)
+        if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
+            prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
+            return Step(prefill, group.slots)
+        sampled = any(row.sampled for row in rows)
+        positions, scored = len(rows) * blocks * self.block, 0
+        if positions >= MANY and not sampled and not guided and self.recipe.scores_open:
+            scored = sum(row.left for row in rows)
+        shape = StepShape(
+            phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
+            settles=group.settles, top_candidates=max(row.top_candidates for row in rows),
+            scored=scored if 0 < scored < positions else 0,
+        )  # fmt: skip
+        return Step(shape, group.slots)
+
+    def _holds(self, phases: dict[int, list[Row]]) -> bool:
+        """Whether prefills wait for more. Not while a request waits for their keys."""
+        new, self._arrived = self._arrived, 0
+        decoding = [row.need.width for phase in (Phase.FULL, Phase.WINDOW) for row in phases[phase]]
+        if any(row.awaited for row in phases[Phase.PREFILL]):
+            decoding = []
+        return self._prefills.holds(new, [row.need.width for row in phases[Phase.PREFILL]], decoding)
+
+    def _repeats(self, rows: Collection[Row]) -> bool:
+        """Whether all rows will most likely need the one step of the last round once more."""
+        if len(self._steps) != 1:
+            return False
+        shape, slots = self._steps[0]
+        if shape.phase != Phase.WINDOW or shape.settles or shape.scored or {row.slot for row in rows} != {*slots}:
+            return False
+        return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)

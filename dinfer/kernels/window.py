@@ -1,0 +1,52 @@
+"""The positions of a window, as the plan of a cache policy says them.
+
+Shape suffixes: B lanes, W query positions, X positions of the active region.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.core.plan import Place, WindowPlan
+from dinfer.kernels.dispatch import use_triton
+
+
+def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
+    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
+    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
+    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
+
+
+def window_positions(
+    plan: WindowPlan, place_B: Place[Tensor], shift: int, block: int, *, width: int, active: int, prefill: bool,
+    settles: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """All positions of the window of each row, and what becomes of the row.
+
+    A `prefill` computes the positions before the attention block with the first logits. With `settles`, rows for whose
+    window `width` is too narrow compute as many of these as fit, and decode nothing.
+
+    Returns the positions, int64 [B, W], -1 behind the window; whether `width` is enough, bool [B]; the place in the
+    window of the logits of each position of the region, int64 [B, active], -1 from `end` on, in bounds where the row
+    does not fit; if the plan `keeps`, up to where keys are final after the step, int64 [B]; with `prefill` or
+    `settles`, up to where a row that decodes nothing has keys, int64 [B], -1 for a row that decodes.
+    """
+    if use_triton(place_B[0], "canvas"):
+        from dinfer.kernels.triton.window import window_positions as kernel
+
+        return kernel(place_B, width, active, shift, block, plan.numbers(shift), prefill, settles)
+    (start_B, end_B, *_), grain = place_B, block or 1
+    first_B, stop_B, settled_B = plan.bounds(place_B, shift, block)
+    fits_B, only_B = stop_B - first_B <= width, None
+    if prefill or settles:
+        decodes_B = fits_B & (not prefill)
+        piece_B = torch.minimum(first_B + width // grain * grain, settled_B)
+        stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
+        fits_B = decodes_B | (piece_B > first_B)
+    pos_BX = span(start_B, end_B, active)
+    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
+    final_B = None
+    if plan.keeps:  # what was finished when the step began is computed once more in it
+        final_B = settled_B if prefill else start_B // grain * grain
+    return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), final_B, only_B

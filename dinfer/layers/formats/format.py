@@ -1,0 +1,81 @@
+"""The contract of a format of weights. A new one is a file in this package that registers a class in `FORMATS`.
+
+Shape suffixes: O outputs, K inputs, X experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dinfer.core.registry import Registry
+from dinfer.kernels.linear import round_rows, rounded, scaled_linear
+from dinfer.kernels.moe import ExpertWeight, ScaledExperts
+from dinfer.kernels.types import Deferred, Inputs, Matrices
+
+FORMATS: Registry = Registry("format", "dinfer.layers.formats")
+
+Weight = tuple[Tensor, ...]
+"""The tensors of one weight: its values, which are a parameter, and those that the format keeps `beside` them."""
+
+
+class Format(ABC):
+    """How a weight is held: a matrix [O, K] of a linear layer, or one for each expert, [X, O, K]."""
+
+    beside: ClassVar[tuple[str, ...]] = ()  # what the names of the buffers end in that belong to a parameter
+    takes: ClassVar[Inputs] = "plain"  # "rounded": whatever makes the inputs may round them to float8
+
+    def check(self, device: torch.device, what: str) -> None:
+        """Raises ValueError where the device cannot compute with it; `what` says in the message what asks for it."""
+        return None
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        """Tensors for a weight of that shape, in a model of that dtype, on torch's default device."""
+
+    @abstractmethod
+    def make(self, weight: Tensor) -> Weight:
+        """The tensors that hold a weight, rounded if need be. ValueError for a shape that the format cannot hold."""
+
+    @abstractmethod
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        """x times the weight's transpose. [..., K] -> [..., O]; `parts`: the consumer adds up partial sums."""
+
+    @abstractmethod
+    def experts(self, weight: Weight) -> ExpertWeight:
+        """How tiles of rows are multiplied with the matrices of experts."""
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Bytes that a weight takes."""
+        with torch.device("meta"):
+            return sum(tensor.nbytes for tensor in self.empty(shape, dtype))
+
+
+class EightBits(Format):
+    """Values in 8 bits and a scale for each output, which all its inputs share. Checkpoints may have them so."""
+
+    beside = ("_scale",)
+    values: ClassVar[torch.dtype]
+    stored: ClassVar[str]  # as safetensors calls the dtype
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)
+
+    def make(self, weight: Tensor) -> Weight:
+        made = round_rows(weight, self.values)
+        return made.values, made.scale
+
+    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
+        """Fills a part of a weight with what a checkpoint has; scales [..., O, 1]."""
+        weight[0].detach()[at].copy_(values)
+        weight[1][at[:-1]].copy_(scale[..., 0])
+
+    @torch.compiler.disable  # the compiler would trace the slow reference
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
+        return scaled_linear(rounded(x) if self.takes == "rounded" else x, weight[0], weight[1], bias_O)
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return ScaledExperts(Matrices(*weight), rounds=self.takes == "rounded")

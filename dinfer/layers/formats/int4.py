@@ -1,0 +1,34 @@
+"""Weights in 4 bits, two values a byte, with a scale for each group of inputs (`dinfer.kernels.packed`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.deferred import close
+from dinfer.kernels.moe import ExpertWeight
+from dinfer.kernels.packed import PackedExperts, group_of, pack, packed_linear
+from dinfer.kernels.types import Deferred
+from dinfer.layers.formats.format import FORMATS, Format, Weight
+
+
+@FORMATS.register("int4")
+class Int4(Format):
+    """Groups of 128 inputs at a scale, or of 64 or 32 where the width is no multiple; inputs stay as they are."""
+
+    beside = ("_scale",)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        *lead, width = shape
+        scale = torch.empty((*lead, width // group_of(width)), dtype=torch.bfloat16)
+        return torch.empty((*lead, width // 2), dtype=torch.uint8), scale
+
+    def make(self, weight: Tensor) -> Weight:
+        return pack(weight)
+
+    @torch.compiler.disable  # the compiler would trace the slow reference
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
+        return packed_linear(close(x), weight[0], weight[1], bias_O)
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return PackedExperts(*weight)

@@ -1,0 +1,14 @@
+"""Weights in 8-bit integers, from -127 to 127; inputs stay as they are."""
+
+from __future__ import annotations
+
+import torch
+
+from dinfer.layers.formats.format import FORMATS, EightBits
+
+
+@FORMATS.register("int8")
+class Int8(EightBits):
+    """Integers, and a scale for each output."""
+
+    values, stored = torch.int8, "I8"

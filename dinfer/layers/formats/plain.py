@@ -1,0 +1,31 @@
+"""Weights as a checkpoint has them, in the dtype of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.linear import linear
+from dinfer.kernels.moe import ExpertWeight, ScaledExperts
+from dinfer.kernels.types import Deferred, Matrices
+from dinfer.layers.formats.format import FORMATS, Format, Weight
+
+
+@FORMATS.register("plain")
+class Plain(Format):
+    """Floats of the model's dtype."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return (torch.empty(shape, dtype=dtype),)
+
+    def make(self, weight: Tensor) -> Weight:
+        return (weight,)
+
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        return linear(x, weight[0], bias_O, parts=parts)
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return ScaledExperts(Matrices(*weight))
+
+
+PLAIN = Plain()

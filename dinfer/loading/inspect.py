@@ -1,0 +1,302 @@
+"""What the small files of a checkpoint say, without its weights: what the model is, and whether it would load.
+
+All of it comes from the functions that load a checkpoint. Only the values of tensors are not read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from dinfer.core.protocols import ModelFamily
+from dinfer.core.registry import MODELS
+from dinfer.core.spec import ModelSpec, Placement
+from dinfer.layers.formats.plain import PLAIN
+from dinfer.layers.linear import format_of, formatted, roundings, taken
+from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
+from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
+from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
+from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
+
+CHAT = (
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": "And times 3?"},
+)
+"""A chat of two turns, which shows what the chat template does."""
+TEMPLATE = "chat_template.jinja"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A special token. `source`: the file, option or default that gives its id."""
+
+    role: str
+    id: int | None
+    text: str | None
+    source: str | None
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What the files say of a checkpoint; None and empty where they are silent."""
+
+    folder: Path
+    family: str | None = None
+    spec: ModelSpec | None = None
+    dtype: torch.dtype | None = None  # of the weights
+    parameters: int | None = None
+    active: int | None = None  # parameters that one token meets
+    memory: dict[str, int | None] = field(default_factory=dict)  # bytes of the loaded network, by `quantize`
+    expected: int | None = None  # how many tensors the family wants
+    stored: int | None = None  # how many tensors the files or their index name
+    total_size: int | None = None  # bytes of all tensors, by the index
+    tokens: list[Token] = field(default_factory=list)
+    template: str | None = None  # the file that holds the chat template
+    chat: str | None = None  # `CHAT` as the model reads it
+    problems: list[str] = field(default_factory=list)  # each keeps the model from loading or from chatting
+    unknown: list[str] = field(default_factory=list)  # what no file at hand says
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Makes an error of one file a problem, so that the other files are looked at as well."""
+        try:
+            yield
+        except (ValueError, OSError, RuntimeError) as error:  # torch's, for sizes that no tensor can have
+            self.problems.append(str(error))
+
+
+def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
+    """Looks at the files in `folder`; what is wrong with them becomes `problems`.
+
+    `given`: the family as `name`, else that of config.json, and its options, such as `block`. Raises ValueError if
+    these are wrong.
+    """
+    found, family = Inspection(folder), MODELS.build(given) if "name" in given else None
+    config: dict[str, Any] = {}
+    ids = TokenIds(None, ())
+    with found.noting():
+        config = read_object(folder / CONFIG)
+        found.family = family_of(config)
+    if found.family is not None:
+        family = family or MODELS.build({"name": found.family, **given})
+        with found.noting():
+            ids = token_ids(folder, config)
+            found.spec = read_spec(family, config | ids.fields() | {FIELD: None})
+    with found.noting():
+        _describe_weights(found, family, config)
+    with found.noting():
+        found.tokens = [*_tokens(found, given, ids)]
+    with found.noting():
+        _render_chat(found)
+    return found
+
+
+def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
+    """Parameters, memory, and what is wrong with the tensors."""
+    stored, headers = _stored(found)
+    block = scale_block(config)
+    if family is None or found.spec is None:
+        return
+    copies = {copy for copy, name in family.copies(found.spec).items() if name in stored}
+    names = [name for name in stored if name not in copies and not name.startswith(family.unused)]
+    placements = layout(family, found.spec, dict.fromkeys(names))
+    found.expected, found.parameters = len(placements), sum(math.prod(place.shape) for place in placements.values())
+    found.active = found.parameters - _idle(found.spec)
+    found.dtype = _dtype(found, config, [headers[name] for name in placements if name in headers])
+    expected = _as_expected(names or [*placements], placements, found.dtype, config, block)
+    tensors, scales = scales_of(expected | {name: headers[name] for name in expected.keys() & headers.keys()}, block)
+    wrong = [*differences(tensors, placements, scales)]
+    if not (wrong or headers or scales.stored) and found.stored == found.expected:
+        wrong = [*_contradiction(found, placements)]
+    found.problems += _gathered(wrong)
+    if not wrong:
+        found.memory = _memory(found, family, tensors, placements, scales)
+
+
+def _stored(found: Inspection) -> tuple[Collection[str], dict[str, Stored]]:
+    """The names of all tensors that the files hold, and the headers of those whose files are at hand."""
+    headers: dict[str, Stored] = {}
+    if (found.folder / INDEX).is_file():
+        where = weight_map(found.folder)
+        metadata = read_object(found.folder / INDEX).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        found.total_size = int(total) if isinstance(total, (int, float)) and 0 < total < 2**63 else None
+    elif (found.folder / SINGLE).is_file():
+        where = dict.fromkeys(stored_in(found.folder / SINGLE), SINGLE)
+    else:
+        if any(found.folder.glob("*.bin")):
+            stored(found.folder)  # says why pickles are not read
+        found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
+        return [], headers
+    files = sorted(set(where.values()))
+    absent = [file for file in files if not (found.folder / file).is_file()]
+    if absent == files:
+        found.unknown.append(f"shapes of the tensors: none of the files that {INDEX} names is here")
+    else:
+        with found.noting():
+            refuse_absent(found.folder, absent)
+    for file in files:
+        if file not in absent:
+            with found.noting():
+                headers |= stored_in(found.folder / file)
+    names = dict.fromkeys(name for name, file in where.items() if file in absent) | headers
+    found.stored = len(names)
+    return names, headers
+
+
+def _idle(spec: ModelSpec) -> int:
+    """Parameters of the experts that a token does not go to."""
+    if (experts := spec.experts) is None:
+        return 0
+    return (spec.layers - len(experts.dense)) * (experts.experts - experts.chosen) * 3 * experts.width * spec.hidden
+
+
+def _dtype(found: Inspection, config: Mapping[str, Any], stored: Iterable[Stored]) -> torch.dtype:
+    """The dtype of the first tensor that is a plain float, as in loading; without files the one in config.json."""
+    for tensor in stored:
+        if tensor.dtype in FLOATS:
+            return FLOATS[tensor.dtype]
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    said = [part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name) is not None]
+    dtype = DTYPES.get(str(said[0]).removeprefix("torch.")) if said else None
+    if dtype is None:
+        says = f"dtype={said[0]!r:.40}" if said else "no dtype"
+        found.unknown.append(f"dtype of the weights: {CONFIG} has {says}; the memory is that in bfloat16")
+    return dtype or torch.bfloat16
+
+
+def _as_expected(
+    names: Iterable[str], placements: Mapping[str, Placement], dtype: torch.dtype, config: Mapping[str, Any],
+    block: Block | None,
+) -> dict[str, Stored]:  # fmt: skip
+    """Tensors of which only the names are known, each as the network wants it."""
+    quantized = config.get(FIELD) or {}
+    narrow = "I8" if str(quantized.get("format")).startswith("int") else "F8_E4M3"
+    matrices = [name for name, place in placements.items() if quantized and len(place.shape) > 1]
+    owners = {f"{name}{end}": name for name in matrices for end in SCALES}
+    names, plain = [*names], next(name for name, one in FLOATS.items() if one == dtype)
+    narrowed = {owners[name] for name in names if name in owners}
+    found = {}
+    for name in names:
+        shape = placements[name].shape if name in placements else ()
+        if name in owners:
+            *lead, rows, width = placements[owners[name]].shape
+            shape = (*lead, rows) if block is None else (*lead, -(-rows // block[0]), -(-width // block[1]))
+        found[name] = Stored(Path(INDEX), shape, narrow if name in narrowed else plain)
+    return found
+
+
+def _contradiction(found: Inspection, placements: Mapping[str, Placement]) -> Iterator[str]:
+    """The problem that `total_size` is not that of the shapes, which follow from config.json.
+
+    All tensors have one width, but vectors and routers may be in float32 beside others in 16 bits.
+    """
+    free = sum(
+        math.prod(place.shape)
+        for place in placements.values()
+        if len(place.shape) == 1 or place.parameter.endswith("router.weight")
+    )
+    every, total = found.parameters or 0, found.total_size
+    if total is not None and not any(0 <= total - every * width <= free * 2 for width in (2, 4, 8)):
+        yield (
+            f"{INDEX}: total_size={total} is not that of {every} parameters in 16, 32 or 64 bits, which {CONFIG} "
+            "describes: some tensor must have another shape"
+        )
+
+
+def _gathered(problems: Iterable[str]) -> Iterator[str]:
+    """The problems; those that differ by the numbers of layers and experts alone are one."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", problem), []).append(problem)
+    for pattern, found in alike.items():
+        yield found[0] if len(found) == 1 else f"{pattern} ({len(found)} tensors)"
+
+
+def _memory(
+    found: Inspection, family: ModelFamily, tensors: Mapping[str, Stored], placements: Mapping[str, Placement],
+    scales: Scales,
+) -> dict[str, int | None]:  # fmt: skip
+    """Bytes of the network as loading makes it, by `quantize`; None where its layers cannot be rounded so."""
+    assert found.spec is not None and found.dtype is not None
+    memory: dict[str, int | None] = {}
+    network: Any = None
+    now = None
+    for name in ("none", *roundings()):
+        takes = taken(None if name == "none" else name)
+        kept = scales.kept(tensors, placements, takes, ())
+        if kept != now:
+            held, now = {path: takes[dtype] for path, dtype in kept.items()}, kept
+            network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
+        size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+        try:
+            for module, own in formatted(network).values() if name != "none" else ():
+                if module.formats[own] is PLAIN:
+                    weight = module.get_parameter(own)
+                    size += format_of(name).nbytes(weight.shape, weight.dtype) - weight.nbytes
+            memory[name] = size
+        except ValueError as error:
+            memory[name] = None
+            found.unknown.append(str(error))
+    return memory
+
+
+def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
+    """The mask token and the stop tokens, then all that the tokenizer's files give a role."""
+    known: dict[str, tuple[Any, str]] = {}
+    for file, vocabulary in vocabularies(found.folder):
+        known = {text: (token, file) for text, token in vocabulary.items()} | known
+    texts = {token: text for text, (token, _) in known.items() if type(token) is int}
+    if not texts:
+        found.unknown.append("texts of the tokens: no file of a tokenizer that has them is here")
+    if (spec := found.spec) is not None:
+        options = dict.fromkeys(given.get("stop_ids") or (), "model.stop_ids")
+        stops = options | {stop.id: stop.source for stop in ids.stops}
+        if spec.mask_id is not None:
+            named = PUBLISHED if ids.mask is None else ids.mask.source
+            named = named if given.get("mask_id") is None else "model.mask_id"
+            yield Token("mask", spec.mask_id, texts.get(spec.mask_id), named)
+        for stop in spec.stop_ids:
+            yield Token("stop", stop, texts.get(stop), stops.get(stop, PUBLISHED))
+    for role, text in dict.fromkeys(named_roles(found.folder)):
+        token, source = known.get(text, (None, ""))
+        yield Token(role, token if type(token) is int else None, text, source or None)
+
+
+def _render_chat(found: Inspection) -> None:
+    """Puts `CHAT` through the chat template, as the tokenizer does."""
+    settings = read_object(found.folder / TOKENIZER) if (found.folder / TOKENIZER).is_file() else {}
+    file, template = TOKENIZER, settings.get("chat_template")
+    if (found.folder / TEMPLATE).is_file():
+        file, template = TEMPLATE, (found.folder / TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(template, list):  # several, each with a name
+        template = next((one for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
+        template = template and template.get("template")
+    elif isinstance(template, dict):
+        template = template.get("default")
+    if template is None:
+        found.unknown.append(f"chat template: neither {TEMPLATE} nor {TOKENIZER} has one")
+        return
+    if not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template={template!r:.80} must be a text")
+    from transformers.utils import chat_template_utils  # slow to import
+
+    render: Any = chat_template_utils.render_jinja_template
+    roles = {role: text for role, text in named_roles(found.folder) if role.endswith("_token")}
+    try:
+        texts, _ = render([list(CHAT)], chat_template=template, add_generation_prompt=True, **roles)
+    except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the chat template fails: {error}") from error
+    found.template, found.chat = file, texts[0]
