@@ -39,11 +39,12 @@ class CanvasReader:
         self._before_CN = canvas.cursors_NC.T.contiguous()
         slots, columns = canvas.cursors_NC.shape
         cuda = canvas.cursors_NC.is_cuda
-        widths = columns, (columns - len(CURSORS)) // 2 * block
-        self._spare = [
-            _Copy(*(torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda) for width in widths), event(cuda))
-            for _ in range(2)
-        ]
+
+        def host(width: int) -> Tensor:
+            return torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda)
+
+        active = (columns - len(CURSORS)) // 2 * block
+        self._spare = [_Copy(host(columns), host(active), event(cuda)) for _ in range(2)]
         self._asked: deque[_Copy] = deque()
 
     def begin(self) -> None:
