@@ -4,8 +4,6 @@ Every step is the real `denoise_step`, of a recipe whose model is scripted. A ro
 where the reference keeps stepping it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

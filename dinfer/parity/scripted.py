@@ -1,7 +1,5 @@
 """A model that says what was recorded, so that decoders run in the real step on the reference's very logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

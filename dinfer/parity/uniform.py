@@ -4,8 +4,6 @@ The reference's random canvases are recorded in order of use: one when a canvas 
 Its draw of tokens was replaced by the most likely token, which is dinfer's temperature 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
