@@ -129,10 +129,18 @@ class BlockAfter:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How an iteration moved its rows on. bool [B] each."""
+    """How an iteration moved its rows on."""
 
-    entered_B: Tensor  # began a new block
-    done_B: Tensor  # has nothing more to decode
+    entered_BK: Tensor  # bool, the active block, as it is counted now, is a new one
+    done_B: Tensor  # bool, has nothing more to decode
+    left_B: Tensor | None = None  # int64, how many of the first blocks left; None, for K = 1: one where one entered
+
+    @property
+    def entered_B(self) -> Tensor:
+        """Rows whose active blocks are others now. bool [B]"""
+        if self.left_B is None:
+            return self.entered_BK[:, 0]
+        return self.entered_BK.any(-1) | (self.left_B > 0)
 
 
 class Component(ABC):
@@ -380,10 +388,18 @@ class Iteration(Component):
         """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
         return None
 
-    def must_progress(self, lanes: RowCursors) -> Tensor | None:
-        """Which active blocks must commit a token at every step. bool [B, K]; None: all"""
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all
+
+        `open_BKL`: what is still to be decoded. The first block with open positions must be among them.
+        """
         return None
 
     @abstractmethod
-    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
-        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors."""
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors.
+
+        With K > 1 the active blocks are neighbours: block k begins at `start + k * L`, and those from `end` on are not
+        open yet. Blocks leave at the beginning, counted in `block_B`, and enter behind the others. Decoder state and
+        step counts stay with their block. Changes `state` in place.
+        """

@@ -7,7 +7,7 @@ where the reference keeps stepping it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import Phase, Status
-from dinfer.core.protocols import StepShape
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS
 from dinfer.core.state import BatchState
@@ -175,11 +175,21 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
     return f"{len(want_SBL)} steps"
 
 
+def unforced(decoder: Any) -> Decoder:
+    """The decoder as if every row had to progress, for a sweep that lets rows stall where the references do."""
+
+    class Unforced(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            return super().select(stats, replace(view, must_progress_R=None), state)
+
+    return Unforced(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+
+
 def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, BatchState]:
     """A recipe, and a batch in which every row is the block at the start."""
     batch, length = x0_BL.shape
     sweep = ScriptedSweep(block=length, decay=rule.decay)
-    recipe = Recipe(model, sweep, DECODERS.build(rule.config), CACHES.build("none"))
+    recipe = Recipe(model, sweep, unforced(DECODERS.build(rule.config)), CACHES.build("none"))
     pages = -(-length // PAGE)
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device
