@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dinfer.core.protocols import Attend, Iteration, Model, ModelSpec, RowCursors, State
 from dinfer.core.recipe import Recipe
-from dinfer.kernels.dispatch import use_triton
 from dinfer.layers.mlp import Experts
 
 STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
@@ -39,7 +38,7 @@ class Spread(Iteration):
 
     def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
         plain, mask_id = plain_tokens(model.spec), model.spec.mask
-        if use_triton(tokens_BW):
+        if tokens_BW.is_cuda:
             from benchmarks.spread import spread
 
             fed_BW = spread(tokens_BW, pos_BW, lanes.slot_B, lanes.forwards_B, mask_id, plain, STRIDE, ROWS)

@@ -1,8 +1,8 @@
 """Finds the fastest recipe that loses no more accuracy than allowed, with Optuna, and checks it on fresh problems.
 
 Accuracy is lost against a reference recipe, on the same problems. The search sees the calibration problems alone; a
-candidate counts only if it keeps the bound on held-out problems too. `Judge` says how a recipe is measured, so any task
-can be tuned on.
+candidate counts only if it keeps the bound on held-out problems too. `Objective` says how a recipe is measured, so
+any task can be tuned on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Measured:
     scores: list[float]
 
 
-class Judge(Protocol):
+class Objective(Protocol):
     """Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
 
     def __call__(self, parts: Parts, split: Split) -> Measured: ...
@@ -146,7 +146,7 @@ def _value(trial: Any, name: str, values: Any) -> Any:
 
 
 def tune(
-    judge: Judge,
+    objective: Objective,
     space: Space,
     reference: Parts,
     *,
@@ -168,12 +168,12 @@ def tune(
         if not value >= least:
             raise ValueError(f"{label}={value} must be at least {least}")
     check_space(space, reference)
-    references = {"calibration": judge(reference, "calibration")}
+    references = {"calibration": objective(reference, "calibration")}
     seen: dict[str, Tried] = {}
 
     def tried(parts: Parts, split: Split) -> Tried:
         try:
-            measured = judge(parts, split)
+            measured = objective(parts, split)
         except (IncompatibleRecipe, ValueError) as error:
             return Tried(parts, None, None, None, str(error))
         row = measured.metrics.row()
@@ -206,12 +206,12 @@ def tune(
         if one is not None:
             seen[key] = one
             yield one
-    yield _verified(list(seen.values()), references, tried, judge, reference, max_drop, verify)
+    yield _verified(list(seen.values()), references, tried, objective, reference, max_drop, verify)
 
 
 def _verified(
-    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, judge: Judge, reference: Parts, max_drop: float,
-    verify: int,
+    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, objective: Objective, reference: Parts,
+    max_drop: float, verify: int,
 ) -> Found:  # fmt: skip
     """The fastest recipe that keeps the bound on both splits."""
     within = [one for one in seen if one.drop is not None and one.drop.points <= max_drop]
@@ -224,7 +224,7 @@ def _verified(
             f"none of {len(seen)} recipes keeps the accuracy within {max_drop} points on the calibration problems (the "
             f"best loses {closest:.2f}): allow more with max_drop, try more with trials, or widen the space"
         )
-    references["heldout"] = judge(reference, "heldout")
+    references["heldout"] = objective(reference, "heldout")
     for number, candidate in enumerate(within[:verify], 1):
         again = tried(candidate.parts, "heldout")
         if again.drop is not None and again.drop.points <= max_drop:

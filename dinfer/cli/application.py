@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
+from hydra.core.utils import run_job
+from hydra.experimental.callback import Callback
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from dinfer.cli import conf
@@ -35,43 +35,47 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     """
     command, folder = args.command, args.config_dir
     text, overrides = divided(args, cache(lambda: names(command, folder)), takes_text=takes_text)
-    if folder:
-        overrides.append(f"hydra.searchpath={conf.searched(folder)}")
+    overrides += [f"hydra.searchpath={conf.searched(folder)}"] if folder else []
     parsed = [parse(override) for override in overrides]
-    check(command, folder, parsed, multirun=args.multirun)
 
     def run(config: DictConfig) -> Missed | None:
-        # Inside Hydra, which would add lines of its own to an error that reaches it.
-        with reported():
+        with reported():  # inside Hydra, which would add lines of its own to an error that reaches it
             values = conf.values_of(config)
             if args.multirun:
                 return point(task, values, text)
             task(values, text)
         return None
 
-    if args.multirun and not args.flags:
-        sweep(command, parsed, run)
-    else:
-        in_hydra([*["--multirun"] * args.multirun, *args.flags, *overrides], command, run)
+    if args.flags and args.multirun:
+        raise ValueError("-m runs a sweep, and --cfg and its like show something and stop: leave one of them out")
+    with conf.session() as loader, explained():
+        check(command, folder, parsed, multirun=args.multirun)
+        # Hydra names a type that is internal; the public one has the same methods.
+        context = HydraContext(config_loader=loader, callbacks=Callback())  # type: ignore[arg-type]
+        if args.multirun:
+            return sweep(command, parsed, context, run)
+        config = hydra.compose(command, [*overrides, "hydra.mode=RUN"], return_hydra_config=True)
+        if not args.flags:
+            job = run_job(run, config, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
+            return job.return_value  # raises what the task raised
+    in_hydra([*args.flags, *overrides], command)
 
 
-def in_hydra(argv: Sequence[str], command: str, task: Callable[[DictConfig], Any] = print) -> None:
-    """Runs Hydra's own command line. Raises ValueError for what Hydra does not know."""
+def in_hydra(argv: Sequence[str], command: str) -> None:
+    """Runs Hydra's own command line, for flags that show something and stop."""
     conf.publish()
     before, sys.argv = sys.argv, ["dinfer", *argv]
     try:
-        with _errors_raised(), explained():
-            hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(task)()
+        hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(print)()
     finally:
         sys.argv = before
 
 
 def roots(command: str, folder: str | None) -> set[str]:
     """All that an override may begin with. `folder`: a further one of configurations."""
-    with conf.session():
-        settings = conf.compose(command, [])
     groups = [path.name for path in Path(folder).iterdir() if path.is_dir()] if folder else []
-    return {*settings, *groups, conf.RECIPE, "hydra"}
+    with conf.session():
+        return {*conf.compose(command, []), *groups, conf.RECIPE, "hydra"}
 
 
 def names(command: str, folder: str | None) -> set[str]:
@@ -108,31 +112,12 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
     try:
         task(settings, text)
     except (*input_errors(), *failures()) as error:
-        return missed(error)
+        from dinfer.core.recipe import IncompatibleRecipe
+
+        failed = not isinstance(error, IncompatibleRecipe)
+        if failed and debugging():
+            raise
+        sys.stdout.flush()
+        say(f"dinfer: {message(error)}")
+        return Missed(message(error), failed)
     return None
-
-
-def missed(error: BaseException) -> Missed:
-    """Says at once why a point has no result."""
-    from dinfer.core.recipe import IncompatibleRecipe
-
-    failed = not isinstance(error, IncompatibleRecipe)
-    if failed and debugging():
-        raise error
-    sys.stdout.flush()
-    say(f"dinfer: {message(error)}")
-    return Missed(message(error), failed)
-
-
-@contextmanager
-def _errors_raised() -> Iterator[None]:
-    """Lets Hydra raise its errors instead of printing them and leaving, for us to report."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before

@@ -63,8 +63,12 @@ def publish() -> None:
 
 @contextmanager
 def session() -> Iterator[ConfigLoader]:
-    """Hydra with our configuration, for what is no command of Hydra's."""
+    """Hydra with our configuration; within another session, that one."""
     publish()
+    running = GlobalHydra.instance()
+    if running.is_initialized():
+        yield running.config_loader()
+        return
     with hydra.initialize_config_dir(version_base=VERSION, config_dir=str(folder())):
         yield GlobalHydra.instance().config_loader()
 

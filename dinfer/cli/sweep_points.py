@@ -19,13 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
-from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from dinfer.cli import conf
 from dinfer.cli.errors import FAILED
-from dinfer.cli.explain import components, explained
+from dinfer.cli.explain import components
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
 
@@ -38,31 +36,27 @@ class Missed:
     failed: bool  # else its components cannot work together, which is a finding and no failure
 
 
-def sweep(command: str, overrides: Sequence[Override], task: TaskFunction) -> None:
+def sweep(command: str, overrides: Sequence[Override], context: HydraContext, task: TaskFunction) -> None:
     """Runs the task at every point, by the launcher of the configuration. Raises ValueError before any point runs."""
+    loader = context.config_loader
     own = [str(override.input_line) for override in overrides if override.is_hydra_override()]
     # A preset may hold settings of Hydra's too. Options are left out: the components may differ from point to point.
     plain = [one for one in overrides if not one.is_hydra_override() and "." not in one.key_or_group]
     single = [str(one.input_line) for one in plain if not one.is_sweep_override()]
     if not any(text.startswith(("hydra.sweep.dir=", "hydra/launcher=")) for text in own):
         own += ["hydra.sweep.dir=.", "hydra.sweep.subdir=."]  # no folder of Hydra's for points that run here
-    with conf.session() as loader, explained():
-        config = hydra.compose(command, [*own, *single, "hydra.mode=MULTIRUN"], return_hydra_config=True)
-        if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
-            raise ValueError(
-                f"hydra/sweeper={sweeper}: dinfer has a sweeper of its own. Leave it out, or use dinfer tune"
-            )
-        arguments = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
-        arguments += [str(override.input_line) for override in overrides if not override.is_hydra_override()]
-        found = points(arguments, loader, config)
-        for point in found:
-            composed(loader, config, point)
-        # Hydra names a type that is internal; the public one has the same methods.
-        context = HydraContext(config_loader=loader, callbacks=Callback())  # type: ignore[arg-type]
-        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
-        size, jobs = config.hydra.sweeper.max_batch_size or len(found), list[JobReturn]()
-        for first in range(0, len(found), size):
-            jobs += launcher.launch(found[first : first + size], initial_job_idx=first)
+    config = hydra.compose(command, [*own, *single, "hydra.mode=MULTIRUN"], return_hydra_config=True)
+    if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
+        raise ValueError(f"hydra/sweeper={sweeper}: dinfer has a sweeper of its own. Leave it out, or use dinfer tune")
+    arguments = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
+    arguments += [str(override.input_line) for override in overrides if not override.is_hydra_override()]
+    found = points(arguments, loader, config)
+    for point in found:
+        composed(loader, config, point)
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
+    size, jobs = config.hydra.sweeper.max_batch_size or len(found), list[JobReturn]()
+    for first in range(0, len(found), size):
+        jobs += launcher.launch(found[first : first + size], initial_job_idx=first)
     report(jobs)
 
 
@@ -102,8 +96,7 @@ def points(arguments: list[str], loader: ConfigLoader, config: DictConfig) -> li
 
 def composed(loader: ConfigLoader, config: DictConfig, point: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The components at a point. Raises ValueError."""
-    with explained():
-        return components(loader.load_sweep_config(config, list(point)))
+    return components(loader.load_sweep_config(config, list(point)))
 
 
 def written(override: Override) -> list[str]:

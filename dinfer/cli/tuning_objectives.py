@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dinfer.analysis.metrics import Metrics, Sample, measure
-from dinfer.analysis.tuning import Judge, Measured, Parts, Split
+from dinfer.analysis.tuning import Measured, Objective, Parts, Split
 from dinfer.cli import conf
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.recipe import pipeline, setting
@@ -19,8 +19,8 @@ from dinfer.demo.problems import Problem, generate, is_correct
 from dinfer.pipeline import Pipeline
 
 
-def judge_of(config: dict[str, Any]) -> Judge:
-    """The judge that the configuration asks for. Raises ValueError, OSError."""
+def objective_of(config: dict[str, Any]) -> Objective:
+    """What the configuration asks to measure recipes on. Raises ValueError, OSError."""
     counts = {name: setting(config, name, int) for name in ("count", "heldout")}
     for name, count in counts.items():
         if count < 1:

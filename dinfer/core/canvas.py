@@ -238,7 +238,7 @@ class Canvas:
         `entered` begin their count of steps; those behind the `left_B` first ones move to the front with theirs.
         `refreshed`: this one was a FULL pass whose keys are kept.
         """
-        if use_triton(self.cursors_NC):
+        if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
 
             columns = {name: column for column, name in enumerate(Cursors._fields)}

@@ -37,7 +37,7 @@ def commit(
 
     `blank_RL`: what open positions hold from now on. `edits`: the decoder may rewrite what is decoded.
     """
-    if use_triton(canvas.tokens_NS):
+    if use_triton(canvas.tokens_NS, "commit"):
         from dinfer.kernels.triton.commit import commit as kernel
 
         return Commits(

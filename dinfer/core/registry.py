@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dinfer.core.describe import Description, OptionInfo, modules
+from dinfer.core.declarations import declared
 
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)
@@ -40,6 +40,27 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request})
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option as `dinfer list` shows it."""
+
+    name: str
+    default: Any
+    help: str
+    per_request: bool
+    hint: Any  # the declared type, such as `float` or `Literal["a", "b"] | None`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """A component as `dinfer list` shows it."""
+
+    summary: str  # the first line of the docstring
+    paper: str
+    remark: str
+    options: tuple[OptionInfo, ...]
+
+
 def options_of(component: Any) -> list[OptionInfo]:
     """The options of a component or of its class, in the order of definition."""
     hints = _hints(component if isinstance(component, type) else type(component))
@@ -57,6 +78,12 @@ def brief(component: Any) -> str:
     given = ((info.name, getattr(component, info.name), info.default) for info in options_of(component))
     options = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
     return f"{type(component).__name__}({options})"
+
+
+def description_of(cls: Any) -> Description:
+    """What a component's class says of itself."""
+    summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+    return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
 
 
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
@@ -158,11 +185,14 @@ class Registry(Generic[T]):
     def _written(self) -> dict[str, tuple[str, Description]]:
         """The module and the description of what can be read from the source. Imports the modules that cannot be."""
         found: dict[str, tuple[str, Description]] = {}
-        for module in modules(self._package, f"{self.kind.upper()}S"):
-            if isinstance(module, str):
+        scope = {"dataclass": dataclasses.dataclass, "option": option, "__name__": __name__}
+        for module, registered in declared(self._package, f"{self.kind.upper()}S", scope):
+            try:
+                found |= {name: (module, description_of(cls)) for name, cls in (registered or {}).items()}
+            except NameError:  # in a type
+                registered = None
+            if registered is None:
                 importlib.import_module(module)
-            else:
-                found |= {name: (module.name, description) for name, description in module.registered.items()}
         return found
 
     @cached_property
@@ -185,11 +215,8 @@ class Registry(Generic[T]):
 
     def describe(self, name: str) -> Description:
         """Summary, paper and options of a component, which is not imported for that. Raises UnknownName."""
-        if name in self._written and name not in self._table:
-            return self._written[name][1]
-        cls: Any = self.get(name)
-        summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
-        return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
+        unread = name in self._written and name not in self._table
+        return self._written[name][1] if unread else description_of(self.get(name))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.

@@ -42,7 +42,7 @@ def leave_blocks(
     with "cut" once all before that token is decoded, never with "off". `prompt`: such tokens of the prompt count too.
     bool [B] twice, int64 [B] three times
     """
-    if use_triton(next_B):
+    if use_triton(next_B, "advance"):
         from dinfer.kernels.triton.advance import leave_blocks as kernel
 
         return kernel(

@@ -74,7 +74,7 @@ def paged_attention(
     page one that no row shares. On CUDA it must come right behind `rotate_and_store`, or a kernel that is not ours:
     intervals that a kernel just before has written may be read too early.
     """
-    if use_triton(q_BWHE, q_BWHE.shape[-1]):
+    if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
         return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
@@ -93,7 +93,7 @@ def attention_interval(
     `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions counted from 0. Padding
     (position -1) gets the first visible key, so that its softmax is defined; nothing reads what comes out.
     """
-    if use_triton(pos_BW):
+    if use_triton(pos_BW, "canvas"):
         from dinfer.kernels.triton.canvas import attention_interval as kernel
 
         return kernel(pos_BW, start_B, end_B, causal_block)

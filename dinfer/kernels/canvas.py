@@ -15,7 +15,7 @@ from dinfer.kernels.window import span
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """The columns of the rows that the lanes name, and in which the first one is `first`. [C, B]; bool [B]"""
-    if use_triton(rows_NC):
+    if use_triton(rows_NC, "canvas"):
         from dinfer.kernels.triton.canvas import lane_columns as kernel
 
         return kernel(rows_NC, slot_B, first)
@@ -25,7 +25,7 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
     """The columns of the rows that the lanes name, each value `repeat` times: as they are, and as int64. [O, R]"""
-    if use_triton(slot_B):
+    if use_triton(slot_B, "canvas"):
         from dinfer.kernels.triton.canvas import option_columns as kernel
 
         return kernel(values_NO, slot_B, repeat)
@@ -43,7 +43,7 @@ def window_values(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, live_B: Tensor, fits_B: Tensor, pos_BW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lanes that are live and fit, their positions, -1 in others, and what `canvas_values` says of these."""
-    if use_triton(tokens_NS):
+    if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import window_values as kernel
 
         return kernel(tokens_NS, status_NS, slot_B, live_B, fits_B, pos_BW)
@@ -64,7 +64,7 @@ def active_rows(
     """The active blocks as rows: positions (-1: padding), tokens, which are open, which are given or padding, [R, L]
     each, and how many masks each block began with: where it begins now, those that are there. int64 [R]
     """
-    if use_triton(tokens_NS):
+    if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import active_rows as kernel
 
         return kernel(tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status)
@@ -83,7 +83,7 @@ def key_places(
 
     Padding (-1) and positions whose page is `null` go to the beginning of the page `scratch`.
     """
-    if use_triton(table_NP):
+    if use_triton(table_NP, "canvas"):
         from dinfer.kernels.triton.canvas import key_places as kernel
 
         return kernel(table_NP, slot_B, pos_BW, page, pages, null, scratch)

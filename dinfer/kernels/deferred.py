@@ -19,7 +19,7 @@ def close(x: Deferred) -> Tensor:
         return widened(x).to(x.dtype) if x.wide is None else x.wide
     if x.weights_NC is None:
         return x.values.sum(0).to(x.dtype)
-    if use_triton(x.values):
+    if use_triton(x.values, "experts"):
         from dinfer.kernels.triton.moe import combine
 
         return combine(x.values, x.weights_NC)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,24 +15,43 @@ from torch import Tensor
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 VARIABLE = "DINFER_KERNELS"
+Group = Literal[
+    "linear", "packed", "experts", "router", "attention", "rotary", "norm", "gate", "canvas", "commit", "advance",
+    "rows", "draw", "token_stats",
+]  # fmt: skip
+"""Kernels that are switched off together, to measure what they gain (`benchmarks.ablation`)."""
+GROUPS: tuple[str, ...] = get_args(Group)
 WIDEST_HEAD = 256  # the tiles are made for heads up to this size
 
 
-def use_triton(tensor: Tensor, head_dim: int = 16) -> bool:
+def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
     """True on CUDA, unless the kernels cannot: gradients, float64, head sizes that are no power of two, 16 to 256.
 
-    `DINFER_KERNELS=torch` in the environment turns them off; torch.compile makes kernels of its own of the references.
+    `DINFER_KERNELS` in the environment turns groups off: `torch` all of them, `triton,-canvas,-commit` these two.
+    torch.compile makes kernels of its own of the references. Raises ValueError for a name that is not known.
     """
     if torch.compiler.is_compiling():
         return False
-    choice = os.environ.get(VARIABLE, "triton")
-    if choice not in ("triton", "torch"):
-        raise ValueError(f"{VARIABLE}={choice!r} must be 'triton' or 'torch'")
     able = 16 <= head_dim <= WIDEST_HEAD and head_dim & (head_dim - 1) == 0
-    if not able and tensor.is_cuda and choice == "triton":
+    wanted = group not in groups_off(os.environ.get(VARIABLE, "triton")) and tensor.is_cuda
+    if wanted and not able:
         _tell(head_dim)
-    able = able and tensor.dtype != torch.float64
-    return tensor.is_cuda and choice == "triton" and able and not torch.is_grad_enabled()
+    return wanted and able and tensor.dtype != torch.float64 and not torch.is_grad_enabled()
+
+
+@cache
+def groups_off(choice: str) -> frozenset[str]:
+    """The groups that a value of `DINFER_KERNELS` turns off. Raises ValueError that names what is not known."""
+    first, *others = choice.split(",")
+    names = {part.removeprefix("-") for part in others}
+    if first == "torch" and not others:
+        return frozenset(GROUPS)
+    if first != "triton" or not names <= {*GROUPS} or not all(part.startswith("-") for part in others):
+        raise ValueError(
+            f"{VARIABLE}={choice!r} must be 'triton', 'torch', or 'triton' and groups to turn off, such as "
+            f"'triton,-canvas,-commit'. Groups: {', '.join(GROUPS)}."
+        )
+    return frozenset(names)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -27,7 +27,7 @@ def check_float8(device: torch.device, what: str, instead: str) -> None:
 
 def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     """Each row of the last dimension at a scale of its own, its largest value at the largest of `dtype`."""
-    if dtype == FLOAT8 and use_triton(x):
+    if dtype == FLOAT8 and use_triton(x, "linear"):
         from dinfer.kernels.triton.linear import round_rows as kernel
 
         return kernel(x)
@@ -53,7 +53,7 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
     """
     x = close(x)
-    if not (few(x) and use_triton(x)):
+    if not (few(x) and use_triton(x, "linear")):
         return F.linear(x, weight_OK, bias_O)
     from dinfer.kernels.triton.linear import linear as kernel
 
@@ -63,7 +63,7 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
 def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
     x = rows(x)
-    if use_triton(held(x)):
+    if use_triton(held(x), "linear"):
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))

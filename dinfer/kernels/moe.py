@@ -30,7 +30,9 @@ GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels cal
 def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
     """x times the weight's transpose, in float32 whatever their dtype, maybe in parts. [..., D] -> [N, X]"""
     x_ND = close(rows_of(x_ND))
-    if use_triton(x_ND) and x_ND.dtype != torch.float32:  # products of two narrow numbers are exact in float32
+    if (
+        use_triton(x_ND, "router") and x_ND.dtype != torch.float32
+    ):  # products of two narrow numbers are exact in float32
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
 
@@ -48,7 +50,7 @@ def route(
 
     `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
     """
-    if allowed_NX is None and use_triton(held(logits_NX)):
+    if allowed_NX is None and use_triton(held(logits_NX), "router"):
         from dinfer.kernels.triton.route import route as kernel
 
         return kernel(
@@ -177,7 +179,7 @@ def expert_mixture(
     tokens, chosen = experts_NC.shape
     flat = rows_of(x)
     wide_ND = close(flat)
-    if not use_triton(wide_ND):
+    if not use_triton(wide_ND, "experts"):
         mixed_ND = _mixed_tiles(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
     from dinfer.kernels.triton.moe import combine, plan

@@ -30,7 +30,7 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
 
 def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     """x + delta. [B, W, D]"""
-    if use_triton(x_BWD):
+    if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add as kernel
 
         return kernel(x_BWD, to_add(delta_BWD))
@@ -41,7 +41,7 @@ def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
 ) -> tuple[Tensor, Deferred]:
     """s = x + delta, and `rms_norm` of it as the next layer takes its `inputs`. [B, W, D] each; delta None: s = x"""
-    if use_triton(x_BWD):
+    if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
         return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs)
@@ -56,7 +56,7 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
 
     [B, W, 2M] -> [B, W, M]
     """
-    if use_triton(gate_up_BWX):
+    if use_triton(gate_up_BWX, "gate"):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
         return kernel(gate_up_BWX, inputs)

@@ -64,7 +64,7 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 
 def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of a weight in 4 bits; the rows stay as they are. [..., K] -> [..., O]"""
-    if not use_triton(x):
+    if not use_triton(x, "packed"):
         out = F.linear(x.float(), unpack(weight_OH, scale_OG), None if bias_O is None else bias_O.float())
         return out.to(x.dtype)
     from dinfer.kernels.triton import packed as kernels

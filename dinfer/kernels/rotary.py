@@ -23,7 +23,7 @@ def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pai
     and of its halves swapped. `pairs`: only the first so many pairs turn (Gemma's "proportional" RoPE).
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    if dtype == torch.float32 and use_triton(pos_BW):
+    if dtype == torch.float32 and use_triton(pos_BW, "rotary"):
         from dinfer.kernels.triton.rotary import rotary_table as kernel
 
         return kernel(pos_BW, _turns(dim, theta, dtype, pairs, pos_BW.device))
@@ -75,7 +75,7 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
     Row i of the flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8. Of
     several rows that go to one place any may win.
     """
-    if use_triton(held(x.qkv_BWXE), x.qkv_BWXE.shape[-1]):
+    if use_triton(held(x.qkv_BWXE), "rotary", x.qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
         return kernel(x, k_YGE, v_YGE, write_X)

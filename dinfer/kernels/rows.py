@@ -15,7 +15,7 @@ from dinfer.kernels.dispatch import use_triton
 
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
     """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
-    if use_triton(x_BWX):
+    if use_triton(x_BWX, "rows"):
         from dinfer.kernels.triton.rows import take as kernel
 
         return kernel(x_BWX, index_RL)
@@ -25,7 +25,7 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
 
 def looked_up(table_VD: Tensor, index_BW: Tensor) -> Tensor:
     """Rows of a table. [B, W, D]"""
-    if use_triton(table_VD):
+    if use_triton(table_VD, "rows"):
         from dinfer.kernels.triton.rows import take as kernel
 
         return kernel(table_VD[None], index_BW)
@@ -34,7 +34,7 @@ def looked_up(table_VD: Tensor, index_BW: Tensor) -> Tensor:
 
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
     """Writes the rows of live lanes to their slots, in place; X: any dimensions. A live lane's slot is named once."""
-    if use_triton(slot_B):
+    if use_triton(slot_B, "rows"):
         from dinfer.kernels.triton.rows import store_rows as kernel
 
         return kernel(rows_NX, slot_B, live_B, new_BX)

@@ -20,7 +20,7 @@ def confident(
     `compat`: None is Fast-dLLM's rule; "sglang" asks for c > bar; "dinfer" leaves positions that the mask token wins
     out before anything else, and lowers the bar to 1e-5 below the best where that is lower.
     """
-    if compat != "dinfer" and masked_RL.shape[1] <= LONGEST and use_triton(masked_RL):
+    if compat != "dinfer" and masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
         from dinfer.kernels.triton.commit import confident as kernel
 
         return kernel(

@@ -19,7 +19,7 @@ def token_stats(
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
     is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0.
     """
-    if use_triton(logits_RLV):
+    if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
 
         found = kernel(

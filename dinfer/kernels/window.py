@@ -32,7 +32,7 @@ def window_positions(
     does not fit; if the plan `keeps`, up to where keys are final after the step, int64 [B]; with `prefill` or
     `settles`, up to where a row that decodes nothing has keys, int64 [B], -1 for a row that decodes.
     """
-    if use_triton(place_B[0]):
+    if use_triton(place_B[0], "canvas"):
         from dinfer.kernels.triton.window import window_positions as kernel
 
         return kernel(place_B, width, active, shift, block, plan.numbers(shift), prefill, settles)

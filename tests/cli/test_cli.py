@@ -243,10 +243,12 @@ def test_hydras_own_help(line: list[str], dinfer: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_names(shell: str, dinfer: CommandLine) -> None:
+def test_a_shell_completes_names(shell: str, dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/dinfer"])
     script = dinfer("-sc", f"install={shell}")
     assert script.status == 0 and "complete" in script.out and "dinfer" in script.out
     assert dinfer("-sc", f"uninstall={shell}").status == 0
+    assert "unknown completion 'install=bsh'. Did you mean 'install=bash'?" in dinfer("-sc", "install=bsh").err
     for typed, expected, other in (
         ("dinfer gen", {"generate", "list"}, "decoder="),
         ("dinfer generate ", {"decoder=", "max_new_tokens=", "runtime."}, "generate"),

@@ -24,8 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.stats": set(),
     "kernels": {"core.plan", "core.stats"},
     "core.canvas": {"kernels"},
-    "core.describe": set(),
-    "core.registry": {"core.describe"},
+    "core.declarations": set(),
+    "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
     "core.protocols": {"core.canvas", "core.plan", "core.spec", "core.stats"},
@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.inputs": set(),
     "pipeline.streaming": {"engine"},
     "analysis.metrics": {"engine"},
+    "analysis.comparison": {"analysis.metrics", "core.registry", "demo", "pipeline"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
@@ -87,8 +88,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
-        "core.spec", "engine", "analysis.pareto", "analysis.metrics", "analysis.outputs", "pipeline",
-        "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
+        "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
+        "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
@@ -152,6 +153,8 @@ def offences(unit: str, source: str) -> list[str]:
             found.append(f"{unit} may not import {name}")
         elif top in OUTSIDE and unit not in OUTSIDE[top]:
             found.append(f"{unit} may not import {top}")
+        elif name.startswith("hydra._"):
+            found.append(f"{name} is Hydra's own")
     return found
 
 
@@ -179,6 +182,7 @@ def test_imports_point_down(path: Path) -> None:
         ("pipeline.pipeline", "if True:\n    import hydra"),
         ("layers", "import triton.language as tl"),
         ("engine", "from dinfer.cli.main import main"),
+        ("cli", "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper"),
     ],
 )
 def test_the_rule_notices(unit: str, source: str) -> None:

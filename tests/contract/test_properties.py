@@ -106,7 +106,8 @@ def _options(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     return chosen
 
 
-LIMIT = 25 * (1 + 40)  # new tokens, each in a block of its own that is then edited as often as may be
+# New tokens, each in a block of its own. Each of its 40 edits may mask the token again, and a step fills it again.
+LIMIT = 25 * (1 + 2 * 40)
 
 
 def run(case: Case) -> dict[int, list[Update]]:

@@ -13,6 +13,7 @@ from support.examples import examples
 from support.models import tiny_spec
 
 from dinfer.core.kv import NULL, RESERVED, SCRATCH, KVPool
+from dinfer.kernels import dispatch
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.norm import add_rms_norm, swiglu
 from dinfer.kernels.rank import descending_rank
@@ -242,3 +243,19 @@ def test_swiglu_gates_with_its_first_half() -> None:
     x = torch.randn(2, 3, 10, generator=rng(7), dtype=torch.float64)
     gate, up = x[..., :5], x[..., 5:]
     torch.testing.assert_close(swiglu(x), gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize(("choice", "off"), [
+    ("triton", set()), ("torch", set(dispatch.GROUPS)), ("triton,-canvas,-commit", {"canvas", "commit"}),
+])  # fmt: skip
+def test_groups_of_kernels_are_turned_off(choice: str, off: set[str]) -> None:
+    assert dispatch.groups_off(choice) == off
+
+
+@pytest.mark.parametrize(
+    "choice", ["", "cuda", "torch,-canvas", "triton,canvas", "triton,-canvsa", "-canvas", "triton,"]
+)
+def test_a_group_that_is_not_known_is_named(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DINFER_KERNELS", choice)
+    with pytest.raises(ValueError, match=rf"DINFER_KERNELS='{choice}' must be .* Groups: linear, .*, token_stats\."):
+        add_rms_norm(torch.zeros(1, 2, 4), None, torch.ones(4), 1e-5)

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dinfer
-from dinfer.core.describe import Description
-from dinfer.core.registry import REGISTRIES, Registry, options_of
+from dinfer.core.registry import REGISTRIES, Description, Registry, options_of
 
 HEAD = """
 from dataclasses import dataclass
@@ -82,25 +82,35 @@ def test_a_module_is_imported_when_a_component_of_it_is_built(tmp_path: Path, mo
     assert "lazy.plain" in sys.modules
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        PLAIN.replace("0.5", "1 / 2"),
-        PLAIN.replace("0.5", "SHARE").replace("@DEC", "SHARE = 0.5\n@DEC"),
-        PLAIN.replace('"of " "all"', '"of " + "all"'),
-        PLAIN.replace('"plain"', '"pla" + "in"'),
-        PLAIN.replace("None = option", "NoneType = option").replace("@DEC", "from types import NoneType\n@DEC"),
-        PLAIN.replace('@DECODERS.register("plain")\n', "") + 'DECODERS.register("plain")(Plain)\n',
-        PLAIN.replace("(Base)", "(Base, Mixin)").replace("@DEC", "class Mixin:\n    pass\n\n@DEC", 1),
-        PLAIN.replace("@DEC", "class Base(Base):\n    pass\n\n@DEC", 1),
-    ],
-)  # fmt: skip
-def test_source_that_cannot_be_read_is_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+READ = [
+    PLAIN,
+    PLAIN.replace("0.5", "1 / 2"),
+    PLAIN.replace('"of " "all"', '"of " + "all"'),
+    PLAIN.replace("@DEC", "class Base(Base):\n    pass\n\n@DEC", 1),
+    PLAIN + "class Net(nn.Module):\n    size: int = SIZE\n",
+]
+RUN = [
+    PLAIN.replace("0.5", "SHARE").replace("@DEC", "SHARE = 0.5\n@DEC"),
+    PLAIN.replace('"plain"', '"pla" + "in"'),
+    PLAIN.replace("None = option", "NoneType = option").replace("@DEC", "from types import NoneType\n@DEC"),
+    PLAIN.replace('@DECODERS.register("plain")\n', "") + 'DECODERS.register("plain")(Plain)\n',
+    PLAIN.replace("(Base)", "(Base, Mixed)").replace("@DEC", "from abc import ABC as Mixed\n@DEC", 1),
+    PLAIN.replace("@DEC", "if True:\n    class Base(Base):\n        share: float = 1.0\n@DEC", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "imported"), [*((text, False) for text in READ), *((text, True) for text in RUN)])
+def test_source_that_cannot_be_read_is_run(
+    text: str, imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"odd{abs(hash(text))}"
-    registry = package(tmp_path, monkeypatch, name, plain=HEAD.format(package=name) + BASE + text)
-    assert registry.names() == ["plain"] and f"{name}.plain" in sys.modules
-    (share,) = [option for option in registry.describe("plain").options if option.name == "share"]
-    assert (share.default, share.help) == (0.5, "of all")
+    monkeypatch.setitem(vars(torch.nn), "SIZE", 3)
+    head = HEAD.format(package=name) + "from torch import nn\nfrom torch.nn import SIZE\n"
+    registry = package(tmp_path, monkeypatch, name, plain=head + BASE + text)
+    described = registry.describe("plain")
+    assert (f"{name}.plain" in sys.modules) == imported
+    assert described == Description("Says what it does.", "arXiv:1", "", tuple(options_of(registry.get("plain"))))
+    assert {option.default for option in described.options} == {0.5, 3, None}
 
 
 def test_a_name_belongs_to_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,9 @@ def test_a_linear_map_in_parts(dtype: torch.dtype, quantized: bool, parts: int, 
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
     assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
-    want = linear.linear(x, weight_OK, bias_O)
-    if scale_O is not None:
+    if scale_O is None:
+        want = linear.linear(x, weight_OK, bias_O)
+    else:
         want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
     torch.testing.assert_close(close(got), want, **CLOSE[dtype])
 

@@ -1,4 +1,4 @@
-"""Tuning: the search against a judge whose best recipe is known, what is refused, and the preset that comes of it."""
+"""Tuning: the search against an objective whose best recipe is known, what is refused, and the preset it writes."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class Scripted:
         return Measured(measure(samples, float(forwards)), [float(i < right) for i in range(100)])
 
 
-def tuned(judge: Scripted, **settings: Any) -> tuple[list[Tried], Found]:
-    *tried, found = tune(judge, SPACE, REFERENCE, **{"trials": 40, "goal": "tpf"} | settings)
+def tuned(objective: Scripted, **settings: Any) -> tuple[list[Tried], Found]:
+    *tried, found = tune(objective, SPACE, REFERENCE, **{"trials": 40, "goal": "tpf"} | settings)
     assert isinstance(found, Found)
     return tried, found  # type: ignore[return-value]
 
 
 def test_the_fastest_recipe_within_the_bound_is_found_and_verified() -> None:
-    judge = Scripted(knee=0.8)
-    tried, found = tuned(judge, max_drop=0.0)
+    objective = Scripted(knee=0.8)
+    tried, found = tuned(objective, max_drop=0.0)
     assert found.parts["decoder"] == {"name": "threshold", "threshold": 0.8} and found.parts["cache"]["name"] == "dual"
     assert found.parts["iteration"] == REFERENCE["iteration"]
     assert found.heldout.drop is not None and found.heldout.drop.points == 0 and found.verified == 1
     keys = [json.dumps(one.parts, sort_keys=True) for one in tried]
     assert len(set(keys)) == len(keys) and found.tried == tried
     # The held-out problems are not looked at before the search is over.
-    assert [split for split, _ in judge.asked[-2:]] == ["heldout"] * 2
-    assert all(split == "calibration" for split, _ in judge.asked[:-2])
+    assert [split for split, _ in objective.asked[-2:]] == ["heldout"] * 2
+    assert all(split == "calibration" for split, _ in objective.asked[:-2])
 
 
 def test_a_wider_bound_buys_speed() -> None:

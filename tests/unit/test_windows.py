@@ -73,7 +73,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
 ) -> None:
     if triton:
         pytest.importorskip("triton")
-        monkeypatch.setattr(kernels, "use_triton", lambda tensor: True)
+        monkeypatch.setattr(kernels, "use_triton", lambda *given: True)
     spec = scripted_spec(**MODELS[model])
 
     @settings(max_examples=20 if triton else 150)
@@ -101,7 +101,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
 def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if triton:
         pytest.importorskip("triton")
-        monkeypatch.setattr(kernels, "use_triton", lambda tensor: True)
+        monkeypatch.setattr(kernels, "use_triton", lambda *given: True)
     spec, cache = scripted_spec(**MODELS[model]), CACHES.build("block")
     grain = spec.attention_block
 

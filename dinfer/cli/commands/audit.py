@@ -26,6 +26,7 @@ from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.demo.problems import generate
 
@@ -74,18 +75,21 @@ def measure(config: dict[str, Any], question: str | None) -> None:
 
 def report(found: Audit) -> Table:
     """The means of each block, and of all."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("block", no_wrap=True)
-    for name in ("steps", "KL", "worst KL", "same top-1", "same commits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
-    for name, m in rows.items():
-        shares = (f"{100 * m[key]:.2f}%" for key in ("top1", "committed_agreement"))
-        table.add_row(name, f"{m['steps']:.0f}", f"{m['kl']:.2e}", f"{m['kl_worst']:.2e}", *shares)
+    means = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
+    rows = [
+        {
+            "block": name,
+            "steps": f"{m['steps']:.0f}",
+            "KL": f"{m['kl']:.2e}",
+            "worst KL": f"{m['kl_worst']:.2e}",
+            "same top-1": f"{100 * m['top1']:.2f}%",
+            "same commits": f"{100 * m['committed_agreement']:.2f}%",
+        }
+        for name, m in means.items()
+    ]
     says = "exact" if found.exact else "an approximation"
-    table.caption = (
+    return table(
+        rows,
         f"{found.recipe['cache']} is {says} for this model. KL in nats, over masked positions.\n"
-        f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none."
+        f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none.",
     )
-    table.caption_justify = "left"
-    return table

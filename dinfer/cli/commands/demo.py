@@ -24,6 +24,7 @@ from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.tables import table
 from dinfer.core.registry import DECODERS
 from dinfer.demo.problems import Problem, generate, is_correct
 
@@ -52,7 +53,7 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
-    from dinfer.cli.comparison import compare, table
+    from dinfer.analysis.comparison import compare, row
 
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
@@ -60,7 +61,12 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     console.print(Rule(f"{count} held-out problems", style="bright_black", align="left"))
     with Report() as progress:
         scores = compare(pipe, decoders, problems, new_tokens, progress.at)
-    console.print(table(scores, pipe.recipe))
+    iteration, cache = pipe.recipe.iteration, pipe.recipe.cache
+    caption = (
+        "NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
+        f"{type(iteration).__name__} of {iteration.block}, {type(cache).__name__}."
+    )
+    console.print(table([row(score) for score in scores], caption))
 
 
 def decoders_of(config: dict[str, Any]) -> list[Any]:

@@ -31,8 +31,15 @@ from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed, unknown
+
+# The column of each figure: its name in the results, and how many decimals are shown.
+FIGURES = {
+    "NFE": ("nfe", 1), "TPF": ("tpf", 2), "TPS": ("tps", 0), "p50": ("latency_p50", 2), "p95": ("latency_p95", 2),
+    "seconds": ("seconds", 1),
+}  # fmt: skip
 
 
 def arguments(parser: Parser) -> None:
@@ -78,7 +85,7 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
         found = json.loads(report.read_text(encoding="utf-8"))
         say(f"done on {found['date']}: {report}. overwrite=true does it again." if done else f"wrote {report}")
     if found is not None:
-        Console(highlight=False).print(table(found))
+        Console(highlight=False).print(figures(found))
 
 
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:
@@ -120,30 +127,24 @@ def _group(config: dict[str, Any], name: str, kind: Any) -> Any:
     return kind(**typed(hints, values, prefix=f"{name}."))
 
 
-def table(document: dict[str, Any]) -> Table:
+def figures(document: dict[str, Any]) -> Table:
     """A line for each task."""
-    found = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column("task", no_wrap=True)
-    for name in ("score", "documents", "NFE", "TPF", "TPS", "p50", "p95", "seconds"):
-        found.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for task, line in document["tasks"].items():
-        figures = line["metrics"]
         score = line["score"] if line["score"] is not None else line["scores"].get(line["metric"])
-        cells = [""] * 6
-        if figures is not None:
-            names = ("nfe", "tpf", "tps", "latency_p50", "latency_p95", "seconds")
-            cells = [f"{figures[name]:.{digits}f}" for name, digits in zip(names, (1, 2, 0, 2, 2, 1), strict=True)]
-        elif line["likelihood"] is not None:
-            cells[-1] = f"{line['likelihood']['seconds']:.1f}"
         shown = f"{score:.4f}" if isinstance(score, float) else str(score)
-        found.add_row(task, shown, str(line["documents"]), *cells)
+        row = {"task": task, "score": shown, "documents": str(line["documents"])} | dict.fromkeys(FIGURES, "")
+        if line["metrics"] is not None:
+            row |= {name: f"{line['metrics'][key]:.{digits}f}" for name, (key, digits) in FIGURES.items()}
+        elif line["likelihood"] is not None:
+            row["seconds"] = f"{line['likelihood']['seconds']:.1f}"
+        rows.append(row)
     metrics = sorted({line["metric"].removesuffix(",none") for line in document["tasks"].values()})
-    found.caption = (
+    caption = (
         f"Scores: {', '.join(metrics)}. NFE: forwards a request.\n"
         "TPF, TPS: tokens per forward, per second. p50, p95: latency in seconds."
     )
     if any(line["likelihood"] for line in document["tasks"].values()):
         how = document["likelihood"]
-        found.caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
-    found.caption_justify = "left"
-    return found
+        caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
+    return table(rows, caption)

@@ -29,6 +29,7 @@ from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.pareto import front
 from dinfer.analysis.plots import AXES, areas, draw
 from dinfer.cli.arguments import Parser
+from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
 
@@ -135,17 +136,16 @@ def check_hardware(task: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def fronts(rows: Sequence[dict[str, Any]]) -> Table:
     """The recipes on the front of tokens per forward, by speed."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    table.add_column("Pareto front", overflow="fold")
-    for name in ("accuracy", "95%", *AXES):
-        table.add_column(name, justify="right", no_wrap=True)
     told = options(rows)
-    for row in front(rows):
-        interval = f"{row['accuracy_low']:.1f} to {row['accuracy_high']:.1f}"
-        speeds = [f"{row[name]:.2f}" if row[name] is not None else "" for name in AXES]
-        words = " ".join(_word(name, row) for name in told if row.get(name))
-        table.add_row(words, f"{row['accuracy']:.1f}%", interval, *speeds)
-    return table
+    return table([
+        {
+            "Pareto front": " ".join(_word(name, row) for name in told if row.get(name)),
+            "accuracy": f"{row['accuracy']:.1f}%",
+            "95%": f"{row['accuracy_low']:.1f} to {row['accuracy_high']:.1f}",
+        }
+        | {name: f"{row[name]:.2f}" if row[name] is not None else "" for name in AXES}
+        for row in front(rows)
+    ])  # fmt: skip
 
 
 def _word(name: str, row: dict[str, Any]) -> str:
@@ -161,9 +161,4 @@ def options(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def area_table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> Table:
     """The area of each method, the best first."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("method", overflow="fold")
-    table.add_column("AUP", justify="right")
-    for name, area in areas(rows, by).items():
-        table.add_row(name, f"{area:.1f}")
-    return table
+    return table([{"method": name, "AUP": f"{area:.1f}"} for name, area in areas(rows, by).items()])

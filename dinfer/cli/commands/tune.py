@@ -56,7 +56,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
     if find_spec("optuna") is None:
         raise ValueError("dinfer tune needs Optuna: pip install dinfer[tune]")
     from dinfer.analysis.tuning import Found, NothingFound, tune
-    from dinfer.cli.tuning_objectives import judge_of
+    from dinfer.cli.tuning_objectives import objective_of
 
     goal = setting(config, "goal", str)
     if goal not in GOALS:
@@ -72,7 +72,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
     with Report() as progress:
         progress.at("loading the model")
         search = tune(
-            judge_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
+            objective_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
             trials=trials, goal=goal, verify=setting(config, "verify", int), seed=setting(config, "seed", int),
         )  # fmt: skip
         progress.at("measuring the reference")

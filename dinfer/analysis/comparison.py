@@ -1,4 +1,4 @@
-"""Solves the same problems with several decoders and puts what that yields and costs side by side."""
+"""Solves the same problems with several decoders, to put what that yields and costs side by side."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
 from dinfer.analysis.metrics import Metrics, Sample, measure
-from dinfer.core.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.pipeline import Pipeline
@@ -61,27 +58,15 @@ def label(decoder: Any) -> str:
     return f"{name} {' '.join(options)}".strip()
 
 
-def table(scores: Sequence[Score], recipe: Recipe) -> Table:
-    """The scores, one line each."""
-    found = Table(title=None, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column("decoder", min_width=20, overflow="fold")
-    for name in ("accuracy", "correct", "NFE", "TPF", "tokens/s", "seconds"):
-        found.add_column(name, justify="right", no_wrap=True)
-    for score in scores:
-        figures = score.metrics
-        found.add_row(
-            score.decoder,
-            f"{figures.accuracy:.1f}%",
-            f"{figures.correct:.0f}/{figures.problems}",
-            f"{figures.nfe:.1f}",
-            f"{figures.tpf:.2f}",
-            f"{figures.tps:.0f}",
-            f"{figures.seconds:.1f}",
-        )
-    cache, iteration = type(recipe.cache).__name__, recipe.iteration
-    found.caption = (
-        f"NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
-        f"{type(iteration).__name__} of {iteration.block}, {cache}."
-    )
-    found.caption_justify = "left"
-    return found
+def row(score: Score) -> dict[str, str]:
+    """A score as a line of a table."""
+    figures = score.metrics
+    return {
+        "decoder": score.decoder,
+        "accuracy": f"{figures.accuracy:.1f}%",
+        "correct": f"{figures.correct:.0f}/{figures.problems}",
+        "NFE": f"{figures.nfe:.1f}",
+        "TPF": f"{figures.tpf:.2f}",
+        "tokens/s": f"{figures.tps:.0f}",
+        "seconds": f"{figures.seconds:.1f}",
+    }

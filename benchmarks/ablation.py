@@ -1,0 +1,234 @@
+"""What each group of kernels and each trick of the host gains: a step with all of them on, then with each off alone.
+
+    python -m benchmarks.ablation --out benchmarks/results/ablation-h200.json
+    python -m benchmarks.ablation --cases small,small-llada2 --device cpu --only canvas,lookahead        # dry run
+
+Weights are random. Each variant has an engine of its own, with CUDA graphs on a GPU. It runs the same requests twice,
+and the second run is timed: `step_ms` is the median of its most frequent window step on the device, `wall_ms` the whole
+run with the host. Ratios are those to all on, which is timed first and last: their `spread` is the noise. A ratio of
+1.05 means that a step takes 5% longer without. `memory_gb` is the peak beyond the weights. A variant that fails is
+recorded with its error. The report is written after every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+
+from benchmarks.clock import Clock
+from benchmarks.feeds import apart, random_prompts
+from benchmarks.provenance import provenance
+from benchmarks.shapes import shape
+from dinfer import Pipeline, Runtime, compose
+from dinfer.core.protocols import ModelSpec
+from dinfer.core.recipe import Recipe
+from dinfer.engine.scheduler import scheduler
+from dinfer.engine.scheduler.lookahead import Lookahead
+from dinfer.kernels.dispatch import GROUPS, VARIABLE
+from dinfer.layers.linear import quantize
+from dinfer.loading.checkpoint import random_network
+
+BLOCK = 32
+ALL = "all on"
+HOST = ("lookahead", "settle", "gather", "scored", "early")
+"""Of these, "early" is the launch of kernels while others run. It is measured last: all are compiled anew without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network and the requests that it runs."""
+
+    shape: str
+    quantize: str | None = None
+    rows: int = 1  # that run at a time
+    requests: int = 1
+    prompt: int = 128
+    new: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llada-8b": Case("llada-8b"),
+    "llada-8b-drawn": Case("llada-8b", options={"sampling.temperature": 1.0}),
+    "llada-8b-batch8": Case("llada-8b", rows=8, requests=8),
+    "llada-8b-fp8": Case("llada-8b", "fp8"),
+    "llada-8b-int4": Case("llada-8b", "int4"),
+    "llada2-mini": Case("llada2-mini", prompt=384),
+    "llada2-mini-64": Case("llada2-mini", rows=64, requests=96, prompt=384),
+    "llada2-mini-fp8": Case("llada2-mini", "fp8", prompt=384),
+    "small": Case("small", prompt=8),
+    "small-llada2": Case("small-llada2", rows=2, requests=3, prompt=8),
+}
+
+
+def applies(name: str, case: Case, spec: ModelSpec) -> bool:
+    """Whether a case runs what this would turn off."""
+    batches = case.requests > 1
+    conditions = {
+        "experts": spec.experts is not None, "router": spec.experts is not None, "packed": case.quantize == "int4",
+        "draw": bool(case.options), "settle": batches, "gather": batches,
+        "scored": case.rows * BLOCK >= scheduler.MANY,
+    }  # fmt: skip
+    return conditions.get(name, True)
+
+
+@contextmanager
+def without(name: str) -> Iterator[dict[str, bool]]:
+    """Turns one thing off; gives the settings of the runtime."""
+    found = {"settle": name != "settle", "gather": name != "gather"}
+    with ExitStack() as stack:
+        if name in GROUPS:
+            stack.enter_context(patch.dict(os.environ, {VARIABLE: f"triton,-{name}"}))
+        elif name == "early":
+            stack.enter_context(patch.dict(os.environ, {"DINFER_EARLY": "0"}))
+        elif name == "lookahead":
+            stack.enter_context(patch.object(Lookahead, "pays", PropertyMock(return_value=False)))
+        elif name == "scored":
+            stack.enter_context(patch.object(scheduler, "MANY", sys.maxsize))
+        yield found
+
+
+def network(case: Case, device: torch.device) -> Recipe:
+    """The recipe of a case; tokens choose their experts independently of each other."""
+    family, spec = shape(case.shape)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_network(family, spec, dtype=dtype, device=device)
+    if case.quantize:
+        quantize(model, case.quantize)
+    causal = spec.causal_block is not None
+    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
+    recipe = compose(model, iteration=iteration, decoder="threshold", cache="block" if causal else "dual")
+    return apart(recipe) if spec.experts else recipe
+
+
+def measured(recipe: Recipe, case: Case, new: int, settings: dict[str, bool]) -> tuple[dict[str, Any], list[list[int]]]:
+    """The figures of one variant, and its tokens."""
+    device = recipe.model.device
+    cuda = device.type == "cuda"
+    pipe = Pipeline(recipe, None, Runtime(rows=case.rows, graphs=cuda, **settings))
+    prompts = random_prompts(recipe.model.spec, case.requests, case.prompt)
+    # Of many requests each is of another length, so that rows enter and leave at different times.
+    lengths = [new // 4 * (1 + i % 4) if case.requests > case.rows else new for i in range(case.requests)]
+    held = torch.cuda.memory_allocated(device) if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def run() -> list[list[int]]:
+        results = pipe.generate_ids(prompts, max_new_tokens=lengths, options=case.options)
+        if cuda:
+            torch.cuda.synchronize(device)
+        return [result.canvas for result in results]
+
+    run()  # eagerly at first, then captured
+    with Clock(pipe.engine) as clock:
+        began = time.perf_counter()
+        tokens = run()
+        wall = time.perf_counter() - began
+    steps = [row for row in clock.table() if row["phase"] == "WINDOW"]
+    usual = max(steps, key=lambda row: row["launches"])
+    found = {
+        "step_ms": usual["median_ms"], "wall_ms": round(1e3 * wall, 3), "window_steps": usual["launches"],
+        "lanes": usual["lanes"], "width": usual["width"],
+        "memory_gb": round((torch.cuda.max_memory_allocated(device) - held) / 1e9, 4) if cuda else None,
+    }  # fmt: skip
+    if pipe.engine.runner.refused:
+        found["refused_graphs"] = [*pipe.engine.runner.refused.values()]
+    return found, tokens
+
+
+def compared(rows: dict[str, dict[str, Any]]) -> None:
+    """Adds the ratios to all on, as far as it has been timed."""
+    base = [row for name, row in rows.items() if name.startswith(ALL)]
+    for key in ("step", "wall"):
+        times = [row[f"{key}_ms"] for row in base]
+        for row in rows.values():
+            if f"{key}_ms" in row:
+                row[f"{key}_ratio"] = round(row[f"{key}_ms"] / statistics.fmean(times), 4)
+        base[0][f"{key}_spread"] = round(max(times) / min(times) - 1, 4)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ablated(recipe: Recipe, case: Case, names: list[str], new: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """All on, then without each of `names`, then all on again; the figures so far, after each."""
+    rows: dict[str, dict[str, Any]] = {}
+    early = [name for name in names if name == "early"]
+    reference = None
+    for name in [ALL, *(name for name in names if name != "early"), f"{ALL}, again", *early]:
+        try:
+            with without(name) as settings:
+                rows[name], tokens = measured(recipe, case, new, settings)
+            reference = reference or tokens
+            rows[name]["same_tokens"] = tokens == reference
+        except RuntimeError as error:  # one that does not run, or has no room, is a result too
+            if name.startswith(ALL):
+                raise
+            rows[name] = {"error": str(error).strip().split("\n")[0]}
+        free(recipe.model.device)
+        compared(rows)
+        yield rows
+
+
+def listed(text: str) -> list[str]:
+    return text.split(",")
+
+
+def arguments(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", "--shapes", type=listed, help=f"of {', '.join(CASES)}; default: all but the small")
+    parser.add_argument("--only", type=listed, help=f"what to turn off, of {', '.join((*GROUPS, *HOST))}; default: all")
+    parser.add_argument("--new", type=int, help="max_new_tokens, a multiple of 4; default: 64, two blocks")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    given.cases = given.cases or [name for name in CASES if not name.startswith("small")]
+    given.only = given.only or [*GROUPS, *HOST]
+    for option, values, known in (("cases", given.cases, CASES), ("only", given.only, (*GROUPS, *HOST))):
+        if unknown := [value for value in values if value not in known]:
+            parser.error(f"--{option}: {', '.join(unknown)} not known; use {', '.join(known)}")
+    if given.new is not None and (given.new < 4 or given.new % 4):
+        parser.error(f"--new {given.new} must be a multiple of 4, at least 4")
+    return given
+
+
+def main(args: list[str] | None = None) -> None:
+    given = arguments(args)
+    device = torch.device(given.device)
+    setting = {"cases": given.cases, "only": given.only, "new": given.new}
+    report: dict[str, Any] = {"setting": setting, **provenance(device), "cases": {}}
+    recipe, made = None, None
+    for name in sorted(given.cases, key=[*CASES].index):  # cases of one network are neighbours
+        case = CASES[name]
+        if made != (case.shape, case.quantize):
+            recipe = None
+            free(device)
+            recipe, made = network(case, device), (case.shape, case.quantize)
+        names = [one for one in given.only if applies(one, case, recipe.model.spec)]
+        for rows in ablated(recipe, case, names, given.new or case.new):
+            report["cases"][name] = rows
+            last = [*rows][-1]
+            print(name, last, {k: v for k, v in rows[last].items() if k.endswith(("ms", "ratio", "error"))}, flush=True)
+            if given.out is not None:
+                given.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
