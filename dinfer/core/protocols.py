@@ -4,11 +4,9 @@ Nothing here computes. Components depend on this module and on no other componen
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
 Shape suffixes (one letter a dimension, in order):
-    N  slots                                  B  lanes: the rows of one step
-    K  active blocks of a row                 R  B * K, rows of blocks
-    L  block length                           S  canvas length
-    W  query positions of one forward         D  hidden size
-    V  vocabulary size
+    N  slots                B  lanes: the rows of one step         K  active blocks of a row
+    R  B * K, rows of blocks         L  block length               S  canvas length
+    W  query positions of one forward         D  hidden size       V  vocabulary size
 """
 
 from __future__ import annotations
@@ -292,9 +290,7 @@ class CachePolicy(Component):
 
     def width(self, spec: ModelSpec, now: Cursors) -> int:
         """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
-
-        A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
-        """
+        A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
         plan = self.plan(Phase(now.phase))
         if now.phase == Phase.PREFILL:
             first, _, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
@@ -391,15 +387,13 @@ class Iteration(Component):
     def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
         """Which active blocks must commit a token at every step. bool [B, K]; None: all
 
-        `open_BKL`: what is still to be decoded. The first block with open positions must be among them.
-        """
+        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
         return None
 
     @abstractmethod
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors.
 
-        With K > 1 the active blocks are neighbours: block k begins at `start + k * L`, and those from `end` on are not
-        open yet. Blocks leave at the beginning, counted in `block_B`, and enter behind the others. Decoder state and
-        step counts stay with their block. Changes `state` in place.
+        With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the
+        beginning, counted in `block_B`, and enter behind the others. Changes `state` in place.
         """
