@@ -15,6 +15,8 @@ TORCH_INDEX ?=
 # More arguments for every pip install, such as --index-url.
 PIP_ARGS ?=
 ARGS ?=
+# How test-rest draws random examples: `explore` has a fresh seed each time, `fixed` always the same one.
+PROFILE ?= explore
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -32,7 +34,7 @@ test: $(VENV)/.installed-dev
 
 test-rest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m '(matrix or hypothesis) and not gpu' \
-	  --hypothesis-profile=explore $(ARGS)
+	  --hypothesis-profile=$(PROFILE) $(ARGS)
 
 test-all: test test-rest
 

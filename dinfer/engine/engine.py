@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -68,7 +68,7 @@ class Engine:
 
     def run(
         self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None
-    ) -> Iterator[Update]:
+    ) -> Generator[Update]:
         """Yields every request after each of its steps, the last time with its completion; `index` is its place here.
 
         `snapshots`: with the canvas; `deltas`: with the new output. Raises ValueError for a request that can never run,

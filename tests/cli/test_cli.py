@@ -7,11 +7,13 @@ import os
 import pty
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine, write_checkpoint
 
+from dinfer.cli.arguments import divided
 from dinfer.cli.commands import generate
 from dinfer.pipeline import Pipeline, load
 
@@ -111,6 +113,11 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return load(str(folder), device="cpu")
+
+
 def test_list_shows_every_registry_within_80_columns(dinfer: CommandLine) -> None:
     said = dinfer("list")
     assert (said.status, said.err) == (0, "")
@@ -142,10 +149,17 @@ def test_a_sweep_says_its_points_and_leaves_nothing_behind(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_any_question_reaches_the_model_unchanged(
-    dinfer: CommandLine, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", NASTY)
+def test_any_question_is_a_text(text: str) -> None:
+    args = Namespace(words=["cache=dual", text, "decodr=x"], literal=[], overrides=["watch=true"])
+    names = {"cache", "decoder", "prompt"}
+    assert divided(args, lambda: names, takes_text=True) == (text, ["watch=true", "cache=dual", "decodr=x"])
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "a=b", " 'spaces' \\\n", *AFTER_DASHES])
+def test_a_text_reaches_the_model_unchanged(
+    text: str, dinfer: CommandLine, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe = load(checkpoint.partition("=")[2], device="cpu")  # once for all questions
     asked, encode = [], Pipeline.encode
 
     def recorded(self, prompt, **given):  # type: ignore[no-untyped-def]
@@ -154,12 +168,10 @@ def test_any_question_reaches_the_model_unchanged(
 
     monkeypatch.setattr(Pipeline, "encode", recorded)
     monkeypatch.setattr(generate, "pipeline", lambda config: pipe)
-    settings = [checkpoint, "max_new_tokens=2"]
-    for text, line in [(text, [text, *settings]) for text in NASTY] + [(t, [*settings, "--", t]) for t in AFTER_DASHES]:
-        said = dinfer("generate", *line)
-        assert said.status == 0 and SUMMARY.fullmatch(said.err.strip()), (text, said.err)
-        assert {*asked} == {text}
-        asked.clear()
+    literal = ["--", text] if text in AFTER_DASHES else [text]
+    said = dinfer("generate", "max_new_tokens=2", *literal)
+    assert said.status == 0 and SUMMARY.fullmatch(said.err.strip()), said.err
+    assert {*asked} == {text}
 
 
 def test_a_text_on_standard_input_is_the_text(dinfer: CommandLine, checkpoint: str) -> None:

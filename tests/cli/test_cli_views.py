@@ -50,7 +50,7 @@ def steps(*canvases: bytes, block: int = 4) -> list[Update]:
 
 def test_an_answer_is_printed_as_it_grows(capsys: pytest.CaptureFixture[str]) -> None:
     updates = [replace(update, new=[*new]) for update, new in zip(steps(b"ab", b"abcd"), (b"ab", b"cd"), strict=True)]
-    assert write_answer(TextStream(iter(updates), Bytes().decode)) is updates[-1].completion
+    assert write_answer(TextStream((update for update in updates), Bytes().decode)) is updates[-1].completion
     assert capsys.readouterr().out == "abcd\n"
 
 

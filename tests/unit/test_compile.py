@@ -78,11 +78,12 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
+    names = {"model": "llada", "iteration": "full", "decoder": "fixed", "cache": "none", "sampling": "standard"}
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
         Runtime(compile="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"runtime\.compile='fast' must be 'none' or 'default' or 'max-autotune'"):
         pipeline(
-            {"model": "llada", "iteration": "full", "decoder": "fixed", "cache": "none", "sampling": "standard"}
+            {kind: {"name": name} for kind, name in names.items()}
             | {"runtime": {"compile": "fast"}, "device": "cpu", "dtype": None, "quantize": None}
         )
     scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")
