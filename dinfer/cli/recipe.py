@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 
 def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
-    parts = {kind: config[kind] for kind in GROUPS}
-    _, options = GROUPS["model"].check(parts["model"])
-    if checkpoint := options.get("checkpoint"):  # before torch is imported, so that an error comes at once
-        locate(checkpoint, options.get("revision"), wanted=SMALL)
     import torch
 
     from dinfer.pipeline import load
 
+    parts = {kind: config[kind] for kind in GROUPS}
     device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
     # Before the weights are read, so that a slip in a decoder's option is known at once.
     for kind, registry in GROUPS.items():
@@ -35,6 +32,13 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
         quantize=setting(config, "quantize", str | None),
         runtime=_runtime(config["runtime"], device),
     )
+
+
+def located(config: dict[str, Any]) -> None:
+    """Finds the description of the model's checkpoint. Raises CheckpointError if it cannot be had."""
+    _, options = GROUPS["model"].check(config["model"])
+    if checkpoint := options.get("checkpoint"):
+        locate(checkpoint, options.get("revision"), wanted=SMALL)
 
 
 def setting(config: dict[str, Any], name: str, hint: Any) -> Any:

@@ -200,6 +200,11 @@ class Canvas:
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
         return cursors, torch.where(masked_S, ~row_S[:length], row_S[:length]).tolist()
 
+    def row(self, slot: int, length: int) -> list[int]:
+        """A slot's tokens, ~token where it is open. Waits for the device."""
+        tokens_S, open_S = self.tokens_NS[slot, :length], self.status_NS[slot, :length] == int(Status.OPEN)
+        return torch.where(open_S, ~tokens_S, tokens_S).tolist()
+
     def active(self, columns_CN: Tensor, block: int) -> Tensor:
         """The tokens of every slot's active blocks, ~token where it is open. int64 [N, K * L]
 

@@ -1,7 +1,5 @@
 """Several blocks at once: the next one opens before the last one is finished (D2F, arXiv:2508.09192)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

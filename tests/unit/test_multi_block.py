@@ -1,7 +1,5 @@
 """Several blocks at once: against the rules written down, against blockwise, and on both models in the box."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
