@@ -1,7 +1,5 @@
 """Runs a command as a Hydra application: configuration, overrides, launchers and --cfg are Hydra's."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence

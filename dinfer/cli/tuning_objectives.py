@@ -1,7 +1,5 @@
 """What `dinfer tune` measures recipes on: generated word problems, or a task of `dinfer eval`."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib.util import find_spec

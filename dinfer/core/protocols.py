@@ -181,6 +181,7 @@ class Decoder(Component):
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
+    suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -175,6 +175,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     if decoder.reads_logits:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    logits_RLV = offered(recipe, logits_RLV)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
@@ -192,13 +193,20 @@ def open_stats(
     lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
     where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
     h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-    stats = statistics(recipe, recipe.model.logits(h_1MD), index_1M >= 0, None)
+    stats = statistics(recipe, offered(recipe, recipe.model.logits(h_1MD)), index_1M >= 0, None)
     back_X = place_1X[0].clamp(0, shape.scored - 1)
 
     def placed(stat_1M: Tensor) -> Tensor:
         return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
 
     return stats.each(placed), lanes.live_B & fits_B
+
+
+def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
+    """The logits, in place without the mask token where the decoder suppresses it."""
+    if recipe.decoder.suppress_mask and (mask_id := recipe.model.spec.mask_id) is not None:
+        logits_RLV[..., mask_id].fill_(float("-inf"))
+    return logits_RLV
 
 
 def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:

@@ -12,8 +12,6 @@ Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ...
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import Namespace

@@ -14,8 +14,6 @@ Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" -m decoder.threshold=0.5,0.7,0.9
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from typing import Any

@@ -10,8 +10,6 @@ max_new_tokens has no meaning here.
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

@@ -13,8 +13,6 @@ docs/research.md defines it. Speeds of different machines do not belong into one
                           (model,checkpoint,iteration,decoder,cache, as far as they differ)
 """
 
-from __future__ import annotations
-
 import csv
 from argparse import Namespace
 from collections.abc import Sequence

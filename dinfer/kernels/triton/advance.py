@@ -1,7 +1,5 @@
 """How rows leave their active blocks, and the cursors that a step leaves behind."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
