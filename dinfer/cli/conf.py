@@ -1,7 +1,5 @@
 """The configuration: where the folder `conf` is, and what Hydra makes of it and of overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

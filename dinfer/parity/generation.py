@@ -1,7 +1,5 @@
 """Generation cases: whole runs of the engine, token ids equal and forwards not more than the reference's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

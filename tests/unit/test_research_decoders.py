@@ -268,6 +268,26 @@ def test_entropy_bound_takes_the_largest_prefix_that_fits(score: str, bound: flo
     assert decoded({"name": "entropy_bound", "score": score, "bound": bound}, table) == want
 
 
+@pytest.mark.parametrize("bound", [0.0, 0.7, 1.5])
+def test_a_bound_on_each_entropy_takes_all_below_it_and_the_best(bound: float) -> None:
+    prob = script(1, 24, seed=5, scale=2.0)[0, PROMPT:].softmax(-1)
+    entropy = -(prob * prob.log()).sum(-1)
+    want = {int(entropy.argmin()), *(i for i in range(24) if entropy[i] < bound)}
+    assert (
+        decoded({"name": "entropy_bound", "limits": "each", "bound": bound}, script(1, 24, seed=5, scale=2.0))[0]
+        == want
+    )
+
+
+def test_a_suppressed_mask_token_keeps_no_position_from_its_commit() -> None:
+    """Where the mask token always wins, it is left out of the distribution; otherwise a step commits one token."""
+    table = script(1, 12, seed=6, scale=2.0)
+    plain = decoded({"name": "entropy_bound", "bound": 2.0}, table)
+    table[..., MASK] = 30.0
+    assert decoded({"name": "entropy_bound", "bound": 2.0, "suppress_mask": True}, table) == plain
+    assert len(plain) < len(decoded({"name": "entropy_bound", "bound": 2.0}, table)) == 12
+
+
 def test_the_stream_of_a_position_is_uniform() -> None:
     draws = uniform(torch.arange(200)[:, None], torch.arange(100))
     assert abs(float(draws.mean()) - 0.5) < 0.01 and abs(float(draws.var()) - 1 / 12) < 0.003

@@ -4,8 +4,6 @@ Text of the prompt and of the model reaches the page as data only: as JSON that 
 readers without JavaScript, escaped. A content policy names the page's own style and script by their hashes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
