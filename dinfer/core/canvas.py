@@ -122,6 +122,10 @@ class BlockView:
     length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
+    def at_least(self, count_R1: Tensor) -> Tensor:
+        """So many positions where the row must progress, else none. [R, 1]"""
+        return count_R1 if self.must_progress_R is None else count_R1 * self.must_progress_R[:, None]
+
     def bar(self, threshold_R1: Tensor) -> Tensor:
         """The threshold, raised to what the iteration asks for. [R, 1]"""
         return threshold_R1 if self.floor_R is None else torch.maximum(threshold_R1, self.floor_R[:, None])
@@ -232,13 +236,14 @@ class Canvas:
         store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
 
     def finish(
-        self, lanes: RowCursors, *, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor,
-        stale_B: Tensor | bool, refreshed: bool,
+        self, lanes: RowCursors, *, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
+        broken_B: Tensor, stale_B: Tensor | bool, refreshed: bool,
     ) -> None:  # fmt: skip
         """Counts the step in live lanes, says what they need next, and writes their cursors back.
 
-        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
-        `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
+        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
+        `entered` begin their count of steps; those behind the `left_B` first ones move to the front with theirs.
+        `refreshed`: this one was a FULL pass whose keys are kept.
         """
         if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
@@ -247,9 +252,14 @@ class Canvas:
             moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
             phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
             return kernel(
-                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_B, done_B,
-                broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
+                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_BK, left_B,
+                done_B, broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
             )  # fmt: skip
+        step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
+        if left_B is not None:
+            last = step_BK.shape[1] - 1
+            from_BK = (torch.arange(last + 1, device=left_B.device) + left_B[:, None]).clamp_max(last)
+            step_BK, quota_BK = step_BK.gather(1, from_BK), quota_BK.gather(1, from_BK)
         stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
         phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
         self.store(
@@ -260,7 +270,8 @@ class Canvas:
                 steps_B=lanes.steps_B + 1,
                 refreshes_B=lanes.refreshes_B + refreshed,
                 committed_B=lanes.committed_B + gained_B,
-                step_BK=(lanes.step_BK + 1).masked_fill(entered_B[:, None], 0),
+                step_BK=step_BK.masked_fill(entered_BK, 0),
+                quota_BK=quota_BK,
             )
         )
 

@@ -5,7 +5,7 @@ where the reference keeps stepping it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import Phase, Status
-from dinfer.core.protocols import Sampling, StepShape
+from dinfer.core.protocols import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS
 from dinfer.core.state import BatchState
@@ -219,11 +219,21 @@ def random_canvases(case: Fields, x0_BL: Tensor) -> Tensor:
     return torch.tensor([[blank if row is None else row for row in canvas] for canvas in canvases])
 
 
+def unforced(decoder: Any) -> Decoder:
+    """The decoder as if every row had to progress, for a sweep that lets rows stall where the references do."""
+
+    class Unforced(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            return super().select(stats, replace(view, must_progress_R=None), state)
+
+    return Unforced(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+
+
 def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -> tuple[Recipe, BatchState]:
     """A recipe, and a batch in which every row is the block at the start."""
     (batch, length), mask_id = x0_BL.shape, model.spec.mask_id
     sweep = ScriptedSweep(block=rule.part or length, align=True, stop="off", decay=rule.decay)
-    recipe = Recipe(model, sweep, DECODERS.build(rule.config), CACHES.build("none"), sampling)
+    recipe = Recipe(model, sweep, unforced(DECODERS.build(rule.config)), CACHES.build("none"), sampling)
     pages = -(-length // PAGE)
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device

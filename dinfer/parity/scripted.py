@@ -49,5 +49,5 @@ class ScriptedSweep(Blockwise):
             return super().floor(lanes)
         return (1.0 - lanes.forwards_B.double() * self.decay).float()
 
-    def must_progress(self, lanes: RowCursors) -> Tensor:
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
         return torch.zeros_like(lanes.step_BK, dtype=torch.bool)
