@@ -1,7 +1,5 @@
 """Tasks whose answers are programs: what is taken out of an answer, and pass@1 in the sandbox."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

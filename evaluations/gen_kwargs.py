@@ -1,7 +1,5 @@
 """Reads lm-eval's `generation_kwargs` of a task: stop strings, a length, and per-request options of the recipe."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ lm-eval 0.4.13 looks for no models outside itself, so `lm_eval --model dinfer` n
 releases find the entry point.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -3,8 +3,6 @@
 `limit=n` takes the first n, which are those of `dinfer demo count=n` and of `benchmarks.quality`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Data-parallel ranks: what `torchrun` or `accelerate launch` started, or one process on its own."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

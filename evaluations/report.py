@@ -1,7 +1,5 @@
 """The report of a run: scores, figures and settings in one JSON, and a table with a line for each task."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

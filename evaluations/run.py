@@ -1,7 +1,5 @@
 """One evaluation: tasks through lm-eval, judged and measured in one run, and written down."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

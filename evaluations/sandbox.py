@@ -8,8 +8,6 @@ lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_
 a useful limit on memory. `in_sandbox` puts this module in its place.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

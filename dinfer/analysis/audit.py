@@ -6,8 +6,6 @@ masked, since these are what the step decides. A library function: `audit(pipeli
 `dinfer audit`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Solves the same problems with several decoders, to put what that yields and costs side by side."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

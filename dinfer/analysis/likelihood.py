@@ -15,8 +15,6 @@ counts k of the samples are spread evenly over 1..L from a random start. No cach
 Shape suffixes: X samples, L answer positions, W positions of a pass, B passes of a batch, N scored positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

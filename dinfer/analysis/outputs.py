@@ -1,7 +1,5 @@
 """Files that a command writes: checked before the work, written as a whole, and named by every error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What a set of measured recipes is worth together: the Pareto front, and the area under accuracy and parallelism."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

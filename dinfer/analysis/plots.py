@@ -1,7 +1,5 @@
 """Accuracy against speed, as a figure: a point a recipe with its error bar, a curve a method, and the Pareto front."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

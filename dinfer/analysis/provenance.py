@@ -1,7 +1,5 @@
 """What a measurement was made on and with, to stand beside its figures."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

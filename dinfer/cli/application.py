@@ -1,7 +1,5 @@
 """Runs a command as a Hydra application: configuration, overrides, launchers and --cfg are Hydra's."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from dinfer.cli import conf
 from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
 from dinfer.cli.explain import explained, parse
+from dinfer.cli.recipe import located
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
@@ -42,9 +41,13 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
         with reported():  # inside Hydra, which would add lines of its own to an error that reaches it
             values = conf.values_of(config)
             if args.multirun:
-                return point(task, values, text)
-            task(values, text)
+                return point(found, values, text)
+            found(values, text)
         return None
+
+    def found(values: dict[str, Any], text: str | None) -> None:
+        located(values)  # before the task imports torch, so that an error comes at once
+        task(values, text)
 
     if args.flags and args.multirun:
         raise ValueError("-m runs a sweep, and --cfg and its like show something and stop: leave one of them out")

@@ -5,8 +5,6 @@ Text never goes through Hydra's grammar, so that it may hold anything. An argume
 `-` stands for the text on standard input.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -1,7 +1,5 @@
 """What a viewer wants to know of a canvas after a step: for every position, its text and where it came from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum

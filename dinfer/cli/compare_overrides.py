@@ -1,7 +1,5 @@
 """`compare.NAME=VALUE`: a second recipe that differs from the first in what is named so."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

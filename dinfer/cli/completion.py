@@ -1,7 +1,5 @@
 """Completion in a shell, by Hydra's plugins: `eval "$(dinfer -sc install=bash)"`."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What a user sees of an error: one line on stderr and an exit status, no traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

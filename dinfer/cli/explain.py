@@ -1,7 +1,5 @@
 """Hydra's errors in our words: what is unknown, what is nearest to it, and all there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

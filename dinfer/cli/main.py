@@ -1,7 +1,5 @@
 """The `dinfer` command."""
 
-from __future__ import annotations
-
 import sys
 
 

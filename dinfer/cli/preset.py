@@ -1,7 +1,5 @@
 """Writes a recipe as presets of the configuration, `conf/recipe/NAME.yaml` and its components: `recipe=NAME`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

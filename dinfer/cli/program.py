@@ -1,7 +1,5 @@
 """Finds the command asked for and runs it; turns its errors into one line and an exit status."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

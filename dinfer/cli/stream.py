@@ -1,7 +1,5 @@
 """An answer as it grows on a terminal, in the order of the text."""
 
-from __future__ import annotations
-
 from dinfer.engine.request import Completion, Counts
 from dinfer.pipeline import TextStream
 

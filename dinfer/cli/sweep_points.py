@@ -5,8 +5,6 @@ A sweep is the product of all values, but an option goes only to those of the ch
 four points in all. A point that fails does not end the sweep; those without a result are named at its end.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The standard streams: stdout holds the product of a command alone, stderr figures, progress and errors."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -118,7 +118,13 @@ class BlockView:
     must_progress_R: Tensor | None  # bool, the row must commit at least one token; None: every row must
     forward_R: Tensor  # steps the request has taken before this one
     seed_R: Tensor  # of the request, for `dinfer.kernels.random`
+    prompt_R: Tensor  # prompt length of the request
+    length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
+
+    def at_least(self, count_R1: Tensor) -> Tensor:
+        """So many positions where the row must progress, else none. [R, 1]"""
+        return count_R1 if self.must_progress_R is None else count_R1 * self.must_progress_R[:, None]
 
     def bar(self, threshold_R1: Tensor) -> Tensor:
         """The threshold, raised to what the iteration asks for. [R, 1]"""
@@ -196,6 +202,11 @@ class Canvas:
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
         return cursors, torch.where(masked_S, ~row_S[:length], row_S[:length]).tolist()
 
+    def row(self, slot: int, length: int) -> list[int]:
+        """A slot's tokens, ~token where it is open. Waits for the device."""
+        tokens_S, open_S = self.tokens_NS[slot, :length], self.status_NS[slot, :length] == int(Status.OPEN)
+        return torch.where(open_S, ~tokens_S, tokens_S).tolist()
+
     def active(self, columns_CN: Tensor, block: int) -> Tensor:
         """The tokens of every slot's active blocks, ~token where it is open. int64 [N, K * L]
 
@@ -225,13 +236,14 @@ class Canvas:
         store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
 
     def finish(
-        self, lanes: RowCursors, *, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor,
-        stale_B: Tensor | bool, refreshed: bool,
+        self, lanes: RowCursors, *, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
+        broken_B: Tensor, stale_B: Tensor | bool, refreshed: bool,
     ) -> None:  # fmt: skip
         """Counts the step in live lanes, says what they need next, and writes their cursors back.
 
-        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Rows that
-        `entered` a block begin its count of steps anew. `refreshed`: this one was a FULL pass whose keys are kept.
+        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
+        `entered` begin their count of steps; those behind the `left_B` first ones move to the front with theirs.
+        `refreshed`: this one was a FULL pass whose keys are kept.
         """
         if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
@@ -240,9 +252,14 @@ class Canvas:
             moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
             phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
             return kernel(
-                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_B, done_B,
-                broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
+                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_BK, left_B,
+                done_B, broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
             )  # fmt: skip
+        step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
+        if left_B is not None:
+            last = step_BK.shape[1] - 1
+            from_BK = (torch.arange(last + 1, device=left_B.device) + left_B[:, None]).clamp_max(last)
+            step_BK, quota_BK = step_BK.gather(1, from_BK), quota_BK.gather(1, from_BK)
         stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
         phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
         self.store(
@@ -253,7 +270,8 @@ class Canvas:
                 steps_B=lanes.steps_B + 1,
                 refreshes_B=lanes.refreshes_B + refreshed,
                 committed_B=lanes.committed_B + gained_B,
-                step_BK=(lanes.step_BK + 1).masked_fill(entered_B[:, None], 0),
+                step_BK=step_BK.masked_fill(entered_BK, 0),
+                quota_BK=quota_BK,
             )
         )
 

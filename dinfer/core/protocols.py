@@ -4,11 +4,9 @@ Nothing here computes. Components depend on this module and on no other componen
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
 Shape suffixes (one letter a dimension, in order):
-    N  slots                                  B  lanes: the rows of one step
-    K  active blocks of a row                 R  B * K, rows of blocks
-    L  block length                           S  canvas length
-    W  query positions of one forward         D  hidden size
-    V  vocabulary size
+    N  slots                B  lanes: the rows of one step         K  active blocks of a row
+    R  B * K, rows of blocks         L  block length               S  canvas length
+    W  query positions of one forward         D  hidden size       V  vocabulary size
 """
 
 from __future__ import annotations
@@ -129,10 +127,18 @@ class BlockAfter:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How an iteration moved its rows on. bool [B] each."""
+    """How an iteration moved its rows on."""
 
-    entered_B: Tensor  # began a new block
-    done_B: Tensor  # has nothing more to decode
+    entered_BK: Tensor  # bool, the active block, as it is counted now, is a new one
+    done_B: Tensor  # bool, has nothing more to decode
+    left_B: Tensor | None = None  # int64, how many of the first blocks left; None, for K = 1: one where one entered
+
+    @property
+    def entered_B(self) -> Tensor:
+        """Rows whose active blocks are others now. bool [B]"""
+        if self.left_B is None:
+            return self.entered_BK[:, 0]
+        return self.entered_BK.any(-1) | (self.left_B > 0)
 
 
 class Component(ABC):
@@ -181,6 +187,7 @@ class Decoder(Component):
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
+    suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -284,9 +291,7 @@ class CachePolicy(Component):
 
     def width(self, spec: ModelSpec, now: Cursors) -> int:
         """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
-
-        A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
-        """
+        A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
         plan = self.plan(Phase(now.phase))
         if now.phase == Phase.PREFILL:
             first, _, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
@@ -380,10 +385,16 @@ class Iteration(Component):
         """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
         return None
 
-    def must_progress(self, lanes: RowCursors) -> Tensor | None:
-        """Which active blocks must commit a token at every step. bool [B, K]; None: all"""
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all
+
+        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
         return None
 
     @abstractmethod
-    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
-        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors."""
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors.
+
+        With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the
+        beginning, counted in `block_B`, and enter behind the others. Changes `state` in place.
+        """

@@ -147,9 +147,13 @@ class Recipe:
 
     @property
     def scores_open(self) -> bool:
-        """Whether the logits of open positions are all that a step without a draw or guidance needs."""
+        """Whether the logits of open positions are all that a step without a draw or guidance needs.
+
+        A row for which there is no room repeats its step. A cache that watches values change must not see that.
+        """
         decoder = self.decoder
-        return not decoder.reads_logits and not decoder.edits and self.iteration.scores == "block"
+        reads = decoder.reads_logits or decoder.edits or self.iteration.scores != "block"
+        return not reads and not self.cache.watches
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

@@ -22,7 +22,7 @@ class StatePool:
     """The state of one component, for every slot; `fresh` is what a row starts from."""
 
     fresh: State
-    rows: State  # [N, ...], or [N, K, ...] for a decoder
+    rows: State  # [N, ...], or [N * K, ...] for a decoder
 
     @classmethod
     def alloc(cls, fresh: State, lead: tuple[int, ...], device) -> StatePool:
@@ -81,7 +81,7 @@ class BatchState:
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
-            decoder=StatePool.alloc(block_state, (n, iteration.blocks), device),
+            decoder=StatePool.alloc(block_state, (n * iteration.blocks,), device),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), (n,), device),
         )
 
@@ -111,9 +111,23 @@ class BatchState:
             slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
             phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
         )  # fmt: skip
-        for pool in (self.iteration, self.decoder, self.cache):
-            pool.reset(slot)
+        self.iteration.reset(slot)
+        self.cache.reset(slot)
+        blocks = recipe.iteration.blocks
+        for row in range(slot * blocks, (slot + 1) * blocks):
+            self.decoder.reset(row)
         return placed
+
+    def block_rows(self, slot_B: Tensor, block_B: Tensor, blocks: int) -> Tensor:
+        """Where the decoder's state of each active block is. int64 [R]
+
+        A slot's rows are a ring: a block keeps its row while it is active, and one that enters takes that of one that
+        left. So nothing is copied when blocks move.
+        """
+        if blocks == 1:
+            return slot_B
+        place_BK = (block_B[:, None] + torch.arange(blocks, device=slot_B.device)) % blocks
+        return (slot_B[:, None] * blocks + place_BK).flatten()
 
     def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

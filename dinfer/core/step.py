@@ -15,7 +15,7 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
-from dinfer.core.protocols import BlockAfter, Proposal, State, StepShape
+from dinfer.core.protocols import BlockAfter, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
@@ -39,7 +39,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     canvas, spec = state.canvas, model.spec
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-    decoder_state = {name: t.flatten(0, 1) for name, t in state.decoder.lanes(slot_B).items()}
+    row_R = state.block_rows(slot_B, lanes.block_B, shape.blocks)
+    decoder_state = state.decoder.lanes(row_R)
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, spec, shape, cache_state)
@@ -97,16 +98,16 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
-    moved = iteration.advance(lanes, after)
-    state.decoder.refresh(decoder_state, rows_of(moved.entered_B, shape.blocks))
+    moved = iteration.advance(lanes, after, iteration_state)
+    state.decoder.refresh(decoder_state, fresh_rows(moved))
     canvas.finish(
-        lanes, gained_B=commits.gained_B, entered_B=moved.entered_B, done_B=moved.done_B, broken_B=commits.broken_B,
-        stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
+        lanes, gained_B=commits.gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
+        broken_B=commits.broken_B, stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
         refreshed=cache.reuses and shape.phase == Phase.FULL,
     )  # fmt: skip
 
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
-    state.decoder.store(slot_B, decoder_state, lanes.live_B)
+    state.decoder.store(row_R, decoder_state, rows_of(lanes.live_B, shape.blocks))
     state.cache.store(slot_B, cache_state, lanes.live_B)
 
 
@@ -140,11 +141,12 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
-    canvas, floor_B, must_BK = state.canvas, recipe.iteration.floor(lanes), recipe.iteration.must_progress(lanes)
+    canvas, floor_B = state.canvas, recipe.iteration.floor(lanes)
     pos_RL, tokens_RL, masked_RL, given_RL, quota_R = active_rows(
         canvas.tokens_NS, canvas.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
         block=shape.block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
     )  # fmt: skip
+    must_BK = recipe.iteration.must_progress(lanes, masked_RL.view(-1, shape.blocks, shape.block))
     return BlockView(
         pos_RL=pos_RL,
         tokens_RL=tokens_RL,
@@ -156,6 +158,8 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCu
         must_progress_R=None if must_BK is None else must_BK.flatten(),
         forward_R=rows_of(lanes.steps_B, shape.blocks),
         seed_R=rows_of(lanes.seed_B, shape.blocks),
+        prompt_R=rows_of(lanes.prompt_B, shape.blocks),
+        length_R=rows_of(lanes.length_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
 
@@ -175,6 +179,7 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     if decoder.reads_logits:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    logits_RLV = offered(recipe, logits_RLV)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
@@ -192,13 +197,20 @@ def open_stats(
     lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
     where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
     h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-    stats = statistics(recipe, recipe.model.logits(h_1MD), index_1M >= 0, None)
+    stats = statistics(recipe, offered(recipe, recipe.model.logits(h_1MD)), index_1M >= 0, None)
     back_X = place_1X[0].clamp(0, shape.scored - 1)
 
     def placed(stat_1M: Tensor) -> Tensor:
         return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
 
     return stats.each(placed), lanes.live_B & fits_B
+
+
+def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
+    """The logits, in place without the mask token where the decoder suppresses it."""
+    if recipe.decoder.suppress_mask and (mask_id := recipe.model.spec.mask_id) is not None:
+        logits_RLV[..., mask_id].fill_(float("-inf"))
+    return logits_RLV
 
 
 def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:
@@ -218,6 +230,15 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def fresh_rows(moved: Moved) -> Tensor:
+    """The rows of decoder state that belong to a new block from now on, see `BatchState.block_rows`. bool [R]"""
+    if moved.left_B is None:
+        return moved.entered_BK.flatten()
+    blocks = moved.entered_BK.shape[1]
+    block_BK = (torch.arange(blocks, device=moved.left_B.device) - moved.left_B[:, None]) % blocks
+    return moved.entered_BK.gather(1, block_BK).flatten()
 
 
 def rows_of(flags_B: Tensor, blocks: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Entropy-bounded unmasking: as many positions as their joint uncertainty allows (EB-Sampler, arXiv:2505.24857).
 
-Published with three error proxies, by which positions are ordered: confidence, entropy and margin.
+Published with three error proxies, by which positions are ordered: confidence, entropy and margin. SGLang's
+EBSampling is score=entropy with suppress_mask=true, its EntropyThreshold is limits=each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
+from dinfer.kernels.rank import descending_rank
 
 
 @DECODERS.register("entropy_bound")
@@ -22,14 +24,21 @@ class EntropyBound(Decoder):
 
     H is the entropy of a position; the best are those of least entropy, or another `score`. The left side bounds what
     is lost by taking the tokens of U as independent, in nats. The surest position is always committed. Adapts to the
-    model's calibration better than a threshold on probabilities.
+    model's calibration better than a threshold on probabilities. With limits=each it commits every position with
+    H < bound, and the best one anyway: a threshold on entropies.
     """
 
     paper = "EB-Sampler, arXiv:2505.24857"
 
-    bound: float = option(0.1, "joint entropy that may be ignored at a step, in nats", per_request=True)
+    bound: float = option(0.1, "entropy that a step may ignore, in nats", per_request=True)
+    limits: Literal["sum", "each"] = option(
+        "sum", "what stays below the bound: the 'sum' of the entropies but the largest, or 'each' entropy"
+    )
     score: Literal["entropy", "low_confidence", "margin"] = option(
         "entropy", "what makes a position best: low entropy, probability, or lead over the second token"
+    )
+    suppress_mask: bool = option(
+        False, "take the mask token as impossible, so that positions where it is the most likely are committed too"
     )
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
@@ -47,6 +56,9 @@ class EntropyBound(Decoder):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))
         score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
+        if self.limits == "each":
+            fits_RL = (entropy_RL < view.options["bound"]) | (descending_rank(score_RL) == 0)
+            return Proposal(fits_RL & view.masked_RL & ~stats.declined_RL)
         order_RL = score_RL.sort(dim=-1, descending=True, stable=True).indices
         sorted_RL = entropy_RL.gather(1, order_RL)
         # One more position adds its own entropy to the sum, or that of the largest before it if that is less.

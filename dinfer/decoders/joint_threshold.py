@@ -63,7 +63,7 @@ class JointThreshold(Decoder):
         state["post_edits"] += full_R
         budget_R = view.options["post_edits"][:, 0]
         spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
-        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.options["least"]
+        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
         fill_RL = confident(stats, view.masked_RL, bar_R1, least=least_R1, compat="sglang")
         doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
         doubt_RL &= ~spent_R[:, None]

@@ -60,6 +60,7 @@ class Klass(Decoder):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         sure_RL = (stats.top_RL > view.bar(view.options["threshold"])) & view.masked_RL
         ready_RL = sure_RL & (state["stable"] >= view.options["history"])
-        best_RL = descending_rank(stats.top_RL.masked_fill(~view.masked_RL, -1.0)) < view.options["least"]
+        least_R1 = view.at_least(view.options["least"])
+        best_RL = descending_rank(stats.top_RL.masked_fill(~view.masked_RL, -1.0)) < least_R1
         chosen_RL = torch.where(ready_RL.any(-1, keepdim=True), ready_RL, best_RL & view.masked_RL)
         return Proposal(chosen_RL & ~stats.declined_RL)

@@ -1,7 +1,8 @@
 """Uniform renoising: keep sure tokens as a draft, draw all others anew, commit the canvas as a whole (DiffusionGemma).
 
 The entropy bound is EB-Sampler's (arXiv:2505.24857). Facts of the algorithm: transformers 5.23, `diffusion_gemma`,
-whose published settings the defaults are. There tokens are drawn: set sampling.temperature=1.
+whose published settings the defaults are, and SGLang, `Gemma4Renoise`. There tokens are drawn: set
+sampling.temperature=1.
 """
 
 from __future__ import annotations

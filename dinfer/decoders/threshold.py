@@ -35,5 +35,5 @@ class Threshold(Decoder):
         check_range("decoder", self, "least", least=1)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        bar_R1 = view.bar(view.options["threshold"])
-        return Proposal(confident(stats, view.masked_RL, bar_R1, least=view.options["least"], compat=self.compat))
+        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
+        return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1, compat=self.compat))

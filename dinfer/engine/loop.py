@@ -105,10 +105,11 @@ class Loop:
         batch, launched = self.batch, list[Row]()
         if batch is None:
             return launched
+        blocks = any(row.followed for row in self.running)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
-                if not launched:
+                if blocks and not launched:
                     batch.reader.begin()
                 self.runner.launch(shape, slots)
                 launched += rows
@@ -116,7 +117,7 @@ class Loop:
                 self._blame(rows, error)
         if launched:
             try:
-                batch.reader.request()
+                batch.reader.request(blocks=blocks)
                 self._flights.append(launched)
             except BaseException as error:
                 self._blame(launched, error)
@@ -145,8 +146,12 @@ class Loop:
             raise failure
         if moved:
             self.batch.publish(row)
-            row.look(seen.active_NX[row.slot])
-            if row.cursors.phase not in ACTIVE:
+            ended = row.cursors.phase not in ACTIVE
+            if row.followed:
+                row.look(seen.active_NX[row.slot])
+            elif ended:
+                row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)
+            if ended:
                 self.batch.release(row)
             self._moved.append(row)
 

@@ -15,7 +15,17 @@ class Seen(NamedTuple):
     """Every slot after a round. Good until the next copy is asked for."""
 
     cursors: list[Cursors]
-    active_NX: Tensor  # on the host: tokens of the blocks that were active before the round, ~token where it is open
+    # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
+    # those of an earlier round.
+    active_NX: Tensor
+
+
+class _Copy(NamedTuple):
+    """Where a copy arrives, and what says that it is there."""
+
+    cursors_NC: Tensor
+    active_NX: Tensor
+    done: torch.cuda.Event | None
 
 
 class CanvasReader:
@@ -28,34 +38,37 @@ class CanvasReader:
         self._canvas, self._block = canvas, block
         self._before_CN = canvas.cursors_NC.T.contiguous()
         slots, columns = canvas.cursors_NC.shape
-        width, cuda = len(CURSORS) + (columns - len(CURSORS)) // 2 * block, canvas.cursors_NC.is_cuda
-        self._spare = [
-            (torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda), event(cuda)) for _ in range(2)
-        ]  # fmt: skip
-        self._asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        cuda = canvas.cursors_NC.is_cuda
+
+        def host(width: int) -> Tensor:
+            return torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda)
+
+        active = (columns - len(CURSORS)) // 2 * block
+        self._spare = [_Copy(host(columns), host(active), event(cuda)) for _ in range(2)]
+        self._asked: deque[_Copy] = deque()
 
     def begin(self) -> None:
-        """Notes which blocks are active, before the steps of a round are launched."""
+        """Notes which blocks are active, before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
-    def request(self) -> None:
-        """Asks for a copy as of the end of all work launched so far."""
-        host_NX, copied = self._spare[-1]
-        cursors_NC = self._canvas.cursors_NC[:, : len(CURSORS)]
-        now_NX = torch.cat((cursors_NC, self._canvas.active(self._before_CN, self._block)), 1)
-        host_NX.copy_(now_NX, non_blocking=True)
-        if copied is not None:
-            copied.record()
+    def request(self, *, blocks: bool) -> None:
+        """Asks for a copy as of the end of all work launched so far. `blocks`: with the tokens of active blocks."""
+        copy = self._spare[-1]
+        copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
+        if blocks:
+            copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
+        if copy.done is not None:
+            copy.done.record()
         self._asked.append(self._spare.pop())
 
     def read(self) -> Seen:
         """Waits for the oldest copy that was asked for."""
-        host_NX, copied = self._asked[0]
-        if copied is not None:
-            copied.synchronize()  # an interrupt comes here, and the copy is still asked for
+        copy = self._asked[0]
+        if copy.done is not None:
+            copy.done.synchronize()  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
-        cursors = [Cursors._make(row) for row in host_NX[:, : len(CURSORS)].tolist()]
-        return Seen(cursors, host_NX[:, len(CURSORS) :])
+        cursors = [Cursors._make(row) for row in copy.cursors_NC[:, : len(CURSORS)].tolist()]
+        return Seen(cursors, copy.active_NX)
 
 
 def event(cuda: bool) -> torch.cuda.Event | None:

@@ -51,7 +51,7 @@ class Row:
     awaited: bool = False  # a request waits for these keys
 
     # From step to step.
-    canvas: list[int] = field(default_factory=list)  # ~token where it is open; active blocks as far as anyone asks
+    canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if it is `followed`
     settled: int = 0  # positions that no later step changes, as far as updates have told
     told: int = 0  # tokens of output that updates have told
     cursors: Cursors = field(default_factory=Cursors)  # as last read
@@ -62,6 +62,11 @@ class Row:
     fastest: int = 0  # most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # cached plan
     need_at: tuple[int, ...] = ()  # the cursors that the plan is valid for
+
+    @property
+    def followed(self) -> bool:
+        """Whether someone asks what each step does to the canvas."""
+        return self.snapshots or self.deltas is not None
 
     @property
     def left(self) -> int:
@@ -98,10 +103,9 @@ class Row:
         return None
 
     def look(self, active_X: Tensor) -> None:
-        """Takes the tokens of the blocks that were active, where the row has left them or is asked for them."""
-        if not self.steady or self.snapshots or self.deltas is not None:
-            start, end = self.before.start, self.before.end
-            self.canvas[start:end] = active_X[: end - start].tolist()
+        """Takes the tokens of the blocks that were active."""
+        start, end = self.before.start, self.before.end
+        self.canvas[start:end] = active_X[: end - start].tolist()
 
     def update(self, recipe: Recipe) -> Update:
         """What the caller hears of the last step, or of the error that ended the row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors
+from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors, State
 from dinfer.core.registry import option
 from dinfer.kernels.advance import Grid, leave_blocks
 
@@ -50,7 +50,7 @@ class AlignedSweep(Iteration):
         """What a stop token does, and whether those of the prompt count too."""
         return self.stop, False
 
-    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         return sweep_on(lanes, after, self.grid, *self.stop_rule)
 
 
@@ -60,7 +60,7 @@ def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off"
         after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
         after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop, prompt=prompt,
     )  # fmt: skip
-    return Moved(entered_B, done_B)
+    return Moved(entered_B[:, None], done_B)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ class BlockDiffusion(AlignedSweep):
     A block may be a part of the model's attention block: all of that is computed, and the part is decoded. With `lead`,
     the first position of every `lead` is decoded by itself, before the others see it. Where logits predict the next
     token, its logits are those of the finished block before, so that step computes nothing else, and hands on keys of
-    final tokens. Fast-dLLM v2 (arXiv:2509.26328) is block=8 and lead=32.
+    final tokens. Fast-dLLM v2 (arXiv:2509.26328) is block=8 and lead=32; with decoder=threshold it is SGLang's
+    HierarchyBlock.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

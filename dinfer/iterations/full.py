@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors
+from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors, State
 from dinfer.core.registry import ITERATIONS
 from dinfer.iterations._sweep import sweep_on
 from dinfer.kernels.advance import Grid
@@ -26,5 +26,5 @@ class Full(Iteration):
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return prompt, length
 
-    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         return sweep_on(lanes, after, Grid(1))  # behind its block, nothing is to be decoded

@@ -67,11 +67,11 @@ class Smooth(BlockSweep):
     def floor(self, lanes: RowCursors) -> Tensor:
         return 1 - self.threshold_decay * lanes.steps_B.to(torch.float64)
 
-    def advance(self, lanes: RowCursors, after: BlockAfter) -> Moved:
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         if self.lockstep:
             unfinished_B = ~after.finished_BK.all(-1) & lanes.live_B
             after = replace(after, finished_BK=after.finished_BK & ~unfinished_B.any())
-        return super().advance(lanes, after)
+        return super().advance(lanes, after, state)
 
     def _rows(self, pos_BW: Tensor, state: State) -> Tensor:
         _, rows, hidden = state["expected"].shape

@@ -1,7 +1,5 @@
 """How rows leave their active blocks. Shape suffixes: B lanes, K active blocks, L block length, X = K * L."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

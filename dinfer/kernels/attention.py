@@ -6,8 +6,6 @@ Every mask of the field is two integers a query, `[kv_start, kv_end)`: bidirecti
 Shape suffixes: B lanes, W queries, S keys, H query heads, G key/value heads, E head size.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

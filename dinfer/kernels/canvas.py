@@ -4,8 +4,6 @@ Shape suffixes: N slots, B lanes, K active blocks of a lane, R = B * K, L block 
 positions, P pages, C columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """From a flag for each position to the list of positions, without a data-dependent shape."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

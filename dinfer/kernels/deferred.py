@@ -3,8 +3,6 @@
 A reduction over the ranks of a tensor-parallel layer belongs here too.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton

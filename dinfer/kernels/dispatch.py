@@ -1,7 +1,5 @@
 """Whether a function of this package runs its Triton kernel or its torch reference."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs of neighbouring masked positions, without loops or data-dependent shapes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -204,7 +204,7 @@ def _mixed_tiles(
 ) -> Tensor:
     """`expert_mixture` in torch, without the shared expert."""
     (_, chosen), pairs, experts = experts_NC.shape, experts_NC.numel(), len(gate_up.each)
-    flat = experts_NC.flatten()
+    flat = experts_NC.flatten().long()  # the router's kernel counts in int32
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
     tiles_X = -(-count_X // TILE)

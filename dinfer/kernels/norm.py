@@ -1,7 +1,5 @@
 """RMSNorm of a residual sum, and the gated activation: the pointwise parts of a block."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The tokens a draw is restricted to: the most likely ones (Holtzman et al., arXiv:1904.09751)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

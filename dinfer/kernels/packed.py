@@ -10,8 +10,6 @@ usual scale of largest / 7 more (0.008 and 0.001), and so does the scale that ch
 Shape suffixes: R rows, K inputs, H half of them, G groups, O outputs.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

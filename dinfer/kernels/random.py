@@ -3,8 +3,6 @@
 So a sample does not depend on batch, slot or launch order, and comes out the same after a restart.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Ranks within a row, without a sort."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

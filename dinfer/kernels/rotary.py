@@ -3,8 +3,6 @@
 Shape suffixes: B lanes, W positions, X query, key and value heads, E head size, Y entries of a key/value pool.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

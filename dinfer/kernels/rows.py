@@ -4,8 +4,6 @@ Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length,
 V rows of a table, D columns.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rules that several decoders share: which positions are confident enough."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Timesteps of a diffusion schedule, equal to the bit to those that samplers take from `torch.linspace`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

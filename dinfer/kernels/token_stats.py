@@ -1,7 +1,5 @@
 """What decoders need to know of the logits, in one pass over the vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

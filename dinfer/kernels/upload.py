@@ -1,7 +1,5 @@
 """Host values to the device, without waiting for it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -3,8 +3,6 @@
 Shape suffixes: B lanes, W query positions, X positions of the active region.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The fields of a config.json: which kinds and values they may have, and what they are where they are absent."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What model families have in common: options, special tokens, and the names of tensors as templates."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

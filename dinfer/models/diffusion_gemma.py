@@ -1,7 +1,5 @@
 """DiffusionGemma: text by uniform renoising, a causal encoder and a bidirectional decoder (google/diffusiongemma)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 The logits at a position predict the next token, as they did before the model became a diffusion model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

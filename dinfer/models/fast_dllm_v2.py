@@ -5,8 +5,6 @@ of 32 in parts of 8, and takes the first token of each block from the finished b
 iteration=block_diffusion with block=8 and lead=32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ A LLaMA-like body without biases. The checkpoints' config has OLMo's field names
 never released; those are refused by name rather than loaded wrongly.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """LLaDA2: block diffusion with experts (arXiv:2512.15745; LLaDA2.0-mini and -flash, LLaDA2.1, LLaDA2.2-flash)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

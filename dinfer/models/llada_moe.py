@@ -1,7 +1,5 @@
 """LLaDA-MoE: bidirectional masked diffusion with experts (arXiv:2509.24389; LLaDA-MoE-7B-A1B-Base, -Instruct, -TD)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

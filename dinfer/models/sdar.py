@@ -1,7 +1,5 @@
 """SDAR: block diffusion grown from Qwen3 (arXiv:2510.06303; SDAR-1.7B/4B/8B-Chat, SDAR-30B-A3B, TraDo)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stable-DiffCoder: block diffusion grown from Seed-Coder (arXiv:2601.15892; Stable-DiffCoder-8B-Base, -Instruct)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

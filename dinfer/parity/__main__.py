@@ -3,8 +3,6 @@
 Exit status: 0 if nothing failed, 1 if something did, 2 if there was nothing to check.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

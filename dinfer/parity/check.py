@@ -1,7 +1,5 @@
 """Finds the cases in a folder, runs those asked for, and tells what came of each."""
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """First differences, in the words of the goldens: where, what the reference has, what dinfer has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,10 +4,8 @@ Every step is the real `denoise_step`, of a recipe whose model is scripted. A ro
 where the reference keeps stepping it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +14,15 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import Phase, Status
-from dinfer.core.protocols import StepShape
+from dinfer.core.protocols import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS
+from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
 from dinfer.parity.scripted import ScriptedModel, ScriptedSweep
+from dinfer.parity.uniform import Recorded, renoise
 
 PAGE = 16
 
@@ -36,6 +35,9 @@ class Rule:
     decay: float | None = None  # the least confidence is 1 - step * decay as long as that is above the threshold
     given: int | None = None  # the first so many positions are given; None: all but the masked ones
     done: Literal["unmasked before", "idle after"] = "unmasked before"  # what the reference's flags `done` mean
+    part: int | None = None  # so many positions are decoded before the next; None: all together
+    shift: int = 0  # logits predict the token so many positions to the right
+    first: int | None = None  # what stands at position 0, if that is masked
 
 
 def _dinfer_threshold(params: Fields) -> Rule:
@@ -93,6 +95,26 @@ def _joint_threshold(params: Fields) -> Rule:
     return Rule({"name": "joint_threshold", "compat": "sglang", **config}, given=given, done="idle after")
 
 
+def _eb_sampling(params: Fields) -> Rule:
+    config = {"name": "entropy_bound", "bound": params.take("gamma"), "suppress_mask": True, "precision": "float64"}
+    return Rule(config)
+
+
+def _entropy_threshold(params: Fields) -> Rule:
+    return Rule({"name": "entropy_bound", "bound": params.take("threshold"), "limits": "each"})
+
+
+def _hierarchy_block(params: Fields) -> Rule:
+    """Parts of a block one after the other, as `block_diffusion` has them where the attention block is longer."""
+    config = {"name": "threshold", "threshold": params.take("threshold"), "compat": "sglang"}
+    part, shift, first = params.take("sub_block_size"), params.take("token_shift"), params.take("inherited", None)
+    return Rule(config, part=part, shift=shift, first=first)
+
+
+def _renoise(params: Fields) -> Rule:
+    return Rule(renoise(params), given=0, done="idle after")
+
+
 # Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
 TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "dinfer_threshold": _dinfer_threshold,
@@ -106,22 +128,16 @@ TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "dinfer_hierarchy_remask": _remasking,
     "fastdllm_factor": _factor,
     "sglang_joint_threshold": _joint_threshold,
-}
-# What the decoders of the goldens that have no translation yet will be called.
-PLANNED = {
-    "dinfer_credit": "credit",
-    "dinfer_hierarchy": "hierarchical",
-    "dinfer_hierarchy_fast_v2": "hierarchical",
-    "dinfer_hierarchy_remask": "hierarchical",
-    "fastdllm_factor": "factor",
-    "sglang_joint_threshold": "joint_threshold",
+    "sglang_eb_sampling": _eb_sampling,
+    "sglang_entropy_threshold": _entropy_threshold,
+    "sglang_hierarchy_block": _hierarchy_block,
+    "sglang_gemma4_renoise": _renoise,
 }
 
 
 def translate(decoder: str, params: Fields) -> Rule:
     """The rule for a decoder of the goldens. Raises Skip if dinfer does not have it, or not with these parameters."""
     if decoder not in TRANSLATIONS:
-        need(DECODERS, PLANNED.get(decoder, decoder))
         raise Skip(f"golden decoder {decoder!r} has no translation yet")
     rule = TRANSLATIONS[decoder](params)
     params.finish()
@@ -149,46 +165,89 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
     decoder, params = doc.take("decoder"), case.fields("params")
     params.where = f"decoder {decoder!r}"  # one reason for all cases that lack the same
     rule = translate(decoder, params)
-    sequences, name = path.with_name("sequences.safetensors"), case.take("sequence")
-    if not sequences.is_file():
-        raise Skip("decoders/sequences.safetensors is not in this folder")
+    sequences, name = inputs(path), case.take("sequence")
     logits_SBLV, x0_BL = read_tensors(sequences, [f"{name}.logits", f"{name}.x0"])
+    if (row := case.take("row", None)) is not None:
+        logits_SBLV, x0_BL = logits_SBLV[:, row : row + 1], x0_BL[row : row + 1]
     (want_SBL,) = read_tensors(path.with_suffix(".safetensors"), [f"{case.take('case')}.tokens"])
     if want_SBL.shape[1:] != x0_BL.shape or len(want_SBL) > len(logits_SBLV):
         raise GoldenError(f"tokens of shape {tuple(want_SBL.shape)} do not fit logits {tuple(logits_SBLV.shape)}")
     done_SB = case.take("done", None)
     if done_SB is not None and len(done_SB) != len(want_SBL):
         raise GoldenError(f"done has {len(done_SB)} steps, tokens has {len(want_SBL)}")
-    model = ScriptedModel(logits_SBLV, mask_id=doc.take("mask_id"), eos_id=doc.take("eos_id"))
-    recipe, state = begin(model, rule, x0_BL)
-    batch, length = x0_BL.shape
-    shape = StepShape(Phase.FULL, batch, length, 1, length, -(-length // PAGE))
-    for s, want_BL in enumerate(want_SBL):
-        open_BL = state.canvas.status_NS[:batch, :length] == int(Status.OPEN)
+    (batch, length), following = x0_BL.shape, case.take("next_inherited_token", None)
+    sampling: Sampling = SAMPLINGS.build("standard")
+    mask_id = doc.take("mask_id")
+    if "random_canvas" in case:  # of a model without a mask token
+        sampling, mask_id = Recorded(canvas_XBC=random_canvases(case, x0_BL)), None
+    elif rule.shift:  # the last logits predict the first position behind the block
+        x0_BL = torch.nn.functional.pad(x0_BL, (0, 1), value=mask_id)
+    model = ScriptedModel(logits_SBLV, mask_id=mask_id, eos_id=doc.take("eos_id"), shift=rule.shift)
+    recipe, state = begin(model, rule, x0_BL, sampling)
+    shape = StepShape(Phase.FULL, batch, x0_BL.shape[1], 1, state.block, -(-x0_BL.shape[1] // PAGE))
+
+    def step(s: int) -> list[list[int]]:
         model.step = s
         denoise_step(recipe, state, shape, torch.arange(batch))
-        same(f"step {s}: tokens", want_BL.tolist(), state.canvas.tokens_NS[:batch, :length].tolist())
+        return state.canvas.tokens_NS[:batch, : x0_BL.shape[1]].tolist()
+
+    for s, want_BL in enumerate(want_SBL):
+        open_BL = state.canvas.status_NS[:batch, :length] == int(Status.OPEN)
+        same(f"step {s}: tokens", want_BL.tolist(), [row[:length] for row in step(s)])
         if done_SB is not None:
             idle_B = state.canvas.lanes(torch.arange(batch), Phase.IDLE).live_B
             done_B = idle_B if rule.done == "idle after" else ~open_BL.any(-1)
             same(f"step {s}: done", done_SB[s], done_B.tolist())
+    if rule.shift and following is not None:
+        same("next_inherited_token", following, step(len(want_SBL))[0][length])
     return f"{len(want_SBL)} steps"
 
 
-def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor) -> tuple[Recipe, BatchState]:
+def inputs(path: Path) -> Path:
+    """The file of the logits: beside the cases, or in the folder `goldens` beside theirs, which later sets build on."""
+    name = "sequences.safetensors"
+    for folder in (path.parent, path.parents[2] / "goldens" / "decoders"):
+        if (folder / name).is_file():
+            return folder / name
+    raise Skip(f"decoders/{name} is neither in this folder nor in ../goldens")
+
+
+def random_canvases(case: Fields, x0_BL: Tensor) -> Tensor:
+    """What open positions hold at first, and after each step; of rows that are done, anything. [X, B, L]"""
+    blank = x0_BL[0].tolist()
+    canvases = [case.take("initial_canvas"), *case.take("random_canvas")]
+    return torch.tensor([[blank if row is None else row for row in canvas] for canvas in canvases])
+
+
+def unforced(decoder: Any) -> Decoder:
+    """The decoder as if every row had to progress, for a sweep that lets rows stall where the references do."""
+
+    class Unforced(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            return super().select(stats, replace(view, must_progress_R=None), state)
+
+    return Unforced(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+
+
+def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -> tuple[Recipe, BatchState]:
     """A recipe, and a batch in which every row is the block at the start."""
-    batch, length = x0_BL.shape
-    sweep = ScriptedSweep(block=length, decay=rule.decay)
-    recipe = Recipe(model, sweep, DECODERS.build(rule.config), CACHES.build("none"))
+    (batch, length), mask_id = x0_BL.shape, model.spec.mask_id
+    sweep = ScriptedSweep(block=rule.part or length, align=True, stop="off", decay=rule.decay)
+    recipe = Recipe(model, sweep, unforced(DECODERS.build(rule.config)), CACHES.build("none"), sampling)
     pages = -(-length // PAGE)
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device
     )  # fmt: skip
-    masked_BL = x0_BL == model.spec.mask
+    masked_BL = torch.ones_like(x0_BL, dtype=torch.bool) if mask_id is None else x0_BL == mask_id
+    if rule.first is not None:
+        x0_BL, masked_BL = x0_BL.clone(), masked_BL.clone()
+        x0_BL[:, 0] = torch.where(masked_BL[:, 0], rule.first, x0_BL[:, 0])
+        masked_BL[:, 0] = False
     place_L = torch.arange(length)
     for slot in range(batch):
         given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given
         masked_L = masked_BL[slot] & ~given_L
-        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0)
+        options = recipe.resolve({"seed": slot})
+        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0, options=options)
         state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
     return recipe, state

@@ -5,8 +5,6 @@ falls from t to t'. dinfer draws one level u for each position, and commits it o
 was drawn in the step that committed a position, u = t (1 - d) is that same draw: d < 1 - t' / t just where u > t'.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

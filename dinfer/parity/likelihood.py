@@ -1,7 +1,5 @@
 """Log-likelihood cases: the masks are given, and what the network says of the tokens under them is compared."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Padding is checked on the row without it: what is hidden from everyone and only 
 nothing for the real tokens, because rotary positions are relative.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

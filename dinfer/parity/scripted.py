@@ -1,7 +1,5 @@
 """A model that says what was recorded, so that decoders run in the real step on the reference's very logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +16,13 @@ class ScriptedModel:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, logits_SBLV: Tensor, *, mask_id: int, eos_id: int) -> None:
+    def __init__(self, logits_SBLV: Tensor, *, mask_id: int | None, eos_id: int, shift: int = 0) -> None:
         self.logits_SBLV, self.step = logits_SBLV, 0
         length, vocab = logits_SBLV.shape[-2:]
         self.spec = ModelSpec(
             family="scripted", vocab=vocab, hidden=vocab, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1,
-            norm_eps=1.0, rope_theta=1.0, max_length=length, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,),
+            norm_eps=1.0, rope_theta=1.0, max_length=length + 1, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,),
+            shift=shift,
         )  # fmt: skip
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
@@ -50,5 +49,5 @@ class ScriptedSweep(Blockwise):
             return super().floor(lanes)
         return (1.0 - lanes.forwards_B.double() * self.decay).float()
 
-    def must_progress(self, lanes: RowCursors) -> Tensor:
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
         return torch.zeros_like(lanes.step_BK, dtype=torch.bool)

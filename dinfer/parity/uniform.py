@@ -4,8 +4,6 @@ The reference's random canvases are recorded in order of use: one when a canvas 
 Its draw of tokens was replaced by the most likely token, which is dinfer's temperature 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ class Recorded(StandardSampling):
 
     canvas_XBC: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, dtype=torch.int64))
     prompt: int = 0
-    first_K: tuple[int, ...] = ()  # where in the record each canvas begins
+    first_K: tuple[int, ...] = (0,)  # where in the record each canvas begins
 
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         place = (pos - self.prompt).clamp_min(0)
@@ -50,13 +48,18 @@ class Recorded(StandardSampling):
         return self.canvas_XBC[at.clamp_max(len(self.canvas_XBC) - 1), seed, place % self.canvas_XBC.shape[2]]
 
 
+def renoise(params: Fields) -> dict[str, Any]:
+    """The decoder of these models, in the words of transformers and of SGLang, which are the same."""
+    names = {"max_denoising_steps": "steps", "entropy_bound": "bound", "t_min": "t_min", "t_max": "t_max"}
+    names |= {"stability_threshold": "stability", "confidence_threshold": "confidence"}
+    return {"name": "renoise"} | {ours: params.take(name) for name, ours in names.items()}
+
+
 def run_generation(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the canvas after every step, the answers and the number of steps."""
     network = golden.network(doc.take("model"), doc.take("family"))
     params, prompts, length = doc.fields("params"), doc.take("prompt_ids"), doc.take("canvas_length")
-    names = {"max_denoising_steps": "steps", "entropy_bound": "bound", "t_min": "t_min", "t_max": "t_max"}
-    names |= {"stability_threshold": "stability", "confidence_threshold": "confidence"}
-    decoder = {ours: params.take(name) for name, ours in names.items()}
+    decoder = renoise(params)
     new_tokens, canvases = params.take("max_new_tokens"), -(-params.take("max_new_tokens") // length)
     params.finish()
     record = torch.tensor(doc.take("random_canvas"))
@@ -67,7 +70,6 @@ def run_generation(golden: Golden, doc: Fields) -> str:
     first_K = tuple(block * (decoder["steps"] + 1) for block in range(canvases))
     noise = Recorded(canvas_XBC=record, prompt=len(prompts[0]), first_K=first_K)
     iteration = {"name": "self_conditioned", "block": length}
-    decoder["name"] = "renoise"
     recipe = compose(network, iteration=iteration, decoder=decoder, cache="block", sampling=noise)
     requests = [Request(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)]
     rows: list[list[int]] = [[] for _ in prompts]

@@ -131,16 +131,22 @@ class Pipeline:
         trace: bool = False,
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
-        mask_id, canvases = self.recipe.model.spec.mask, listed(canvases, "canvases")
+        canvases = listed(canvases, "canvases")
         values = each({} if options is None else options, len(canvases), "options")
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
-        found = []
-        for request, (completion, history) in zip(requests, self._run(requests, trace), strict=True):
-            runs = gaps_of(request.prompt, mask_id)
-            gaps = [[completion.canvas[position] for position in run] for run in runs]
-            text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
-            found.append(Infilled(text, completion.canvas, gaps, texts, completion.counts, history))
-        return found
+        done = zip(requests, self._run(requests, trace), strict=True)
+        return [self.infilled(request, completion, history) for request, (completion, history) in done]
+
+    def infill_request(self, text: str, options: Mapping[str, Any]) -> Request:
+        """The request that `infill` makes of one text."""
+        return self._infill_request(0, self._template(text), options, False)
+
+    def infilled(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Infilled:
+        """What `infill` makes of the completion of one request."""
+        runs = gaps_of(request.prompt, self.recipe.model.spec.mask)
+        gaps = [[completion.canvas[position] for position in run] for run in runs]
+        text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
+        return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace)
 
     def _run(self, requests: list[Request], trace: bool) -> list[tuple[Completion, list[list[int]] | None]]:
         """The completions in order, with the canvas after every step if it is asked for."""

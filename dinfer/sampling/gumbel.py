@@ -7,8 +7,6 @@ or on launch order, and a restart gives it again.
 Whatever is asked for, the mask token takes part in the draw; where it is drawn, the position stays masked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -47,6 +47,7 @@ WRONG = [
     ["generate", "a", "-m", "decoder=threshold,factr"], ["generate", "a", "-m", "decoder.threshold="],
     ["plot", "nowhere"],
     *([*line, "model.checkpoint=/no/where"] for line in (["generate", "a"], ["infill", "[MASK:1]"], ["trace", "a"])),
+    *([name, "model.checkpoint=/no/where"] for name in ("audit", "demo", "eval", "tune")),
 ]  # fmt: skip
 # A module that takes long to import, and Ctrl-C while it does.
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"

@@ -107,7 +107,7 @@ def test_the_head_runs_on_open_positions_alone(
     step = watching(shapes)
 
     def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
-        room = max(shape.scored * 2 // 3, shape.block) if shape.scored else 0
+        room = max(shape.scored * 2 // 3, shape.blocks * shape.block) if shape.scored else 0
         step(recipe, state, dataclasses.replace(shape, scored=room if late else shape.scored), slot_B)
 
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", short)

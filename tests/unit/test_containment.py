@@ -20,6 +20,7 @@ from support.models import tiny_model
 import dinfer.kernels.dispatch
 from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
+from dinfer.core.canvas import Canvas
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.state import BatchState
@@ -27,7 +28,6 @@ from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request, StalledRow, Update
-from dinfer.engine.row import Row
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
@@ -88,7 +88,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "plan": (Scheduler, "update", lambda scheduler, row: row.request.length == BAD),
     "plan ahead": (Scheduler, "prepare", lambda scheduler, row: row.request.length == BAD),
     "publication": (Batch, "publish", lambda batch, row: row.request.length == BAD),
-    "last look": (Row, "look", lambda row, active_X: row.request.length == BAD),
+    "last look": (Canvas, "row", lambda canvas, slot, length: length == BAD),
     "answer": (Request, "answer", lambda request, *given: request.length == BAD),
 }
 

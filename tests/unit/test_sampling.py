@@ -199,6 +199,15 @@ def test_eos_last_commits_stop_tokens_last() -> None:
     assert steps[3] is not None and steps[3][8:] == [True, False] * 4
 
 
+@pytest.mark.parametrize("name", SAMPLINGS.names())
+def test_repetition_penalty_lowers_positive_and_negative_logits(name: str) -> None:
+    logits_RLV = torch.tensor([3.0, -3.0]).repeat(VOCAB // 2)[None, None]
+    seen_RV = torch.arange(VOCAB)[None] < 2
+    given = {"repetition_penalty": torch.tensor([[1.5]]), "ban_eos": torch.tensor([[0]])}
+    adjusted_RLV = SAMPLINGS.build(name).adjust(logits_RLV, given, seen_RV, tiny_model().spec)
+    assert adjusted_RLV[0, 0, :4].tolist() == [2.0, -4.5, 3.0, -3.0]
+
+
 def test_repetition_penalty_counts_prompt_and_decoded_tokens() -> None:
     table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
     table[..., 1], table[..., 2], table[..., 3] = 3.0, 2.9, 2.8

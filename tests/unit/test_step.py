@@ -91,8 +91,8 @@ def test_nonsense_is_contained(name: str, kind: type[Proposing]) -> None:
 
 def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
     table = torch.zeros(1, 64, VOCAB, dtype=torch.float64)
-    table[0, 5, 10], table[0, 6, 11], table[0, 7, 12] = 6.0, 4.0, 5.0
-    table[0, 5, MASK] = 7.0  # the surest position would rather wait
+    table[0, 5, 10], table[0, 6, 11], table[0, 7, 12] = 6.0, 1.0, 2.0
+    table[0, 5, MASK] = 7.0  # the position with the surest token, 0.26 against 0.07 and 0.16, would rather wait
     recipe = replace(scripted_recipe(Proposing(propose=NONSENSE["nothing"])), model=Scripted(table))
     seen = [u.tokens for u in engine_for(recipe).run([Request(PROMPT, 3)], snapshots=True)]
     assert [row[5:] for row in seen] == [[MASK, MASK, 12], [MASK, 11, 12], [10, 11, 12]]

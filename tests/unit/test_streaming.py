@@ -11,7 +11,7 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.core.canvas import Status
+from dinfer.core.canvas import Canvas, Status
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.reader import CanvasReader
@@ -101,6 +101,20 @@ def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "tolist", watched)
     updates = list(engine.run(requests, snapshots=True, deltas="commit"))
     assert reads == max(update.forwards for update in updates)
+
+
+@pytest.mark.parametrize("deltas", [None, "commit"])
+def test_blocks_are_copied_only_where_a_request_asks_for_them(deltas, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, active = 0, Canvas.active
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += 1
+        return active(*args)
+
+    monkeypatch.setattr(Canvas, "active", counted)
+    *_, last = engine_for(recipe_of()).run([Request([1, 2, 3], 3 * BLOCK)], deltas=deltas)
+    assert copies == (last.forwards if deltas else 0)
 
 
 def test_async_streams_tell_new_output() -> None:

@@ -95,7 +95,8 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
     made = some_canvas(blocks)
     moved = [number(CAPACITY, 5) for _ in range(4)]
     gained_B, quota_BK = number(9, 5, low=-3), number(9, 5, blocks)
-    entered_B, done_B, broken_B, stale_B = (chance(5) for _ in range(4))
+    done_B, broken_B, stale_B = (chance(5) for _ in range(3))
+    entered_BK, left_B = chance(5, blocks), number(blocks + 1, 5) if blocks > 1 else None
     slot_B = torch.tensor([4, 1, 2, SLOTS, 0], device=DEVICE)
 
     def work() -> list[Tensor]:
@@ -106,7 +107,7 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
         lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B = moved
         lanes.quota_BK = quota_BK
         mine.finish(
-            lanes, gained_B=gained_B, entered_B=entered_B, done_B=done_B, broken_B=broken_B,
+            lanes, gained_B=gained_B, entered_BK=entered_BK, left_B=left_B, done_B=done_B, broken_B=broken_B,
             stale_B=stale_B if stale is None else stale, refreshed=stale is True,
         )  # fmt: skip
         return [*seen, mine.cursors_NC]
@@ -264,7 +265,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         )  # fmt: skip
         view = BlockView(
             pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
-            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, {},
+            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, quota_R, quota_R, {},
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(

@@ -1,7 +1,5 @@
 """A trace as an animated SVG: masks become tokens, forward by forward. Needs no script, so a README can show it."""
 
-from __future__ import annotations
-
 import html
 import textwrap
 from collections.abc import Sequence

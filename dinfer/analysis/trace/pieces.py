@@ -1,7 +1,5 @@
 """The text that a single token adds to a canvas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ The recipe runs as it always does, one request at a time and eagerly; its decode
 outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ For each component: what it does, its options with their defaults, and the paper
 every request for itself (`options={"threshold": 0.8}` in the library); all are set by `decoder.threshold=0.8` here.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from rich.console import Console, Group, RenderableType

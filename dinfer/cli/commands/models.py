@@ -8,8 +8,6 @@ not listed loads as well, if its family is known: `model=llada2 model.checkpoint
 `dinfer inspect NAME_OR_FOLDER` says whether it does.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from dataclasses import asdict

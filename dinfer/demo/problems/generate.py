@@ -1,7 +1,5 @@
 """Seeded generation, with splits that cannot overlap."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """What a problem is, and how an answer is read out of a text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ free (two wordings, two orders of the same facts), the marginals are mixtures, a
 commits pieces of both: that is what parallel decoding costs. The constants set how much of it there is.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """How rows leave their active blocks, and the cursors that a step leaves behind."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -71,8 +69,9 @@ def leave_blocks(
 
 @triton.jit
 def _finish(
-    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, done_ptr,
-    broken_ptr, stale_ptr, lanes, columns, refreshed, BEHIND: tl.constexpr, K: tl.constexpr,
+    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, left_ptr,
+    done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed,
+    BEHIND: tl.constexpr, K: tl.constexpr, LEFT: tl.constexpr,
     PHASE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
     FORWARDS: tl.constexpr, STEPS: tl.constexpr, REFRESHES: tl.constexpr, COMMITTED: tl.constexpr,
     IDLE: tl.constexpr, FULL: tl.constexpr, WINDOW: tl.constexpr, FAULT: tl.constexpr,
@@ -83,7 +82,6 @@ def _finish(
     inside = lane < lanes
     live = inside & (tl.load(live_ptr + lane, mask=inside, other=0) != 0)
     row = rows_ptr + tl.load(slot_ptr + lane, mask=inside, other=0) * columns
-    entered = tl.load(entered_ptr + lane, mask=inside, other=0) != 0
     phase = tl.where(tl.load(stale_ptr + lane, mask=inside, other=0) != 0, FULL, WINDOW)
     phase = tl.where(tl.load(done_ptr + lane, mask=inside, other=0) != 0, IDLE, phase)
     phase = tl.where(tl.load(broken_ptr + lane, mask=inside, other=0) != 0, FAULT, phase)
@@ -97,10 +95,15 @@ def _finish(
     tl.store(row + REFRESHES, tl.load(row + REFRESHES, mask=live) + refreshed, mask=live)
     gained = tl.load(gained_ptr + lane, mask=inside)
     tl.store(row + COMMITTED, tl.load(row + COMMITTED, mask=live) + gained, mask=live)
-    for k in tl.static_range(K):
-        step = row + BEHIND + k
-        tl.store(step, tl.where(entered, 0, tl.load(step, mask=live) + 1), mask=live)
-        tl.store(step + K, tl.load(quota_ptr + lane * K + k, mask=inside), mask=live)
+    left = tl.zeros((PIECE,), tl.int64)
+    if LEFT:
+        left += tl.load(left_ptr + lane, mask=inside, other=0)
+    for k in tl.static_range(K):  # forwards: what is still to be read lies behind what is written
+        block = tl.minimum(k + left, K - 1)
+        entered = tl.load(entered_ptr + lane * K + k, mask=inside, other=0) != 0
+        step = tl.load(row + BEHIND + block, mask=live) + 1
+        tl.store(row + BEHIND + k, tl.where(entered, 0, step), mask=live)
+        tl.store(row + BEHIND + K + k, tl.load(quota_ptr + lane * K + block, mask=inside), mask=live)
 
 
 WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed")
@@ -108,8 +111,8 @@ WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refre
 
 def finish(
     rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
-    quota_BK: Tensor, gained_B: Tensor, entered_B: Tensor, done_B: Tensor, broken_B: Tensor, stale_B: Tensor | bool,
-    *, refreshed: bool, columns: dict[str, int], phases: dict[str, int],
+    quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor, broken_B: Tensor,
+    stale_B: Tensor | bool, *, refreshed: bool, columns: dict[str, int], phases: dict[str, int],
 ) -> None:  # fmt: skip
     """See `dinfer.core.canvas.Canvas.finish`. `columns`: of the cursors by name; `phases`: their numbers."""
     lanes, blocks = quota_BK.shape
@@ -117,10 +120,12 @@ def finish(
         always = phases["FULL" if stale_B else "WINDOW"]
         stale_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
     read = (
-        slot_B, live_B, start_B, end_B, block_B, kept_B, quota_BK, gained_B, entered_B, done_B, broken_B, stale_B
+        slot_B, live_B, start_B, end_B, block_B, kept_B, quota_BK, gained_B, entered_BK,
+        done_B if left_B is None else left_B, done_B, broken_B, stale_B,
     )  # fmt: skip
     _finish[(triton.cdiv(lanes, PIECE),)](
         rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), BEHIND=len(columns),
-        K=blocks, **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE, num_warps=WARPS,
+        K=blocks, LEFT=left_B is not None, **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE,
+        num_warps=WARPS,
         **early(rows_NC),
     )  # fmt: skip

@@ -5,8 +5,6 @@ for some positions) and one of the splits of the keys, and keeps a running maxim
 arXiv:2205.14135). Splits are put together by a second kernel (flash decoding).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

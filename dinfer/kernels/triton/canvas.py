@@ -1,7 +1,5 @@
 """Small integers of a step, one launch where torch would take up to two dozen; see `dinfer.kernels.canvas`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

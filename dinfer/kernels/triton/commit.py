@@ -1,7 +1,5 @@
 """Which positions are confident enough, and the commits of a step: one program for the active blocks of a lane."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 In two launches, pieces of the vocabulary first; no tensor of the vocabulary's size is written.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

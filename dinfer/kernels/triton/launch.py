@@ -3,8 +3,6 @@
 A step is hundreds of kernels of a few microseconds. This takes away some of the time between them.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from types import FunctionType

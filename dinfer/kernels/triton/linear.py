@@ -5,8 +5,6 @@ program reads the weights of its outputs through a pipeline as deep as shared me
 no multiprocessor takes more programs than its share when they are launched early.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ room for the most tiles there can be, so the grid does not depend on the choice,
 The weights are the tall operand, as in `linear`. Each output has one writer and sums are in a fixed order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Residual RMSNorm and SwiGLU, one program a row or a piece of it."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

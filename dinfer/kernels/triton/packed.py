@@ -5,8 +5,6 @@ sum is scaled. Where too few programs would come of the outputs alone, the group
 them to finish adds up what all have left behind, always in the same order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

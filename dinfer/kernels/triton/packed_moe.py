@@ -1,7 +1,5 @@
 """Products of tokens with the experts they chose, whose weights are in 4 bits."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """RoPE's table; QK-norm, RoPE and the write of keys and values in one pass over the projections."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

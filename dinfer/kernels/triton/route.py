@@ -1,7 +1,5 @@
 """The router's choice, one program a token."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Rows of a batch: some positions of each, and how they are written back; see `dinfer.kernels.rows`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The statistics of the logits in one pass over them: pieces of the vocabulary first, then each position's pieces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The window of a step in one launch; see `dinfer.kernels.window`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The problem families by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -1,7 +1,5 @@
 """A chain of ages, each told by the one before."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

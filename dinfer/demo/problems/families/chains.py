@@ -1,7 +1,5 @@
 """Operations applied to a number one after the other."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

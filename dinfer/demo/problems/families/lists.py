@@ -1,7 +1,5 @@
 """Lists of numbers that are sorted, reversed and shortened."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

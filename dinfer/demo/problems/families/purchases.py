@@ -1,7 +1,5 @@
 """Buying two kinds of goods, sometimes paying with a larger note."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

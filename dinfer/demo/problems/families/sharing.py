@@ -1,7 +1,5 @@
 """Two heaps put together and shared equally."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

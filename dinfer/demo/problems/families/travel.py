@@ -1,7 +1,5 @@
 """Two legs of a journey, each with its own speed."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft

@@ -1,7 +1,5 @@
 """A walk on a grid with turns: facing and position are tracked."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dinfer.demo.problems.problem import Draft
