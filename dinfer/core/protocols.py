@@ -329,10 +329,6 @@ class CachePolicy(Component):
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
 
-    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
-        """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""
-        return None
-
     @abstractmethod
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
         """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
