@@ -12,10 +12,11 @@ import hydra
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli.explain import components, explained, tree_of
-from dinfer.core.registry import REGISTRIES, Registry
+from dinfer.core.registry import REGISTRIES, Registry, unknown
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
@@ -105,3 +106,15 @@ def values_of(config: DictConfig) -> dict[str, Any]:
     """The settings, with components that are complete. Raises ValueError."""
     components(config)
     return tree_of(config, resolve=True)
+
+
+def chosen(kind: str) -> str:
+    """What the running command's configuration chooses of a group, by name."""
+    return str(HydraConfig.get().runtime.choices[kind])
+
+
+def with_recipe(command: str, recipe: str) -> dict[str, Any]:
+    """The running command's configuration with another preset of components. Raises ValueError."""
+    if recipe not in (known := choices(RECIPE)):
+        raise unknown(RECIPE, recipe, known)
+    return compose(command, [*HydraConfig.get().overrides.task, f"{RECIPE}={recipe}"])

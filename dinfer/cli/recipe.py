@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
 from dinfer.core.registry import typed, unknown
+from dinfer.demo.problems import Problem, generate
 from dinfer.loading.hub import SMALL, locate
 
 if TYPE_CHECKING:
-    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline
 
 
@@ -17,6 +18,7 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
     import torch
 
+    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import load
 
     parts = {kind: config[kind] for kind in GROUPS}
@@ -24,14 +26,25 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
     # Before the weights are read, so that a slip in a decoder's option is known at once.
     for kind, registry in GROUPS.items():
         registry.build(parts[kind])
+    unset = isinstance(config["runtime"], dict) and config["runtime"].get("graphs") is None
+    graphs = {"graphs": device.startswith("cuda")} if unset else {}
     return load(
         parts.pop("model"),
         **parts,
         device=device,
         dtype=setting(config, "dtype", str | None),
         quantize=setting(config, "quantize", str | None),
-        runtime=_runtime(config["runtime"], device),
+        runtime=group(config, "runtime", Runtime, **graphs),
     )
+
+
+def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
+    """Another recipe around the same network."""
+    from dinfer.core.recipe import compose
+    from dinfer.pipeline import Pipeline
+
+    names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
+    return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)
 
 
 def located(config: dict[str, Any]) -> None:
@@ -44,6 +57,25 @@ def located(config: dict[str, Any]) -> None:
 def setting(config: dict[str, Any], name: str, hint: Any) -> Any:
     """A setting, ValueError if it is not of the type that is wanted."""
     return typed({name: hint}, {name: config[name]})[name]
+
+
+def counted(config: dict[str, Any], name: str) -> int:
+    """A setting that is a number of things, ValueError if it is below 1."""
+    if (count := setting(config, name, int)) < 1:
+        raise ValueError(f"{name}={count} must be at least 1")
+    return count
+
+
+def problems_of(config: dict[str, Any], count: int) -> list[Problem]:
+    """The first `count` held-out problems that the settings `seed` and `families` choose. Raises ValueError."""
+    families = setting(config, "families", tuple[str, ...] | None)
+    return generate("heldout", count, setting(config, "seed", int), families)
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Raises ValueError if a library that `what` needs is not installed, and names the extra that has it."""
+    if find_spec(module) is None:
+        raise ValueError(f"{what}: pip install 'dinfer[{extra}]'")
 
 
 def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
@@ -59,14 +91,12 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
     return None if text is None else str(text)
 
 
-def _runtime(settings: Any, device: str) -> Runtime:
-    if not isinstance(settings, dict):
-        raise ValueError(f"runtime={settings!r} must be settings, such as runtime.rows=8")
-    from dinfer.engine.runtime import Runtime
-
-    names = list(Runtime.__dataclass_fields__)
-    for name in settings:
-        if name not in names:
-            raise unknown("setting of runtime:", name, names)
-    graphs = {"graphs": device.startswith("cuda")} if settings.get("graphs") is None else {}
-    return Runtime(**typed(get_type_hints(Runtime), {**settings, **graphs}, prefix="runtime."))
+def group(config: dict[str, Any], name: str, kind: type, **more: Any) -> Any:
+    """The settings below `name` as a dataclass, with `more` in it. ValueError for an unknown one, or a wrong type."""
+    values, hints = config[name], get_type_hints(kind)
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}={values!r} must be settings, such as {name}.{next(iter(hints))}=...")
+    for key in values:
+        if key not in hints:
+            raise unknown(f"setting of {name}:", key, list(hints))
+    return kind(**typed(hints, values | more, prefix=f"{name}."))

@@ -2,7 +2,6 @@
 
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,19 +9,14 @@ from typing import Any
 from dinfer.analysis.metrics import Metrics, Sample, measure
 from dinfer.analysis.tuning import Measured, Objective, Parts, Split
 from dinfer.cli import conf
-from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import pipeline, setting
-from dinfer.core.recipe import compose
-from dinfer.demo.problems import Problem, generate, is_correct
-from dinfer.pipeline import Pipeline
+from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, setting
+from dinfer.demo.problems import Problem, is_correct
 
 
 def objective_of(config: dict[str, Any]) -> Objective:
     """What the configuration asks to measure recipes on. Raises ValueError, OSError."""
-    counts = {name: setting(config, name, int) for name in ("count", "heldout")}
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1")
+    for name in ("count", "heldout"):
+        counted(config, name)
     return Problems(config) if config["tasks"] is None else Task(config)
 
 
@@ -31,8 +25,7 @@ class Problems:
 
     def __init__(self, config: dict[str, Any]) -> None:
         count, heldout = config["count"], config["heldout"]
-        families = setting(config, "families", tuple[str, ...] | None)
-        every = generate("heldout", count + heldout, setting(config, "seed", int), families)
+        every = problems_of(config, count + heldout)
         self.problems: dict[Split, list[Problem]] = {"calibration": every[:count], "heldout": every[count:]}
         self.new_tokens = setting(config, "max_new_tokens", int | None) or 128
         self.timed = config["goal"] == "tps"
@@ -58,8 +51,7 @@ class Task:
     """Measures recipes on documents of one task: the first `count` for the search, as many as `heldout` behind them."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        if find_spec("lm_eval") is None:
-            raise ValueError("tasks= needs lm-eval: pip install 'dinfer[eval]'")
+        need("lm_eval", "eval", "tasks= needs lm-eval")
         from dinfer.cli.commands.eval import settings_of
         from evaluations.ranks import ranks
 
@@ -100,9 +92,3 @@ class Task:
         name, kind = task["metric"].rsplit(",", 1)
         scores = {line["doc_id"]: float(line[name]) for line in lines if line["filter"] == kind}
         return Measured(Metrics(**task["metrics"]), [scores[document] for document in sorted(scores)])
-
-
-def beside(base: Pipeline, parts: Parts) -> Pipeline:
-    """Another recipe around the same network."""
-    names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
-    return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)

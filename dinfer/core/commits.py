@@ -48,7 +48,8 @@ def commit(
                 view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
                 stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
                 proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
-                proposal.source_RL if edits else None, blank_RL, vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
+                proposal.source_RL if edits else None, blank_RL,
+                vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
                 open_status=int(Status.OPEN), done_status=int(Status.DONE),
             )
         )  # fmt: skip
@@ -131,7 +132,7 @@ def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edit
 
 
 def allowed_moves(source_RL: Tensor, view: BlockView) -> tuple[Tensor, Tensor]:
-    """Where each position's token comes from, and which positions take another's: what is given stays and is not copied.
+    """Where each position's token comes from, and which positions take another's: what is given stays.
 
     A source that is given, or outside the block, stands for a new mask.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Deltas, Request, Update
@@ -12,17 +13,24 @@ from dinfer.engine.request import Deltas, Request, Update
 class AsyncEngine:
     """Runs rounds in a thread while there are requests, so the event loop is never blocked. One event loop at a time.
 
-    Other threads may use the engine meanwhile, but not its `step`.
+    Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that concerned no
+    request: the engine has a defect, and cannot be relied on.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, executor: Executor | None = None) -> None:
+        """`executor`: where rounds run; engines that share a device may share a thread. None: the event loop's own."""
+        self._engine, self._executor = engine, executor
+        self.failure: BaseException | None = None
         self._queues: dict[int, asyncio.Queue[Update | BaseException]] = {}
         self._work: asyncio.Task[None] | None = None
 
+    def occupancy(self) -> dict[str, int]:
+        """How much of the engine is taken: requests that wait and run, pages in all and free."""
+        return self._engine.occupancy()
+
     async def stream(
         self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update]:
         """The request after each of its steps, the last time with its completion.
 
         `snapshots`: with the canvas; `deltas`: with the new output. A caller who stops, by `aclose`, `break` under
@@ -51,13 +59,15 @@ class AsyncEngine:
 
     async def _steps(self) -> None:
         while self._queues and self._engine.busy:
-            for update in await asyncio.to_thread(self._engine.step):
+            loop = asyncio.get_running_loop()
+            for update in await loop.run_in_executor(self._executor, self._engine.step):
                 if update.index in self._queues:
                     self._queues[update.index].put_nowait(update)
 
     def _report(self, work: asyncio.Task[None]) -> None:
         """Tells all callers of an error that concerns the engine and not a request."""
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        self.failure = None if work.cancelled() else error
         if error is not None:
             for queue in self._queues.values():
                 queue.put_nowait(error)

@@ -66,6 +66,15 @@ class Engine:
         """Pages of keys and values without an owner. None: nothing is allocated yet."""
         return None if self.loop.batch is None else self.loop.batch.pages.free
 
+    def occupancy(self) -> dict[str, int]:
+        """How much is taken: requests that wait and run, pages of keys and values in all and free."""
+        batch, waiting = self.loop.batch, len(self.loop.waiting)
+        if batch is None:
+            return {"waiting": waiting, "running": 0, "pages": 0, "pages_free": 0}
+        return {
+            "waiting": waiting, "running": len(batch.rows), "pages": batch.room.pages, "pages_free": batch.pages.free,
+        }  # fmt: skip
+
     def run(
         self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None
     ) -> Generator[Update]:

@@ -104,8 +104,8 @@ def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     for example in page.split("```python\n")[1:]:
-        exec(compile(example.split("```")[0], "docs/serving.md", "exec"), {"__name__": "__main__"})
+        exec(compile(example.split("```")[0], "docs/engine.md", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     assert "tokens in" in said and "cancelled" in said

@@ -78,13 +78,15 @@ def test_tokens_come_from_where_the_decoder_says(blocks: int) -> None:
 
 def test_text_behind_a_gap_is_refused_where_tokens_move() -> None:
     made = recipe(Shuffling(want={}), name="blockwise", block=4)
-    with pytest.raises(ValueError, match=r"gaps has given tokens behind an open position, and Shuffling moves .*thresh"):
+    with pytest.raises(
+        ValueError, match=r"gaps has given tokens behind an open position, and Shuffling moves .*thresh"
+    ):
         engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, False]))
     engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, True]))
 
 
 def test_a_decoder_that_moves_edits_too() -> None:
-    with pytest.raises(TypeError, match="Careless has `moves = True`, .* add `edits = True`"):
+    with pytest.raises(TypeError, match=r"Careless has `moves = True`, .* add `edits = True`"):
 
         class Careless(Decoder):
             moves: ClassVar[bool] = True

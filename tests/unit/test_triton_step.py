@@ -265,7 +265,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         )  # fmt: skip
         view = BlockView(
             pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
-            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, {},
+            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, quota_R, quota_R, {},
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(

@@ -1,6 +1,3 @@
-"use strict";
-// Texts of the model are only ever set as textContent or as attribute values, never as markup.
-
 const trace = JSON.parse(document.getElementById("trace").textContent);
 const byId = (id) => document.getElementById(id);
 const percent = (value) => `${(100 * value).toFixed(1)}%`;
@@ -9,13 +6,6 @@ const PASSES = { full: "whole canvas", window: "window", prefill: "prompt only" 
 let now = 0;
 let view = "state";
 let timer = null;
-
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 function shape(parent, tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -76,8 +66,7 @@ class Run {
 
   piece(token) {
     if (this.run.stop_ids.includes(token)) return "■";
-    const text = this.run.pieces[token];
-    return text === "" ? `#${token}` : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+    return shown(this.run.pieces[token]) || `#${token}`;
   }
 
   cells() {
@@ -157,8 +146,8 @@ class Run {
       const known = state.get(position);
       const given = !this.open.has(position);
       const offer = step && this.confident.get(`${step.forward}:${position}`);
-      const classes = ["cell"];
-      let text = "░";
+      const classes = [];
+      let text = MASKED;
       let heat = null;
       if (given) {
         classes.push("given");
@@ -178,12 +167,7 @@ class Run {
         if (inSpans(step.computed, position)) classes.push("computed");
         if (inSpans([step.region], position)) classes.push("active");
       }
-      if (heat !== null) {
-        classes.push("heat");
-        box.style.setProperty("--heat", heat);
-      }
-      box.className = classes.join(" ");
-      box.textContent = text;
+      paint(box, text, classes, heat);
       box.setAttribute("aria-label", this.words(position));
     }
     this.cursor.setAttribute("x", Math.max(0, Math.min(now, this.run.steps.length) - 1));

@@ -15,7 +15,7 @@ from typing import Any
 
 def page(document: dict[str, Any]) -> str:
     """The page of a document as `dinfer.analysis.trace.record.document` returns it."""
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = (asset(f"cells.{kind}") + asset(f"page.{kind}") for kind in ("css", "js"))
     answers = "".join(
         f"<h2>{html.escape(run['name'])}</h2><p>{html.escape(run['text'])}</p>" for run in document["runs"]
     )
@@ -30,7 +30,7 @@ def page(document: dict[str, Any]) -> str:
         "data": embedded(document),
     }
     # One pass, so that a marker within what is put in stays what it is.
-    return re.sub(r"@@(\w+)@@", lambda marker: parts[marker[1]], _asset("page.html"))
+    return re.sub(r"@@(\w+)@@", lambda marker: parts[marker[1]], asset("page.html"))
 
 
 def embedded(document: dict[str, Any]) -> str:
@@ -39,7 +39,8 @@ def embedded(document: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this package; `cells.css` and `cells.js` draw a canvas on other pages too."""
     return (resources.files("dinfer.analysis.trace") / name).read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ audit-1.json, ...
 
 from __future__ import annotations
 
-from argparse import Namespace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,38 +23,22 @@ from rich.table import Table
 
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.recipe import counted, pipeline, problems_of, setting, text_of
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
-from dinfer.demo.problems import generate
 
 if TYPE_CHECKING:
     from dinfer.analysis.audit import Audit
 
 
-def arguments(parser: Parser) -> None:
-    configured(parser)
-
-
-def run(args: Namespace) -> None:
-    """Audits each point of a sweep."""
-    launch(args, measure, takes_text=True)
-
-
 def measure(config: dict[str, Any], question: str | None) -> None:
     """Audits one recipe, prints what it found and writes it."""
     question = text_of(config, "prompt", question)
-    count, new_tokens = setting(config, "count", int), setting(config, "max_new_tokens", int)
+    count, new_tokens = counted(config, "count"), setting(config, "max_new_tokens", int)
     out = setting(config, "out", str | None)
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
-    if question is None:
-        families = setting(config, "families", tuple[str, ...] | None)
-        questions = [p.question for p in generate("heldout", count, setting(config, "seed", int), families)]
-    else:
-        questions = [question]
+    questions = [question] if question else [problem.question for problem in problems_of(config, count)]
     from dinfer.analysis.audit import Audit, audit, plot
 
     writers = {"json": Audit.write} | ({"png": plot} if find_spec("matplotlib") else {})
@@ -93,3 +77,6 @@ def report(found: Audit) -> Table:
         f"{found.recipe['cache']} is {says} for this model. KL in nats, over masked positions.\n"
         f"{100 * found.same_tokens:.2f}% of the tokens are those of cache=none.",
     )
+
+
+arguments, run = configured, partial(launch, task=measure, takes_text=True)

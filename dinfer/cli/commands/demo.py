@@ -14,41 +14,28 @@ Examples:
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.rule import Rule
 
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import counted, pipeline, problems_of, setting
 from dinfer.cli.tables import table
 from dinfer.core.registry import DECODERS
-from dinfer.demo.problems import Problem, generate, is_correct
+from dinfer.demo.problems import Problem, is_correct
 
 if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline
 
 
-def arguments(parser: Parser) -> None:
-    configured(parser)
-
-
-def run(args: Namespace) -> None:
-    """Runs the demo for each point of a sweep."""
-    launch(args, demo)
-
-
 def demo(config: dict[str, Any], _text: str | None) -> None:
     """Solves one problem in view, then all of them with every decoder."""
-    count, seed = setting(config, "count", int), setting(config, "seed", int)
+    problems = problems_of(config, counted(config, "count"))
     delay, new_tokens = setting(config, "delay", float), setting(config, "max_new_tokens", int)
-    families = setting(config, "families", tuple[str, ...] | None)
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
-    problems = generate("heldout", count, seed, families)
     decoders = decoders_of(config)
     with Report() as progress:
         progress.at("loading the model")
@@ -58,7 +45,7 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)
-    console.print(Rule(f"{count} held-out problems", style="bright_black", align="left"))
+    console.print(Rule(f"{len(problems)} held-out problems", style="bright_black", align="left"))
     with Report() as progress:
         scores = compare(pipe, decoders, problems, new_tokens, progress.at)
     iteration, cache = pipe.recipe.iteration, pipe.recipe.cache
@@ -93,3 +80,6 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
     right = is_correct(problem, pipe.decode(completion.output))
     print(f"\n{'right' if right else 'wrong'}: the answer is {problem.answer}")
     print(summary(completion.counts))
+
+
+arguments, run = configured, partial(launch, task=demo)

@@ -16,7 +16,6 @@ import json
 import shlex
 from argparse import Namespace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,24 +23,20 @@ from rich.console import Console
 from rich.table import Table
 
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import group, need, pipeline, setting
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
-from dinfer.core.registry import typed, unknown
+from dinfer.core.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.
 FIGURES = {
     "NFE": ("nfe", 1), "TPF": ("tpf", 2), "TPS": ("tps", 0), "p50": ("latency_p50", 2), "p95": ("latency_p95", 2),
     "seconds": ("seconds", 1),
 }  # fmt: skip
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
 
 
 def run(args: Namespace) -> None:
@@ -51,8 +46,7 @@ def run(args: Namespace) -> None:
 
 def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
     """Evaluates one recipe, or finds that this was done. `line`: the command line."""
-    if find_spec("lm_eval") is None:
-        raise ValueError("dinfer eval needs lm-eval: pip install 'dinfer[eval]'")
+    need("lm_eval", "eval", "dinfer eval needs lm-eval")
     with Report() as progress:
         progress.at("importing lm-eval")
         from evaluations import run as runs
@@ -98,31 +92,15 @@ def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None
     gen_kwargs = config["gen_kwargs"] or {}
     if not isinstance(gen_kwargs, dict):
         raise ValueError(f"gen_kwargs={gen_kwargs!r} must be names and values, such as {{threshold: 0.8}}")
-    hints = {
-        "include": tuple[str, ...], "limit": int | float | None, "num_fewshot": int | None, "chat": bool | None,
-        "system": str | None, "max_new_tokens": int | None, "fewshot_seed": int, "metric": str | None,
-        "allow_code": bool, "use_cache": str | None,
-    }  # fmt: skip
-    values = {name: setting(config, name, hint) for name, hint in hints.items()}
-    return Settings(
-        tasks=typed({"tasks": tuple[str, ...]}, {"tasks": [tasks] if isinstance(tasks, str) else tasks})["tasks"],
-        gen_kwargs=gen_kwargs,
-        documents=documents,
-        code=_group(config, "code", Limits),
-        likelihood=_group(config, "likelihood", Likelihood),
-        **values,
-    )
-
-
-def _group(config: dict[str, Any], name: str, kind: Any) -> Any:
-    """A dataclass of settings."""
-    values, hints = config[name], get_type_hints(kind)
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}={values!r} must be settings, such as {name}.{next(iter(hints))}=...")
-    for key in values:
-        if key not in hints:
-            raise unknown(f"setting of {name}:", key, list(hints))
-    return kind(**typed(hints, values, prefix=f"{name}."))
+    hints = get_type_hints(Settings)
+    values = {name: config[name] for name in hints if name in config} | {
+        "tasks": [tasks] if isinstance(tasks, str) else tasks,
+        "gen_kwargs": gen_kwargs,
+        "documents": documents,
+        "code": group(config, "code", Limits),
+        "likelihood": group(config, "likelihood", Likelihood),
+    }
+    return Settings(**typed(hints, values))
 
 
 def figures(document: dict[str, Any]) -> Table:
@@ -146,3 +124,6 @@ def figures(document: dict[str, Any]) -> Table:
         how = document["likelihood"]
         caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
     return table(rows, caption)
+
+
+arguments = configured

@@ -15,7 +15,7 @@ Components and their options are overrides; `dinfer list` shows all of them:
 """
 
 import sys
-from argparse import Namespace
+from functools import partial
 from typing import Any
 
 from dinfer.cli.application import launch
@@ -30,11 +30,6 @@ def arguments(parser: Parser) -> None:
         help="show the canvas while it is denoised: masks, commits, the active block",
     )  # fmt: skip
     configured(parser)
-
-
-def run(args: Namespace) -> None:
-    """Generates one answer for each point of a sweep."""
-    launch(args, generate, takes_text=True)
 
 
 def generate(config: dict[str, Any], question: str | None) -> None:
@@ -58,3 +53,6 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         print(result.text)
         counts = result.counts
     say(summary(counts))
+
+
+run = partial(launch, task=generate, takes_text=True)

@@ -10,22 +10,13 @@ max_new_tokens has no meaning here.
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 
-from argparse import Namespace
+from functools import partial
 from typing import Any
 
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.recipe import pipeline, setting, text_of
 from dinfer.cli.terminal import say
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
-
-
-def run(args: Namespace) -> None:
-    """Fills one text for each point of a sweep."""
-    launch(args, infill, takes_text=True)
 
 
 def infill(config: dict[str, Any], given: str | None) -> None:
@@ -42,3 +33,6 @@ def infill(config: dict[str, Any], given: str | None) -> None:
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")
     say(summary(result.counts))
+
+
+arguments, run = configured, partial(launch, task=infill, takes_text=True)

@@ -16,7 +16,6 @@ docs/research.md defines it. Speeds of different machines do not belong into one
 import csv
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.pareto import front
 from dinfer.analysis.plots import AXES, areas, draw
 from dinfer.cli.arguments import Parser
+from dinfer.cli.recipe import need
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
@@ -54,8 +54,7 @@ def run(args: Namespace) -> None:
             raise unknown("setting", name, list(SETTINGS))
     if not paths:
         raise ValueError("nothing to plot: name a folder of runs, as in dinfer plot runs")
-    if find_spec("matplotlib") is None:
-        raise ValueError("dinfer plot needs matplotlib: pip install dinfer[plot]")
+    need("matplotlib", "plot", "dinfer plot needs matplotlib")
     out, by = Path(settings["out"]), settings["by"].split(",")
     if out.suffix not in FORMATS:
         raise ValueError(f"out={out} must end in {', '.join(FORMATS)}")

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli.application import launch, numbered
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.compare_overrides import changed, taken_out
-from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.recipe import beside, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline
 
 SUFFIXES = (".html", ".svg", ".json")
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
 
 
 def run(args: Namespace) -> None:
@@ -62,7 +57,10 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
     from dinfer.analysis.trace.page import page
     from dinfer.analysis.trace.record import document
 
-    traces = [recorded(beside(pipe, config, other), other, prompt) for other in configs]
+    traces = []
+    for each in configs:
+        same = each["model"] == config["model"]  # then the network is loaded already
+        traces.append(recorded(beside(pipe, each) if same else pipeline(each), each, prompt))
     found = document(prompt, traces)
     for one in traces:
         counts = one.counts
@@ -86,20 +84,12 @@ def outputs(out: str | list[str]) -> list[Path]:
     return paths
 
 
-def beside(pipe: Pipeline, config: dict[str, Any], other: dict[str, Any]) -> Pipeline:
-    """The pipeline of another configuration, with the network that is loaded if it is the same one."""
-    from dinfer.core.recipe import compose
-    from dinfer.pipeline import Pipeline
-
-    if other["model"] != config["model"]:
-        return pipeline(other)
-    parts = {kind: other[kind] for kind in GROUPS if kind != "model"}
-    return Pipeline(compose(pipe.model, **parts), pipe.tokenizer, pipe.engine.runtime)
-
-
 def recorded(pipe: Pipeline, config: dict[str, Any], prompt: str) -> Trace:
     from dinfer.analysis.trace.record import record
 
     model, chat = config["model"], setting(config, "chat", bool | None)
     new_tokens = setting(config, "max_new_tokens", int)
     return record(pipe, prompt, max_new_tokens=new_tokens, chat=chat, model=model.get("checkpoint") or model["name"])
+
+
+arguments = configured

@@ -19,7 +19,6 @@ import json
 import shlex
 from argparse import Namespace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import setting
+from dinfer.cli.recipe import need, setting
 from dinfer.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ def run(args: Namespace) -> None:
 
 def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
-    if find_spec("optuna") is None:
-        raise ValueError("dinfer tune needs Optuna: pip install dinfer[tune]")
+    need("optuna", "tune", "dinfer tune needs Optuna")
     from dinfer.analysis.tuning import Found, NothingFound, tune
     from dinfer.cli.tuning_objectives import objective_of
 

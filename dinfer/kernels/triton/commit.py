@@ -69,8 +69,8 @@ def _commit(
     after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr, behind_ptr,
     capacity, vocab, mask_id, stop_count, blocks, length,
     EDITS: tl.constexpr, FORCED: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
-    MOVES: tl.constexpr, RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr,
-    DONE: tl.constexpr, K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+    MOVES: tl.constexpr, RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr,
+    OPEN: tl.constexpr, DONE: tl.constexpr, K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane = tl.program_id(0).to(tl.int64)

@@ -1,0 +1,197 @@
+"""The routes of the HTTP application."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+import dinfer
+from dinfer.serving import page
+from dinfer.serving.answers import Answer
+from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.guard import Guard
+from dinfer.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    InfillRequest,
+    TokenizeRequest,
+)
+from dinfer.serving.rows import failure
+from dinfer.serving.served import Served
+from dinfer.serving.server import Server
+
+
+def application(server: Server) -> FastAPI:
+    """The ASGI application of a server."""
+    app = FastAPI(title="dinfer", version=dinfer.__version__, redoc_url=None)
+    app.add_middleware(Guard, settings=server.settings)
+    handle_errors(app, server)
+    add_operations(app, server)
+    add_generation(app, server)
+    add_tokens(app, server)
+    return app
+
+
+def handle_errors(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        server.refuse(error)
+        return JSONResponse(error.body(), error.status, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return await api_error(request, of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return await api_error(
+            request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        )
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body: field, value, and what it must be."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    if first["type"] == "missing":
+        return ApiError(400, f"{where} is missing", where, "missing_field")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json")
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        what = "is not a field of this request"
+    return ApiError(400, f"{where}={first.get('input')!r:.80}: {what}", where, "invalid_value")
+
+
+def add_operations(app: FastAPI, server: Server) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if server.failure is not None:
+            raise ApiError(503, f"the engine has failed: {type(server.failure).__name__}", code="engine_failed")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        server.check()
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return page.file("index.html")
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        if name not in page.FILES:
+            raise ApiError(404, f"there is no file {name!r:.80}")
+        return page.file(name)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model.card() for model in server.catalogue]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return server.catalogue.find(name).card()
+
+
+def add_generation(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest) -> Response:
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        if body.logprobs:
+            raise refused("logprobs", True, "is not supported yet")
+        prompt = encoded(served, body.conversation, "messages")
+        return await generated(served, body, [prompt], chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest) -> Response:
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        if body.logprobs is not None:
+            raise refused("logprobs", body.logprobs, "is not supported yet")
+        prompts = [encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
+        return await generated(served, body, prompts, chat=False)
+
+    async def generated(served: Served, body: Generation, prompts: list[list[int]], *, chat: bool) -> Response:
+        rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
+        stream = bool(body.stream)
+        job = server.job(served, rows, body.dinfer, body.stops, stream=stream)
+        answer = Answer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=served.name,
+            chat=chat, prompt_tokens=sum(map(len, prompts)), rows=len(rows),
+        )  # fmt: skip
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return await server.answer(job, answer, stream=stream, usage=usage)
+
+    @app.post("/v1/infill")
+    async def infill(body: InfillRequest) -> dict[str, Any]:
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        server.check()
+        chosen = options(served, body)
+        try:
+            request = served.pipe.infill_request(body.text, chosen)
+            served.pipe.engine.check(request)
+        except ValueError as error:
+            raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
+        with server.admission.admit([request.length]):
+            try:
+                async with aclosing(served.engine.stream(request)) as updates:
+                    (done,) = [u.completion async for u in updates if u.completion is not None]
+            except Exception as error:
+                raise failure(error) from error
+        found = served.pipe.infilled(request, done)
+        tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
+        return {
+            "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
+            "text": found.text, "gaps": found.gap_texts,
+            "usage": {
+                "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
+                "dinfer": {"forwards": forwards, "tpf": tokens / forwards},
+            },
+        }  # fmt: skip
+
+
+def add_tokens(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        served = server.catalogue.find(body.model)
+        if body.messages is None:
+            tokens = encoded(served, body.text, "text")
+        else:
+            tokens = encoded(served, [message.plain() for message in body.messages], "messages")
+        return {"model": served.name, "tokens": tokens, "count": len(tokens)}
+
+    @app.post("/v1/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        served = server.catalogue.find(body.model)
+        vocab = served.pipe.model.spec.vocab
+        for token in body.tokens:
+            if not 0 <= token < vocab:
+                raise refused("tokens", token, f"is outside the vocabulary of {vocab}")
+        return {"model": served.name, "text": served.pipe.decode(body.tokens)}
+
+
+def encoded(served: Served, prompt: Any, field: str) -> list[int]:
+    """Token ids. Conversations go through the chat template, texts do not."""
+    try:
+        return served.pipe.encode(prompt, chat=False if isinstance(prompt, str) else None)
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+
+
+def options(served: Served, body: Generation | InfillRequest) -> dict[str, Any]:
+    asked = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
+    return served.options(asked, body.dinfer.options)

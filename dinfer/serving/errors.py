@@ -1,0 +1,32 @@
+"""Errors as OpenAI's API words them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(slots=True)
+class ApiError(Exception):
+    """An error for the client: HTTP status, a sentence, the field it is about, and a code for programs."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(field: str, value: Any, reason: str) -> ApiError:
+    """A value that this server, model or recipe cannot honour: it is never ignored."""
+    return ApiError(400, f"{field}={value!r:.80} {reason}", field, "unsupported_value")

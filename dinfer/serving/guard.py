@@ -1,0 +1,152 @@
+"""What stands before every request: keys, limits, request ids, and clients that go away or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from dinfer.serving.errors import ApiError
+from dinfer.serving.log import REQUEST_ID
+from dinfer.serving.settings import Settings
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LOG = logging.getLogger("dinfer.serving")
+OPEN = ("/", "/health", "/ready")  # need no key: the page asks for one, and probes have none
+SAFE_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+]
+GONE = 499  # nginx's status for a client that has left, in the log alone
+
+
+class Guard:
+    """ASGI middleware. The application sees requests that are allowed and complete, and ends when its client leaves."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings) -> None:
+        self._app, self._settings, self._keys = app, settings, settings.keys()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, began, status = f"req-{uuid.uuid4().hex}", time.perf_counter(), 0
+        REQUEST_ID.set(request_id)
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": [*message.get("headers", []), *own]}
+            # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
+            await asyncio.wait_for(send(message), self._settings.send_timeout)
+
+        try:
+            self._check(scope)
+            body = await self._body(receive)
+            if body is None or not await self._answer(scope, body, receive, sending):
+                status = GONE
+        except ApiError as error:
+            await respond(error, sending)
+        except TimeoutError:
+            LOG.warning("the client did not read for %s s", self._settings.send_timeout)
+            status = GONE
+            raise  # uvicorn then closes the connection
+        except Exception as error:
+            LOG.error("the request failed in the server", exc_info=error)
+            if status:
+                raise
+            message = f"the request {request_id} failed in the server, whose log says why"
+            await respond(ApiError(500, message, code="internal_error"), sending)
+        finally:
+            LOG.info(
+                "%s %s %s", scope["method"], scope["path"], status,
+                extra={
+                    "method": scope["method"], "path": scope["path"], "status": status,
+                    "seconds": round(time.perf_counter() - began, 4),
+                },
+            )  # fmt: skip
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise ApiError(400, "the header Content-Length must be a number", "Content-Length")
+        if int(length) > self._settings.max_body:
+            raise self._too_large()
+        if self._keys and scope["path"] not in OPEN and not scope["path"].startswith("/static/"):
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            # Every key is compared, so that the time says nothing about which one is nearly right.
+            fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+            if scheme.lower() != b"bearer" or not any(fits):
+                raise ApiError(401, "give a key of this server: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole body; None: the client has left."""
+        parts, size, more = list[bytes](), 0, True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), self._settings.send_timeout)
+            except TimeoutError:
+                raise ApiError(408, "the body did not come", code="timeout") from None
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+            if size > self._settings.max_body:
+                raise self._too_large()
+        return b"".join(parts)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Runs the application while there is a client. False: there was none any more."""
+        bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def left() -> Message:
+            while (message := await receive())["type"] != "http.disconnect":
+                LOG.debug("there is more than the body: %s", message["type"])
+            return message
+
+        gone = asyncio.create_task(left())
+
+        async def once() -> Message:
+            return bodies.pop() if bodies else await asyncio.shield(gone)
+
+        async def app() -> None:
+            await self._app(scope, once, send)
+
+        work = asyncio.create_task(app())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            here = work.done()
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if here and isinstance(results[0], BaseException):
+            raise results[0]
+        return here
+
+    def _too_large(self) -> ApiError:
+        most = self._settings.max_body
+        return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
+
+
+async def respond(error: ApiError, send: Send) -> None:
+    """An error as a whole answer."""
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})

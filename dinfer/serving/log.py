@@ -1,0 +1,27 @@
+"""Logs for machines: a line of JSON each, with the id of the request that it is about."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextvars import ContextVar
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # what a record may have beside its message
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, the request's id, and what the record has of `FIELDS`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": REQUEST_ID.get(),
+            **{name: value for name, value in vars(record).items() if name in FIELDS},
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False)

@@ -1,0 +1,69 @@
+"""What Prometheus is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from dinfer.engine.async_engine import AsyncEngine
+from dinfer.serving.admission import Admission
+from dinfer.serving.rows import Event
+
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own, so that two servers in one process do not meet."""
+
+    def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Gauges(engines, admission))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"dinfer_{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"dinfer_{name}_seconds", text, ("model",), buckets=SECONDS, registry=self.registry)
+
+        self.finished = counter("requests_finished", "Rows that ended, by finish reason", "model", "reason")
+        self.refused = counter("requests_refused", "Requests answered with an error, by its code", "code")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", "model")
+        self.tokens = counter("generated_tokens", "Tokens of answers, before the first stop token", "model")
+        self.forwards = counter("forwards", "Forwards (NFE), counted for each row", "model")
+        self.first = seconds("time_to_first_text", "From the request to its first text")
+        self.between = seconds("inter_commit", "Between two pieces of text of a row")
+        self.whole = seconds("request", "From the request to the end of a row")
+
+    def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
+        """An event of a row: seconds since its last text, or since the request if it is the first, and since then."""
+        if event.text:
+            (self.first if first else self.between).labels(model).observe(since)
+        if event.finish is not None and event.counts is not None:
+            self.finished.labels(model, event.finish).inc()
+            self.tokens.labels(model).inc(event.tokens)
+            self.forwards.labels(model).inc(event.counts.forwards)
+            self.whole.labels(model).observe(whole)
+
+
+class _Gauges(Collector):
+    """What is asked for when somebody looks: queues, slots and pages."""
+
+    def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
+        self._engines, self._admission = engines, admission
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        yield GaugeMetricFamily("dinfer_requests_in_flight", "Rows that wait or run", value=self._admission.requests)
+        yield GaugeMetricFamily("dinfer_tokens_in_flight", "Positions of their canvases", value=self._admission.tokens)
+        for name, text in (
+            ("waiting", "Rows that wait for a slot"),
+            ("running", "Rows that have a slot"),
+            ("pages_free", "Pages of keys and values without an owner"),
+            ("pages", "Pages of keys and values"),
+        ):
+            family = GaugeMetricFamily(f"dinfer_{name}", text, labels=["model"])
+            for model, engine in self._engines.items():
+                family.add_metric([model], engine.occupancy()[name])
+            yield family

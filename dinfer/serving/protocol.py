@@ -1,0 +1,223 @@
+"""What clients may send: OpenAI's fields, our own under `dinfer`, and what is refused by name.
+
+An unknown field is refused, and so is a known one that a diffusion language model cannot honour, unless its value asks
+for nothing (`frequency_penalty: 0`, `tools: []`). Clients send such values by default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from dinfer.serving.errors import refused
+
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 16, 4, 256, 20
+
+# Fields of OpenAI's API that this server cannot honour: the values that ask for nothing, and why others are refused.
+NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "frequency_penalty": ((0,), "is not supported: tokens are not written one after the other. Use "
+                          'dinfer={"repetition_penalty": 1.1}.'),
+    "presence_penalty": ((0,), 'is not supported. Use dinfer={"repetition_penalty": 1.1}.'),
+    "logit_bias": (({},), "is not supported."),
+    "tools": (([],), "is not supported: this server calls no functions."),
+    "tool_choice": (("none", "auto"), "is not supported: this server calls no functions."),
+    "functions": (([],), "is not supported: this server calls no functions."),
+    "function_call": (("none", "auto"), "is not supported: this server calls no functions."),
+    "parallel_tool_calls": ((True, False), "is not supported."),
+    "response_format": (({"type": "text"},), "is not supported: answers are plain text."),
+    "modalities": ((["text"],), "is not supported: answers are text."),
+    "audio": ((), "is not supported: answers are text."),
+    "prediction": ((), "is not supported."),
+    "reasoning_effort": (("none",), "is not supported."),
+    "verbosity": (("medium",), "is not supported."),
+    "web_search_options": ((), "is not supported."),
+    "service_tier": (("auto", "default"), "is not supported: all requests are served alike."),
+    "store": ((False,), "is not supported: this server keeps no requests."),
+    "metadata": (({},), "is not supported: this server keeps no requests."),
+    "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
+    "best_of": ((1,), "is not supported. Use n."),
+    "echo": ((False,), "is not supported."),
+}  # fmt: skip
+IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"}  # hints with no effect on the answer
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equal, where 0 and 0.0 are one value, and 0 and False are two."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+class Strict(BaseModel):
+    """Takes its own fields alone, and no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Own(Strict):
+    """What is ours, under `dinfer`. All other keys are per-request options of the decoder and the sampling."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    drafts: bool = False  # the stream carries the canvas as well
+    decoder: str | None = None  # the recipe of the same model that has this decoder
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds the request may take
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Generation(Strict):
+    """What completions and chats have in common."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: int | None = None
+    user: str | None = None
+    dinfer: Own = Own()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        """Takes out what asks for nothing, and refuses by name what cannot be honoured."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for field, value in data.items():
+            if field in NOT_SUPPORTED and field not in cls.model_fields:
+                neutral, reason = NOT_SUPPORTED[field]
+                if value is not None and not any(_same(value, allowed) for allowed in neutral):
+                    raise refused(field, value, reason)
+            elif field not in IGNORABLE:
+                kept[field] = value
+        return kept
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, not {len(stops)}")
+        for text in stops:
+            if not text or len(text) > MAX_STOP_LENGTH:
+                raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters")
+        return value
+
+    @model_validator(mode="after")
+    def _stream(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream=true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _absent(cls, data: Any) -> Any:
+        """Clients hand an assistant's message back as they got it, with fields that are null or empty."""
+        if isinstance(data, dict) and data.get("role") == "assistant":
+            empty = {"refusal", "tool_calls", "function_call", "audio", "annotations"}
+            return {key: value for key, value in data.items() if not (key in empty and not value)}
+        return data
+
+    def plain(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} contradict each "
+                "other: give one"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        return [message.plain() for message in self.messages]
+
+
+class CompletionRequest(Generation):
+    prompt: str | Annotated[list[str], Field(min_length=1)] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)
+
+
+class InfillRequest(Strict):
+    """Text with gaps: `[MASK:n]` stands for n tokens that are to be found."""
+
+    model: str
+    text: str
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: int | None = None
+    user: str | None = None
+    dinfer: Own = Own()
+
+
+class TokenizeRequest(Strict):
+    model: str
+    text: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("give either text or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str
+    tokens: list[int]

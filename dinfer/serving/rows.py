@@ -1,0 +1,99 @@
+"""One row of a request as a stream of events: certain text, drafts if asked for, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dinfer.engine.request import Counts, Request, Update
+from dinfer.serving.drafts import Drafts
+from dinfer.serving.errors import ApiError
+from dinfer.serving.served import Served
+from dinfer.serving.text import StoppableText
+
+LOG = logging.getLogger("dinfer.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What has become certain of a row. The last event of a row has `finish` and `counts`."""
+
+    row: int
+    text: str = ""
+    canvas: dict[str, Any] | None = None
+    finish: str | None = None  # "stop" or "length"
+    counts: Counts | None = None
+    tokens: int = 0  # of the answer, in the last event
+
+
+async def row_events(
+    served: Served, index: int, request: Request, stops: Sequence[str], drafts: bool
+) -> AsyncGenerator[Event]:
+    """Runs a row. Whoever leaves off cancels it. Raises ApiError."""
+    text = StoppableText(served.pipe.decode, stops)
+    canvas = Drafts(served.pipe, len(request.prompt)) if drafts else None
+    try:
+        async with aclosing(served.engine.stream(request, snapshots=drafts, deltas="commit")) as updates:
+            async for update in updates:
+                done = update.completion
+                piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
+                shown = None if canvas is None else canvas.changes(update)
+                if done is not None or text.stopped:
+                    stopped = text.stopped or (done is not None and done.stopped)
+                    counts = partial(update, text.tokens) if done is None else done.counts
+                    yield Event(index, piece, shown, "stop" if stopped else "length", counts, text.tokens)
+                    return
+                if piece or shown:
+                    yield Event(index, piece, shown)
+    except Exception as error:
+        raise failure(error) from error
+
+
+def failure(error: Exception) -> ApiError:
+    """What the client hears of the error that ended a row. The log has its traceback."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        LOG.error("a row had to end: %s", error)
+        return ApiError(
+            503, "the server has no memory left for this request: try again later, or ask for less",
+            code="out_of_memory", retry_after=5,
+        )  # fmt: skip
+    LOG.error("a row failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}", code="row_failed")
+
+
+def partial(update: Update, tokens: int) -> Counts:
+    """The counts of a row that a stop string ended before the engine did."""
+    return Counts(update.forwards, 0, 0, tokens, tokens, 0.0)
+
+
+async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
+    """The events of all rows as they come. An error of one ends them all: they are one client's request."""
+    queue: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
+
+    async def drain(stream: AsyncGenerator[Event]) -> None:
+        async with aclosing(stream) as events:
+            async for event in events:
+                queue.put_nowait(event)
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Event):
+                yield item
+            else:
+                item.result()  # raises what ended the row
+                left -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

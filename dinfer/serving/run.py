@@ -1,0 +1,100 @@
+"""Runs the application: address, signals, and how the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from dinfer.serving.app import application
+from dinfer.serving.log import JsonFormatter
+from dinfer.serving.server import Server
+from dinfer.serving.settings import Settings
+
+WATCH = 0.2  # seconds between looks at the engines
+FAREWELL = 2.0  # seconds in which a server whose engine failed still says so
+
+
+class EngineFailed(RuntimeError):
+    """An engine met an error that concerns no request. The server has ended."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn's server, except that a signal ends it in peace: running requests finish, and the exit status is 0."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        def stop(number: int, frame: object) -> None:
+            self._stopping()
+            self.handle_exit(number, None)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket that the server will listen on. Raises OSError, with the address, if there is none."""
+    made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((settings.host, settings.port))
+    except OSError as error:
+        made.close()
+        where = f"host={settings.host} port={settings.port}"
+        raise OSError(f"{where}: {error.strerror}. Choose another port, or port=0 for any free one") from error
+    return made
+
+
+def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed."""
+    settings = server.settings
+    log_as_json()
+    config = uvicorn.Config(
+        application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
+        limit_concurrency=settings.max_connections, timeout_keep_alive=30,
+        timeout_graceful_shutdown=round(settings.grace),
+    )  # fmt: skip
+    web = _Uvicorn(config, server.admission.close)
+    host, port = made.getsockname()[:2]
+
+    async def watch() -> None:
+        while not web.started:
+            await asyncio.sleep(0.01)
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+        while server.failure is None:
+            await asyncio.sleep(WATCH)
+        await asyncio.sleep(FAREWELL)
+        web.should_exit = True
+
+    async def run() -> None:
+        watcher = asyncio.create_task(watch())
+        try:
+            await web.serve(sockets=[made])
+        finally:
+            watcher.cancel()
+
+    asyncio.run(run())
+    if server.failure is not None:
+        raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
+
+
+def log_as_json() -> None:
+    """Writes what dinfer and uvicorn log as JSON, a line each, to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    for name in ("dinfer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False

@@ -1,0 +1,182 @@
+"""The models that a server offers: a name, a recipe, and what a client's request becomes in it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import DECODERS, options_of
+from dinfer.engine.async_engine import AsyncEngine
+from dinfer.engine.request import Request
+from dinfer.pipeline import Pipeline
+from dinfer.serving.errors import ApiError, refused
+
+SEEDS = 2**53
+
+
+@dataclass(frozen=True)
+class Served:
+    """A recipe over a model, under the name by which clients ask for it."""
+
+    name: str
+    pipe: Pipeline
+    engine: AsyncEngine
+    recipe: Recipe  # that of `pipe`, up to the defaults of per-request options
+    max_new_tokens: int  # of a request that does not say
+    created: int
+
+    @property
+    def decoder(self) -> str:
+        cls = type(self.recipe.decoder)
+        return next((name for name in DECODERS.names() if DECODERS.get(name) is cls), cls.__name__)
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the longest canvas that this server takes."""
+        most, limit = self.pipe.model.spec.max_length, self.pipe.engine.runtime.max_length
+        return most if limit is None else min(most, limit)
+
+    @cached_property
+    def _defaults(self) -> dict[str, int | float]:
+        return {f"{option.kind}.{option.name}": option.default for option in self.recipe.request_options}
+
+    def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Per-request options by full name: `asked` are OpenAI's fields, `own` what stands under `dinfer`."""
+        values, chosen = dict(self._defaults), dict[str, str]()
+        given = [(name, name, value) for name, value in asked.items() if value is not None]
+        given += [(f"dinfer.{name}", name, value) for name, value in own.items()]
+        for field, name, value in given:
+            full = [known for known in values if name in (known, known.partition(".")[2])]
+            if not full:
+                known = ", ".join(values)
+                raise refused(
+                    field, value, f"is not an option of {self.name!r}. It has {known}, drafts, decoder, deadline."
+                )
+            if full[0] in chosen:
+                raise ApiError(400, f"{field} and {chosen[full[0]]} say the same: give one", field, "invalid_value")
+            chosen[full[0]] = field
+            try:
+                self.recipe.resolve({full[0]: value})
+            except ValueError as error:
+                raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+            values[full[0]] = value
+        if values.get("sampling.temperature", 0) and "sampling.seed" not in chosen:
+            values["sampling.seed"] = secrets.randbelow(SEEDS)
+        return values
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int | None, options: Mapping[str, Any], choices: int
+    ) -> list[Request]:
+        """One row for each choice of each prompt. Choices of one prompt differ by their seed."""
+        rows: list[Request] = []
+        for prompt in prompts:
+            room = self.max_length - len(prompt)
+            if room < 1:
+                raise ApiError(
+                    400, f"the prompt has {len(prompt)} tokens, and {self.name!r} has {self.max_length} positions for "
+                    "prompt and answer: shorten it", "messages", "context_length_exceeded",
+                )  # fmt: skip
+            if new_tokens is not None and new_tokens > room:
+                raise ApiError(
+                    400, f"max_tokens={new_tokens} and a prompt of {len(prompt)} tokens exceed the {self.max_length} "
+                    f"positions of {self.name!r}: ask for at most {room}", "max_tokens", "context_length_exceeded",
+                )  # fmt: skip
+            length = min(self.max_new_tokens, room) if new_tokens is None else new_tokens
+            seed = options.get("sampling.seed", 0)
+            values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]
+            try:
+                rows += self.pipe.requests([prompt] * choices, length, values)
+                for row in rows[-choices:]:
+                    self.pipe.engine.check(row)
+            except ValueError as error:
+                raise ApiError(400, str(error).removeprefix("prompt 0: "), code="invalid_value") from error
+        return rows
+
+    def card(self) -> dict[str, Any]:
+        """What /v1/models says of it."""
+        recipe = self.recipe
+        parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
+        helps = {
+            (kind, info.name): info.help
+            for kind, part in (("decoder", recipe.decoder), ("sampling", recipe.sampling))
+            for info in options_of(part)
+        }
+        offered = {
+            o.name: {"default": o.default, "integer": isinstance(o.default, int), "help": helps[o.kind, o.name]}
+            for o in recipe.request_options
+            if o.name not in recipe.decoder.refuses
+        }
+        return {
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "dinfer",
+            "dinfer": {
+                "max_length": self.max_length,
+                "max_new_tokens": self.max_new_tokens,
+                "recipe": {kind: str(part) for kind, part in parts.items()},
+                "options": offered,
+            },
+        }  # fmt: skip
+
+
+class Catalogue:
+    """The served models by name."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self._served = {model.name: model for model in served}
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served.values())
+
+    @property
+    def engines(self) -> dict[str, AsyncEngine]:
+        """Each engine once, by the name of the first model that it runs."""
+        first = {id(model.engine): model for model in reversed([*self])}
+        return {model.name: model.engine for model in reversed([*first.values()])}
+
+    def find(self, name: str, decoder: Any = None) -> Served:
+        """The model of that name, or, with `decoder`, the recipe of the same model that has that decoder."""
+        if name not in self._served:
+            raise ApiError(
+                404, f"model={name!r:.80} is not served. Served: {', '.join(self._served)}", "model", "model_not_found"
+            )
+        family = name.partition(":")[0]
+        same = [self._served[name], *(model for model in self if model.name.partition(":")[0] == family)]
+        for model in same:
+            if decoder is None or model.decoder == decoder:
+                return model
+        loaded = ", ".join(dict.fromkeys(model.decoder for model in same))
+        raise refused("dinfer.decoder", decoder, f"is not loaded for this model. Loaded: {loaded}")
+
+
+def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: int, created: int) -> Catalogue:
+    """Recipes over the model of one pipeline, by name. Its weights are shared.
+
+    Recipes that differ only in the defaults of per-request options share an engine, and so its steps. One thread runs
+    the rounds of all engines, since they share a device.
+    """
+    thread = ThreadPoolExecutor(1, "dinfer-engine")
+    made: list[tuple[Any, Pipeline, AsyncEngine]] = []
+    served = []
+    for name, recipe in recipes.items():
+        kind = without_request_options(recipe)
+        found = next(((own, engine) for other, own, engine in made if other == kind), None)
+        if found is None:
+            own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
+            found = own, AsyncEngine(own.engine, thread)
+            made.append((kind, *found))
+        served.append(Served(name, *found, recipe, max_new_tokens, created))
+    return Catalogue(served)
+
+
+def without_request_options(recipe: Recipe) -> tuple[Any, ...]:
+    """The components, with per-request options as the components define them."""
+    parts: list[Any] = [recipe.iteration, recipe.cache]
+    decoding: tuple[Any, ...] = (recipe.decoder, recipe.sampling)
+    for part in decoding:
+        plain = {info.name: info.default for info in options_of(part) if info.per_request}
+        parts.append(replace(part, **plain))
+    return tuple(parts)

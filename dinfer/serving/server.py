@@ -1,0 +1,126 @@
+"""What all routes share: which models there are, how many requests may run, and how one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+
+from fastapi import Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from dinfer.engine.request import Request as Row
+from dinfer.serving.admission import Admission
+from dinfer.serving.answers import Answer, sse
+from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.log import REQUEST_ID
+from dinfer.serving.metrics import Metrics
+from dinfer.serving.protocol import Own
+from dinfer.serving.rows import Event, merged, row_events
+from dinfer.serving.served import Catalogue, Served
+from dinfer.serving.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request of a client, checked: rows of one recipe, and what is wanted of them."""
+
+    served: Served
+    rows: list[Row]
+    stops: Sequence[str]
+    own: Own
+
+
+@dataclass
+class Server:
+    """The state of one server."""
+
+    catalogue: Catalogue
+    settings: Settings
+    admission: Admission = field(init=False)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
+        self.metrics = Metrics(self.catalogue.engines, self.admission)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why an engine cannot be relied on any more."""
+        return next((e.failure for e in self.catalogue.engines.values() if e.failure is not None), None)
+
+    def check(self) -> None:
+        """Raises ApiError unless requests are taken."""
+        if self.failure is not None:
+            raise ApiError(503, f"the engine has failed: {type(self.failure).__name__}", code="engine_failed")
+        self.admission.check_open()
+
+    def job(self, served: Served, rows: list[Row], own: Own, stops: Sequence[str], *, stream: bool) -> Job:
+        """Raises ApiError for what contradicts itself."""
+        if own.drafts and not stream:
+            raise refused("dinfer.drafts", True, "needs stream=true")
+        if own.deadline is not None and own.deadline > self.settings.deadline:
+            raise refused("dinfer.deadline", own.deadline, f"exceeds this server's: {self.settings.deadline} s")
+        return Job(served, rows, stops, own)
+
+    async def events(self, job: Job) -> AsyncGenerator[Event]:
+        """The events of all rows of a request, counted, within its deadline. Raises ApiError."""
+        began = time.perf_counter()
+        name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
+        deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline
+        end = asyncio.get_running_loop().time() + deadline
+        streams = [row_events(job.served, i, row, job.stops, job.own.drafts) for i, row in enumerate(job.rows)]
+        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
+            while True:
+                try:
+                    async with asyncio.timeout_at(end):
+                        event = await anext(events, None)
+                except TimeoutError:
+                    raise ApiError(
+                        504, f"the request took longer than {deadline} s, its deadline", code="deadline"
+                    ) from None
+                if event is None:
+                    return
+                now = time.perf_counter()
+                self.metrics.count(name, event, now - last[event.row], now - began, first=last[event.row] == began)
+                if event.text:
+                    last[event.row] = now
+                yield event
+
+    async def answer(self, job: Job, answer: Answer, *, stream: bool, usage: bool) -> Response:
+        """Runs a request and answers it, whole or as server-sent events."""
+        self.check()
+        held = AsyncExitStack()
+        held.enter_context(self.admission.admit([row.length for row in job.rows]))
+        self.metrics.prompt_tokens.labels(job.served.name).inc(answer.prompt_tokens)
+        events = self.events(job)
+        if stream:
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not hold pieces back
+            pieces = self._pieces(held, events, answer, usage)
+            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+        async with held, aclosing(events):
+            async for event in events:
+                answer.take(event)
+        return JSONResponse(answer.whole())
+
+    async def _pieces(
+        self, held: AsyncExitStack, events: AsyncGenerator[Event], answer: Answer, usage: bool
+    ) -> AsyncGenerator[str]:
+        async with held, aclosing(events):
+            if opening := answer.opening():
+                yield sse(opening)
+            try:
+                async for event in events:
+                    answer.take(event)
+                    yield sse(answer.pieces(event))
+            except ApiError as error:
+                self.refuse(error)
+                yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
+                return
+            yield sse([answer.closing()] if usage else []) + "data: [DONE]\n\n"
+
+    def refuse(self, error: ApiError) -> None:
+        """Counts an error that a client is told."""
+        self.metrics.refused.labels(error.code or str(error.status)).inc()

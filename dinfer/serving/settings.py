@@ -1,0 +1,75 @@
+"""How the server runs: addresses, limits, keys."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+LEAST_KEY = 8  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of `dinfer serve`. Raises ValueError for those that contradict each other or are not safe."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None  # `env:NAME`, `file:PATH`; never the key itself
+    insecure: bool = False  # other addresses than loopback without a key
+    max_requests: int = 1024  # rows that run or wait
+    max_tokens: int = 4_194_304  # positions of their canvases
+    max_body: int = 4_194_304  # bytes of a request
+    max_connections: int = 2048
+    max_new_tokens: int = 256  # of a request that says nothing
+    deadline: float = 600.0  # seconds that a request may take
+    send_timeout: float = 30.0  # seconds that a client may take to read a piece
+    grace: float = 30.0  # seconds that running requests have after SIGTERM
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("deadline", "send_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        if not self.grace >= 0:
+            raise ValueError(f"grace={self.grace} must be 0 seconds or more")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
+        if not self.loopback and self.api_key is None and not self.insecure:
+            raise ValueError(
+                f"host={self.host} can be reached from other machines, and there is no api_key. Set "
+                "api_key=env:NAME or api_key=file:PATH, or say insecure=true to serve everybody."
+            )
+
+    @property
+    def loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def keys(self) -> list[bytes]:
+        """The keys that clients may use; one a line in a file."""
+        if self.api_key is None:
+            return []
+        kind, _, where = self.api_key.partition(":")
+        if kind == "env" and where:
+            if where not in os.environ:
+                raise ValueError(f"api_key={self.api_key}: the environment has no variable {where}")
+            text = os.environ[where]
+        elif kind == "file" and where:
+            text = Path(where).read_text(encoding="utf-8")
+        else:
+            raise ValueError(
+                "api_key must be env:NAME or file:PATH: a key on the command line is seen by everybody on the machine"
+            )
+        keys = [line.strip().encode() for line in text.splitlines() if line.strip()]
+        if not keys or any(len(key) < LEAST_KEY for key in keys):
+            raise ValueError(f"{self.api_key.partition(':')[2]} must hold keys of at least {LEAST_KEY} characters")
+        return keys

@@ -1,0 +1,54 @@
+"""An answer that strings may end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from dinfer.pipeline.streaming import Decode, GrowingText
+
+
+class StoppableText:
+    """The text of tokens that come bit by bit, in pieces; it ends before the first stop string that is complete.
+
+    What may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._grown, self._held = GrowingText(decode), ""
+        self._ids: list[int] = []
+        self._length = 0  # characters that have been told
+        self.stopped = False
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """Takes the tokens that follow and returns the text that is now certain. `last`: no others come."""
+        if self.stopped:
+            return ""
+        self._ids += ids
+        piece = self._held + self._grown.push(ids, last=last)
+        if self._stops:
+            piece = self._cut(piece, last)
+        self._length += len(piece)
+        return piece
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the text takes: those before the one in which a stop string begins."""
+        if not self.stopped:
+            return len(self._ids)
+        lengths = range(len(self._ids) + 1)
+        return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self._ids[:count])))
+
+    def _cut(self, text: str, last: bool) -> str:
+        """The text before a stop string, or before what may become one, which is then held back."""
+        seen = text + self._grown.pending
+        found = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
+        self.stopped = bool(found)
+        if found:
+            return seen[: min(found)[1]]
+        starts = range(max(len(text) - max(map(len, self._stops)) + 1, 0), len(text))
+        begins = (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops))
+        end = len(text) if last else next(begins, len(text))
+        self._held = text[end:]
+        return text[:end]

@@ -1,0 +1,207 @@
+"""The API as a client meets it: OpenAI's meaning, nothing ignored, errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+from support.serving import QUESTION, Client, served
+
+from dinfer.serving.protocol import NOT_SUPPORTED
+from dinfer.serving.settings import Settings
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served(Settings(max_requests=20)) as found:
+        yield found
+
+
+def chat(client: Client, **fields: Any) -> httpx.Response:
+    return client.ask("/v1/chat/completions", ASK | fields)
+
+
+def pieces(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_an_answer_is_the_librarys(client: Client) -> None:
+    want = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=64)[0]
+    answer = chat(client).json()
+    assert answer["choices"][0]["message"]["content"] == want.text
+    assert answer["usage"]["completion_tokens"] == want.counts.tokens
+    assert answer["usage"]["prompt_tokens"] == len(want.prompt_ids)
+    assert answer["usage"]["dinfer"]["forwards"] == want.counts.forwards
+    assert answer["choices"][0]["finish_reason"] == ("stop" if want.stopped else "length")
+
+
+def test_a_stream_says_what_an_answer_says(client: Client) -> None:
+    whole = chat(client).json()
+    got = pieces(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert (
+        "".join(p["choices"][0]["delta"].get("content", "") for p in got[:-1])
+        == whole["choices"][0]["message"]["content"]
+    )
+    assert got[-1]["choices"] == [] and got[-1]["usage"] == whole["usage"]
+    assert [p["choices"][0]["finish_reason"] for p in got[:-1] if p["choices"][0]["finish_reason"]] == ["stop"]
+    assert len(got) > 4  # it comes in pieces
+
+
+def test_drafts_end_as_the_answer(client: Client) -> None:
+    got = pieces(chat(client, stream=True, dinfer={"drafts": True}))
+    canvas: dict[int, tuple[str, str]] = {}
+    for piece in got:
+        for position, text, state, *_ in piece.get("dinfer", {}).get("canvas", {}).get("changes", []):
+            assert canvas.get(position, ("", ""))[1] != "final", "a final token changed"
+            canvas[position] = (text, state)
+    text = "".join(p["choices"][0]["delta"].get("content", "") for p in got if p["choices"])
+    assert "".join(canvas[i][0] for i in sorted(canvas)).startswith(text[:20])
+
+
+def test_choices_differ_by_seed_and_repeat(client: Client) -> None:
+    drawn = [chat(client, n=3, temperature=1.0, seed=5).json()["choices"] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert [choice["index"] for choice in drawn[0]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in drawn[0]}) > 1
+
+
+def test_a_stop_string_ends_the_answer(client: Client) -> None:
+    whole = chat(client).json()["choices"][0]["message"]["content"]
+    stop = whole.split()[3]
+    answer = chat(client, stop=[stop]).json()
+    assert answer["choices"][0]["message"]["content"] == whole[: whole.find(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 64
+
+
+def test_text_may_come_in_parts(client: Client) -> None:
+    parts = [{"type": "text", "text": QUESTION[:10]}, {"type": "text", "text": QUESTION[10:]}]
+    split = chat(client, messages=[{"role": "user", "content": parts}]).json()
+    assert split["choices"] == chat(client).json()["choices"]
+
+
+def test_completions_take_texts_and_tokens(client: Client) -> None:
+    tokens = client.ask("/v1/tokenize", {"model": "tiny", "text": QUESTION}).json()["tokens"]
+    both = client.ask("/v1/completions", {"model": "tiny", "prompt": [QUESTION, QUESTION], "max_tokens": 32}).json()
+    by_id = client.ask("/v1/completions", {"model": "tiny", "prompt": tokens, "max_tokens": 32}).json()
+    assert len(both["choices"]) == 2
+    assert both["choices"][0]["text"] == both["choices"][1]["text"] == by_id["choices"][0]["text"]
+    assert client.ask("/v1/detokenize", {"model": "tiny", "tokens": tokens}).json()["text"] == QUESTION
+
+
+def test_gaps_are_filled(client: Client) -> None:
+    body = {"model": "tiny", "text": "Tom has [MASK:1] coins and buys 3 books."}
+    answer = client.ask("/v1/infill", body).json()
+    assert answer["text"].startswith("Tom has") and len(answer["gaps"]) == 1
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": list("abcde")}, "stop"),
+        ({"frequency": 1}, "frequency"),
+        ({"stream_options": {"include_usage": True}}, "body"),
+        ({"top_logprobs": 3}, "body"),
+        ({"dinfer": {"drafts": True}}, "dinfer.drafts"),
+        ({"dinfer": {"decoder": "fixed"}}, "dinfer.decoder"),
+        ({"dinfer": {"threshold": 2}}, None),
+        ({"dinfer": {"thresold": 0.5}}, None),
+    ],
+)  # fmt: skip
+def test_bad_input_names_the_field(client: Client, fields: dict[str, Any], param: str | None) -> None:
+    response = chat(client, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    if param is not None:
+        assert (error["param"] or "").startswith(param) or param in error["message"]
+
+
+@pytest.mark.parametrize("field", sorted(NOT_SUPPORTED.keys() - {"suffix", "best_of", "echo"}))
+def test_what_cannot_be_honoured_is_refused_by_name(client: Client, field: str) -> None:
+    neutral, _ = NOT_SUPPORTED[field]
+    response = chat(client, **{field: {"something": "else"}})
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+    for value in (None, *neutral):
+        assert chat(client, max_tokens=1, **{field: value}).status_code == 200
+
+
+def test_an_unknown_model_is_404(client: Client) -> None:
+    response = chat(client, model="gpt-5")
+    assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_full_queue_is_429(client: Client) -> None:
+    with client.server.admission.admit([1] * 20):
+        response = chat(client)
+    assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+    assert chat(client).status_code == 200
+
+
+def test_keys_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "a-long-key")
+    with served(Settings(api_key="env:SECRET")) as client:
+        assert client.ask("/v1/models").status_code == 401
+        assert client.ask("/v1/models", Authorization="Bearer wrong-key").status_code == 401
+        assert client.ask("/v1/models", Authorization="Bearer a-long-key").status_code == 200
+        assert client.ask("/health").status_code == 200
+
+
+def test_a_large_body_is_413() -> None:
+    with served(Settings(max_body=100)) as client:
+        assert chat(client).status_code == 413
+
+
+def test_metrics_count_what_was_served() -> None:
+    with served() as client:
+        answer = chat(client).json()
+        told = client.ask("/metrics").text
+    assert f'dinfer_generated_tokens_total{{model="tiny"}} {float(answer["usage"]["completion_tokens"])}' in told
+    assert 'dinfer_requests_finished_total{model="tiny",reason="stop"} 1.0' in told
+    assert 'dinfer_running{model="tiny"} 0.0' in told
+
+
+def test_recipes_are_models_over_the_same_weights() -> None:
+    slow = {"decoder": {"name": "fixed", "steps": 32}}
+    with served(eager={"decoder": {"name": "threshold", "threshold": 0.3}}, slow=slow) as client:
+        assert [card["id"] for card in client.ask("/v1/models").json()["data"]] == ["tiny", "tiny:eager", "tiny:slow"]
+        forwards = {
+            name: chat(client, model=name).json()["usage"]["dinfer"]["forwards"]
+            for name in ("tiny", "tiny:eager", "tiny:slow")
+        }
+        assert forwards["tiny:eager"] < forwards["tiny"] < forwards["tiny:slow"]
+        asked = chat(client, dinfer={"threshold": 0.3}).json()
+        assert asked["usage"]["dinfer"]["forwards"] == forwards["tiny:eager"]
+        assert chat(client, dinfer={"decoder": "fixed"}).json()["model"] == "tiny:slow"
+        # What differs in a default alone shares an engine, and its steps.
+        assert list(client.server.catalogue.engines) == ["tiny", "tiny:slow"]
+
+
+def test_the_page_loads_nothing_from_elsewhere(client: Client) -> None:
+    page = client.ask("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for name in ("cells.css", "cells.js", "page.css", "page.js"):
+        assert f"static/{name}" in page.text
+        assert client.ask(f"/static/{name}").status_code == 200
+    assert client.ask("/static/app.py").status_code == 404

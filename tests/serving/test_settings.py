@@ -1,0 +1,41 @@
+"""Addresses, keys and limits that are not safe or not possible are refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dinfer.serving.settings import Settings
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert Settings(host=host).keys() == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_other_addresses_need_a_key_or_a_word(host: str) -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        Settings(host=host)
+    assert Settings(host=host, insecure=True).keys() == []
+
+
+def test_keys_come_from_the_environment_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET", "a-long-key")
+    assert Settings(api_key="env:SECRET").keys() == [b"a-long-key"]
+    (tmp_path / "keys").write_text("first-key\n\nsecond-key\n")
+    assert Settings(api_key=f"file:{tmp_path / 'keys'}").keys() == [b"first-key", b"second-key"]
+
+
+@pytest.mark.parametrize("api_key", ["a-long-key", "env:NO_SUCH_VARIABLE", "env:SHORT", "file:", "env:"])
+def test_a_key_that_is_none_is_refused(api_key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHORT", "short")
+    with pytest.raises(ValueError):
+        Settings(api_key=api_key).keys()
+
+
+@pytest.mark.parametrize("field", ["max_requests", "max_tokens", "max_body", "deadline", "send_timeout"])
+def test_a_limit_that_lets_nothing_through_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        Settings(**{field: 0})
