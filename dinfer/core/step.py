@@ -156,6 +156,8 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCu
         must_progress_R=None if must_BK is None else must_BK.flatten(),
         forward_R=rows_of(lanes.steps_B, shape.blocks),
         seed_R=rows_of(lanes.seed_B, shape.blocks),
+        prompt_R=rows_of(lanes.prompt_B, shape.blocks),
+        length_R=rows_of(lanes.length_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
 

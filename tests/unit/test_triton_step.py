@@ -265,7 +265,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         )  # fmt: skip
         view = BlockView(
             pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
-            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, {},
+            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, quota_R, quota_R, {},
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(
@@ -274,6 +274,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
             retry_R=chance(rows) if trial % 4 == 1 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
+            source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
         )
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)
