@@ -21,6 +21,11 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
     return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
 
 
+def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:
+    """Values by position, each taken from where `source_RL` says, see `Proposal`; `new` where that is -1. [R, L]"""
+    return torch.where(source_RL < 0, new, values_RL.gather(1, source_RL.clamp_min(0)))
+
+
 def looked_up(table_VD: Tensor, index_BW: Tensor) -> Tensor:
     """Rows of a table. [B, W, D]"""
     if use_triton(table_VD, "rows"):
