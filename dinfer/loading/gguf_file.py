@@ -81,8 +81,8 @@ LLADA_MOE = Architecture(
     keys=HUB_KEYS
     | {
         "dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length",
-        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count", "norm_topk_prob": "expert_weights_norm",
-        "routed_scaling_factor": "expert_weights_scale",
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
     },
     same={"model_type": "llada_moe", "hidden_act": "silu", "qk_layernorm": True},
     tied="tie_word_embeddings",
