@@ -13,6 +13,11 @@ def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
     return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
 
 
+def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:
+    """Values by position, each taken from where `source_RL` says, see `Proposal`; `new` where that is -1. [R, L]"""
+    return torch.where(source_RL < 0, new, values_RL.gather(1, source_RL.clamp_min(0)))
+
+
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
     """Writes the rows of live lanes to their slots, in place; X: any dimensions. A live lane's slot is named once."""
     live_BX = live_B.view(-1, *(1,) * (rows_NX.dim() - 1))

@@ -87,8 +87,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "analysis.likelihood",
-        "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
+        "caches", "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "kernels",
+        "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
         "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",

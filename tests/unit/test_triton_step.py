@@ -190,12 +190,12 @@ def some_stats(rows: int, length: int, dtype: torch.dtype, *, drawn: bool, broke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("compat", [None, "sglang", "dinfer"])
-def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, compat: str | None) -> None:
+@pytest.mark.parametrize("above", [False, True])
+def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, above: bool) -> None:
     for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1))):
         stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
         bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
-        same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, compat=compat)))
+        same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, above=above)))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -225,6 +225,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
             retry_R=chance(rows) if trial % 4 == 1 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
+            source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
         )
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)
@@ -241,17 +242,14 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
-@pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, blocks: int) -> None:
+def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
     lanes, active = 64, 5 * blocks
     flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
     next_B, length_B, *here = (number(40, lanes) for _ in range(5))
     finished_BK = chance(lanes, blocks, p=0.8)
     for grid in (advance.Grid(5), advance.Grid(8, align=False), advance.Grid(4, lead=8), advance.Grid(1)):
-        work = partial(
-            advance.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop, prompt=prompt
-        )
+        work = partial(advance.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop)
         same(*both(monkeypatch, work))
 
 
