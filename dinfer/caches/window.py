@@ -12,7 +12,7 @@ refresh left them: exact for none, an approximation for bidirectional models oth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,19 +46,12 @@ class RefreshedCache(CachePolicy):
 
     interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")
 
-    compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': a refresh is followed by a window pass even if the block is finished (its defect)"
-    )
-
     def __post_init__(self) -> None:
         if self.interval < 0:
             raise ValueError(f"cache.interval={self.interval} must be 0 (never) or more")
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
-
-    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
-        return torch.ones_like(lanes.live_B) if self.compat and phase == Phase.FULL else None
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}

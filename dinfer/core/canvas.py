@@ -118,6 +118,8 @@ class BlockView:
     must_progress_R: Tensor | None  # bool, the row must commit at least one token; None: every row must
     forward_R: Tensor  # steps the request has taken before this one
     seed_R: Tensor  # of the request, for `dinfer.kernels.random`
+    prompt_R: Tensor  # prompt length of the request
+    length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
     def at_least(self, count_R1: Tensor) -> Tensor:

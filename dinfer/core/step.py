@@ -91,8 +91,6 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The cursors: the iteration moves its rows on, and the cache says what they need next.
     finished_R = commits.finished_R if proposal.busy_R is None else commits.finished_R & ~proposal.busy_R
-    if (lingers_B := cache.extra_pass(lanes, shape.phase, cache_state)) is not None:
-        finished_R = finished_R & ~rows_of(lingers_B, shape.blocks)
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(
         tokens_BKL=commits.tokens_RL.view(*by_block, -1),
@@ -163,6 +161,8 @@ def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCu
         must_progress_R=None if must_BK is None else must_BK.flatten(),
         forward_R=rows_of(lanes.steps_B, shape.blocks),
         seed_R=rows_of(lanes.seed_B, shape.blocks),
+        prompt_R=rows_of(lanes.prompt_B, shape.blocks),
+        length_R=rows_of(lanes.length_B, shape.blocks),
         options=state.options(recipe, lanes.slot_B, "decoder", shape.blocks),
     )
 

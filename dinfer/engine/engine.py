@@ -149,6 +149,11 @@ class Engine:
         runtime = self.runtime
         request.check(self.recipe.model.spec.vocab)
         self.recipe.check(request.options)
+        if self.recipe.decoder.moves and True in (gaps := request.gaps or []) and not all(gaps[gaps.index(True) :]):
+            raise ValueError(
+                f"a request's gaps has given tokens behind an open position, and {type(self.recipe.decoder).__name__} "
+                "moves tokens behind the prompt: use a decoder that does not, such as threshold"
+            )
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:
             raise ValueError(

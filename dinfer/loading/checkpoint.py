@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.core.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
-from dinfer.loading.files import CheckpointError, read_object, refuse
-from dinfer.loading.hub import locate
+from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
+from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.quantized import FIELD, Scales, scale_at, scale_block, scales_of
@@ -31,8 +31,28 @@ from dinfer.loading.token_ids import CONFIG, token_ids
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the `mask_token_id` and all the `eos_token_id`s that any file of the folder names."""
-    config = read_object(folder / CONFIG)
-    return config | token_ids(folder, config).fields()
+    files = small_files(folder)
+    config = read_object(files / CONFIG)
+    return config | token_ids(files, config).fields()
+
+
+def small_files(folder: Path) -> Folder:
+    """Where the files that describe a checkpoint are: its folder, or the metadata of its GGUF file."""
+    if folder.suffix != GGUF:
+        return folder
+    from dinfer.loading.gguf_file import gguf_file  # slow to import
+
+    return gguf_file(folder)
+
+
+def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
+    """The tensors of a checkpoint, those that the family does not use left out."""
+    if folder.suffix != GGUF:
+        return {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
+    from dinfer.loading.gguf_file import gguf_file
+
+    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
+    return gguf_file(folder).stored(names)
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -76,13 +96,13 @@ def load_network(
     config = read_config(folder)
     block = scale_block(config)
     spec = read_spec(family, config | {FIELD: None})
-    tensors = {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
+    tensors = tensors_of(folder, family, spec)
     tensors, scales = scales_of(without_copies(tensors, family.copies(spec)), block)
     placements = layout(family, spec, tensors)
     check(folder, tensors, placements, scales)
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
-        dtype = next(FLOATS[tensors[name].dtype] for name in placements if name not in scales.stored)
+        dtype = next(dtype for name in placements if (dtype := tensors[name].floats) is not None)
     kept = scales.kept(tensors, placements, takes, adapter.pairs if adapter else ())
     for held in set(kept.values()):
         takes[held].check(device, f"{folder}: what it holds in {held}")
@@ -223,7 +243,7 @@ def differences(
         found = tensors[name]
         if found.shape != placements[name].shape:
             yield f"shape of {name}: {found.shape}, must be {placements[name].shape}"
-        if found.dtype not in FLOATS and not (scales is not None and name in scales.stored):
+        if found.floats is None and not (scales is not None and name in scales.stored):
             yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
     if scales is not None:
         yield from scales.problems(tensors)

@@ -6,7 +6,8 @@ Nothing but safetensors is ever read: a pickle may run code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +22,23 @@ NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Slices = tuple[slice, ...]
+Reader = Callable[["Stored", str, Slices | None], Tensor]
+"""Takes a tensor, its name, and the part of it that is wanted; None: all of it."""
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A tensor in a file, not read yet."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it
+
+    @property
+    def floats(self) -> torch.dtype | None:
+        """The dtype of a network that holds its values as they are; None: they need scales."""
+        return FLOATS.get(self.dtype)
 
     @property
     def size(self) -> int:
@@ -41,6 +49,12 @@ class Stored:
         """Bytes of some slices of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
         return math.prod(sizes) * (FLOATS | NARROW)[self.dtype].itemsize
+
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        """What reads this tensor and others of its file while the file is open."""
+        with safe_open(self.path, framework="pt") as file:
+            yield lambda _, name, part: file.get_tensor(name) if part is None else file.get_slice(name)[part]
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -69,10 +83,10 @@ def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices
     most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
     while parts:
         path, taken, size = tensors[parts[0][0]].path, 0, 0
-        with safe_open(path, framework="pt") as file:
+        with tensors[parts[0][0]].opened() as reader:
             while taken < len(parts) and tensors[parts[taken][0]].path == path and (not taken or size < most):
                 name, part = parts[taken]
-                yield file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                yield reader(tensors[name], name, part)
                 taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well
         parts = parts[taken:]
 

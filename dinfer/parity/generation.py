@@ -1,10 +1,13 @@
 """Generation cases: whole runs of the engine, token ids equal and forwards not more than the reference's."""
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dinfer.core.recipe import compose
@@ -17,16 +20,20 @@ from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
+from dinfer.parity.references import build
+
+NEVER = 1e9  # a threshold that no confidence reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a run of the goldens is said in dinfer."""
 
-    iteration: dict[str, Any]
+    iteration: dict[str, Any]  # of components, see `dinfer.parity.references.build`
     decoder: dict[str, Any]
     cache: dict[str, Any]
     new_tokens: int
+    sweep: dict[str, Any] = field(default_factory=dict)  # options that only the reference's iteration has
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
@@ -34,6 +41,7 @@ class Plan:
     every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
+    response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
 
 
@@ -46,23 +54,27 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
         raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
     if len(prompts) > 1 and (interval or not early_stop):
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
-    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "block" if early_stop else "off"}
-    iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
+    iteration = {"name": "blockwise", "reference": "dinfer", "block": params.take("block_length")}
+    iteration |= {"align": params.take("start_block_align", False)}
+    sweep: dict[str, Any] = {}
     cache = {"name": params.take("cache", None) or "none"}
     if vicinity:
         names = {"prefix_look": "back", "after_look": "ahead", "warmup_steps": "warmup"}
-        cache = {"name": "vicinity", "compat": "dinfer", **{ours: params.take(name) for name, ours in names.items()}}
+        cache = {"name": "vicinity", "reference": "dinfer", **{ours: params.take(name) for name, ours in names.items()}}
+        sweep["linger"] = cache["warmup"]
     if smooth:
         names = {"cont_weight": "weight", "cont_weight_init": "weight_init", "cont_weight_growth": "weight_growth"}
         iteration |= {ours: params.take(name) for name, ours in names.items()}
-        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay"), "lockstep": len(prompts) > 1}
-        if cache["name"] != "none":
-            cache["compat"] = "dinfer"  # the schedule counts every pass
+        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay")}
+        sweep["lockstep"] = len(prompts) > 1
+        if cache["name"] != "none":  # the schedule counts every pass
+            sweep.setdefault("linger", 0)
     return Plan(
         iteration,
         _decoder(params.fields("decoder")),
         cache | ({"interval": interval} if interval else {}),
         params.take("gen_length"),
+        sweep=sweep,
         spec={"shift": 1} if params.take("use_shift", False) else {},
         keep_masks=not early_stop,
         drop_eos=True,
@@ -205,6 +217,23 @@ def _aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], 
     return Plan(iteration, decoder, {"name": cache}, new_tokens, spec={"causal_block": block})
 
 
+def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
+    """The loop of d2Cache's repository: the best positions of a block by a score; each forward is a step."""
+    if params.take("cache") is not None:
+        raise Skip("d2Cache: its cache policy is not there yet")
+    if params.take("factor") is not None or params.take("gamma") is not None or params.take("temperature"):
+        raise Skip("d2Cache: factor, gamma and temperature are not there yet")
+    score = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}[params.take("alg")]
+    threshold, clip, until_eos = params.take("threshold"), params.take("clip_alpha"), params.take("stop_until_eos")
+    decoder = {"name": "calibrated", "score": score, "sigma": params.take("sigma") or 0.0}
+    decoder |= {"least": params.take("num_transfer_tokens"), "threshold": NEVER if threshold is None else threshold}
+    if params.take("debias"):
+        decoder |= {"clip": 10.0 if clip is None else clip}
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "cut" if until_eos else "off"}
+    plan = Plan(iteration, decoder, {"name": "none"}, params.take("gen_length"), every_step=True, response=True)
+    return replace(plan, keep_masks=until_eos)
+
+
 # Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
 ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockWise": _blockwise,
@@ -221,6 +250,7 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "llada21_block_diffusion_with_editing": _llada21,
     "sdar_block_diffusion": _sdar,
     "dream_diffusion_generate": _dream,
+    "d2cache_vanilla": _d2cache,
 }
 
 
@@ -237,6 +267,12 @@ def cases(golden: Golden) -> Iterator[Case]:
 
 def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
+    with TemporaryDirectory() as folder:
+        return generate(golden, doc, Path(folder))
+
+
+def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
+    """What `run` does, with a folder for files that components read."""
     folder, family = doc.text("model"), doc.text("family")
     golden.family(folder, family)
     if "random_canvas" in doc:
@@ -254,11 +290,17 @@ def run(golden: Golden, doc: Fields) -> str:
         raise GoldenError(f"{doc.where}: prompt_ids must be tokens of the model's vocabulary of {network.spec.vocab}")
     pads_B = plan.pads_B or [0] * len(prompts)
     bare = [prompt[pad:] for prompt, pad in zip(prompts, pads_B, strict=True)]
-    decoder: Any = plan.decoder
+    options = dict(plan.decoder)
+    if "token_counts" in doc:
+        (scratch / "token_counts.json").write_text(json.dumps(doc.take("token_counts")))
+        options["frequencies"] = str(scratch / "token_counts.json")
     if plan.drawn:
         draws = doc.rows("uniform_draws_per_step", float)
-        decoder = recorded(decoder, draws, [len(prompt) for prompt in bare], plan.new_tokens)
-    recipe = compose(network, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
+        decoder: Any = recorded(options, draws, [len(prompt) for prompt in bare], plan.new_tokens)
+    else:
+        decoder = build(DECODERS, options)
+    iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=build(CACHES, plan.cache))
     requests = [
         Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row}))
         for row, prompt in enumerate(bare)
@@ -277,21 +319,32 @@ def run(golden: Golden, doc: Fields) -> str:
 
     if plan.every_step:
         for row, got in enumerate(trail):
-            before = prompts[row] + [mask_id] * plan.new_tokens
-            found = [before, *(snapshot[row] for snapshot in doc.take("snapshots"))]
+            found = snapshots(doc, row, prompts[row] + [mask_id] * plan.new_tokens)
             changes = [now for last, now in pairwise(found) if now != last]
             same(f"steps of row {row}", changes, got)
     if plan.answer is not None:
         rows = [answer(row, len(prompt), plan.answer, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
     if doc.take("final_array", None) is not None:
         same("final_array", doc.take("final_array"), rows)
-    if plan.answer is not None:
+    if plan.answer is not None or plan.response:
         rows = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     if plan.drop_eos and len(rows) == 1:
         rows = [[token for token in rows[0] if token != eos_id]]
     same("output_ids", doc.take("output_ids"), rows)
     at_most("num_forwards", doc.take("num_forwards"), max(forwards))
     return f"{max(forwards)} forwards, reference {doc.take('num_forwards')}"
+
+
+def snapshots(doc: Fields, row: int, before: list[int]) -> list[list[int]]:
+    """The canvas of a row before the first step and after each, from the snapshots or from what each step committed."""
+    if "snapshots" in doc:
+        return [before, *(snapshot[row] for snapshot in doc.take("snapshots"))]
+    found = [before]
+    for step in doc.items("steps"):
+        found.append(found[-1].copy())
+        for position, token in step.take("committed"):
+            found[-1][position] = token
+    return found
 
 
 def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:

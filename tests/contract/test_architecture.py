@@ -42,15 +42,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.catalog": set(),
     "loading.hub": {"loading.files", "core.registry"},
     "loading.token_ids": {"loading.files"},
+    "loading.gguf_tokenizer": {"loading.files"},
+    "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.quantized": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
-        "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec",
+        "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
-        "loading.quantized", "loading.safetensors_io", "loading.token_ids",
+        "loading.hub", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
     "core.state": {"core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
@@ -72,7 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.pipeline": {
-        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling",
+        "loading.checkpoint", "loading.files", "loading.hub", "core.recipe", "engine", "pipeline.chat",
+        "pipeline.infilling",
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
@@ -85,8 +88,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "analysis.likelihood",
-        "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
+        "caches", "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "kernels",
+        "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
         "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
@@ -111,7 +114,9 @@ OUTSIDE: dict[str, set[str]] = {
     "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
     "huggingface_hub": {"loading.hub"},
-    "numpy": {"analysis.metrics"},
+    "numpy": {"analysis.metrics", "loading.gguf_file"},
+    "gguf": {"loading.gguf_file"},
+    "tokenizers": {"pipeline.pipeline"},
     "jinja2": {"loading.inspect"},
     "vllm": set(),
     "sglang": set(),

@@ -30,10 +30,11 @@ BEYOND = {  # in the whole set alone
     "generation/sdar": 14, "generation/llada_moe": 5, "generation/diffusion_gemma": 3,
 }  # fmt: skip
 NEXT = SHARED.with_name("goldens-next")
-LATER = {
-    "models/": 1,
-    "decoders/": 67,
-}  # of the sets that came later; the other cases there are of components that are not there yet
+LATER = {  # of the sets that came later; the other cases there are of components that are not there yet
+    "models/": 1, "decoders/sglang_eb": 19, "decoders/sglang_entropy": 14, "decoders/sglang_hierarchy": 22,
+    "decoders/sglang_gemma4": 12,
+    "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
+}  # fmt: skip
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
 MODEL, MODEL_CASES = "models/llada", "models/llada/cases.safetensors"
 DINFER, SGLANG = "decoders/dinfer_threshold", "decoders/sglang_low_confidence"

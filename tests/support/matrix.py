@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations as combinations_of
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from dinfer.engine.runtime import Runtime
 from support.models import UNIFORM, VARIANTS, tiny_model
 
 BLOCK = 8
+TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"
 
 # Options that make a component do something on a tiny model, set where a component has them.
 SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
@@ -33,8 +35,9 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("cache", "dual"): [{"interval": 3}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
-    ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
+    ("decoder", "threshold"): [{"least": 2}],
     ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
+    ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
     ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],
 }
 
@@ -58,6 +61,7 @@ class Combination:
 
 def _label(config: tuple[tuple[str, Any], ...]) -> str:
     name, *rest = (str(value) if key == "name" else f"{key}={value}" for key, value in config)
+    rest = [text if "/" not in text else text.split("=")[0] for text in rest]  # no path in an id
     return name + "".join(f",{text}" for text in rest if not text.startswith(tuple(f"{key}=" for key in SMALL)))
 
 
