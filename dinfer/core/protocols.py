@@ -57,6 +57,7 @@ class StepShape:
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 
 class Attend(Protocol):

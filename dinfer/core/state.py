@@ -12,6 +12,7 @@ from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import State
 from dinfer.core.recipe import Recipe
+from dinfer.core.told import Tellings
 from dinfer.kernels.canvas import option_columns
 from dinfer.kernels.rows import Rows, store_rows
 from dinfer.kernels.upload import upload
@@ -64,6 +65,7 @@ class BatchState:
     iteration: StatePool
     decoder: StatePool
     cache: StatePool
+    tellings: Tellings
 
     @classmethod
     def alloc(
@@ -80,14 +82,16 @@ class BatchState:
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
         block = min(block or iteration.block_length(length), length)
         block_state = recipe.decoder.fresh_state(spec, block)
+        canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
         return cls(
             block=block,
-            canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
+            canvas=canvas,
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
             decoder=StatePool.alloc(block_state, n * iteration.blocks, device, recipe.decoder.large),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
+            tellings=Tellings.alloc(canvas),
         )
 
     def admit(

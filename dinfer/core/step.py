@@ -19,6 +19,7 @@ from dinfer.core.protocols import BlockAfter, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.told import Told
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
@@ -77,6 +78,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
+    if shape.told:
+        written, written_RL = state.tellings.tell(slot_B, lanes.live_B, view, stats, commits, spec.vocab)
+        if shape.told == Told.LOGPROBS:
+            state.tellings.tell_logprobs(written, written_RL, logits_RLV)
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
     elif iteration.scores == "adjusted":

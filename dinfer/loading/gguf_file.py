@@ -80,14 +80,17 @@ DREAM = Architecture(
 LLADA_MOE = Architecture(
     keys=HUB_KEYS
     | {
-        "expert_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count", "norm_topk_prob": "expert_weights_norm",
-        "routed_scaling_factor": "expert_weights_scale",
+        "dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
     },
     same={"model_type": "llada_moe", "hidden_act": "silu", "qk_layernorm": True},
     tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.LLADA_MOE,
-    absent={"attention.key_length": None, "expert_weights_norm": False, "expert_weights_scale": 1.0},
+    absent={
+        "attention.key_length": None, "feed_forward_length": None, "expert_weights_norm": False,
+        "expert_weights_scale": 1.0,
+    },
 )  # fmt: skip
 ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM}
 OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's own beside it and never permute

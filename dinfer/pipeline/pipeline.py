@@ -330,7 +330,7 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
+    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -345,7 +345,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return where
 
 
-def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
     if folder.is_file():
         return _from_metadata(small_files(folder))
