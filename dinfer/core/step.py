@@ -40,8 +40,6 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     canvas, spec = state.canvas, model.spec
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-    row_R = state.block_rows(slot_B, lanes.block_B, shape.blocks)
-    decoder_state = state.decoder.lanes(row_R)
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, spec, shape, cache_state)
@@ -66,6 +64,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
+    row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
+    decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, live_R)
     if shape.scored:
         stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, computed.logits_RL)
     else:
