@@ -82,7 +82,7 @@ def allowed_commits(
     proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
 ) -> tuple[Tensor, Tensor]:
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
-    row must progress but chose none. A decoder that drafts may choose none.
+    row must progress but chose none. A decoder that drafts, or counts such steps, may choose none.
 
     That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
     no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
@@ -102,6 +102,8 @@ def allowed_commits(
     stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
     if view.must_progress_R is not None:
         stuck_R = stuck_R & view.must_progress_R
+    if proposal.retry_R is not None:
+        stuck_R = stuck_R & ~proposal.retry_R
     return commit_RL | (best_RL & stuck_R[:, None]), token_RL
 
 

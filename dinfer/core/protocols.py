@@ -96,7 +96,6 @@ class SelfConditioned(Protocol):
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class Proposal:
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
-    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
+    retry_R: Tensor | None = None  # rows that need neither gain nor commit: the decoder counts how often they do not
     # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
     # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
     draft_RL: Tensor | None = None
@@ -185,6 +184,7 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
+    moves: ClassVar[bool] = False  # knows the model's delete and split tokens, which no other decoder is offered
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays

@@ -85,6 +85,9 @@ def _commit(
     must = block < blocks
     if MUST:
         must = tl.load(must_ptr + row, mask=must, other=0) != 0
+    counted = must & ~must
+    if RETRY:
+        counted = tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0
     token = tl.load(token_ptr + at, mask=there, other=0)
     confidence = tl.load(confidence_ptr + at, mask=there, other=0.0)
     if DRAWN:
@@ -109,16 +112,16 @@ def _commit(
     if not DRAFTS:
         score = tl.where(masked & finite, tl.where(declined, confidence - 2.0, confidence), -4.0)
         best = tl.argmax(tl.where(there, score, -5.0), 1)
-        stuck = must & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
+        stuck = (
+            must & ~counted & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
+        )
         commit = commit | ((column == best[:, None]) & stuck[:, None])
     commit = commit & able
     remask = commit & ~commit
     if REMASK:
         remask = (tl.load(remask_ptr + at, mask=there, other=0) != 0) & ~masked & ~given & ~commit
         free = tl.sum((commit & masked).to(tl.int32), 1) > tl.sum(remask.to(tl.int32), 1)
-        if RETRY:
-            free = free | (tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0)
-        remask = remask & (free | ~must)[:, None] & able
+        remask = remask & (free | counted | ~must)[:, None] & able
 
     left = (masked & ~commit) | remask
     if BLANK:
