@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablation_table import ablation
 from benchmarks.peers import table
 from dinfer.core.registry import MODELS
 from dinfer.loading.catalog import CATALOG
@@ -343,6 +344,7 @@ def rendered_performance(page: str) -> str:
         "parts": parts(),
         "quantized": quantized(),
         "throughput": throughput(),
+        "ablation": ablation(RESULTS),
     }.items():
         page = _with_section(page, body + "\n", name)
     return page

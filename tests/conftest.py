@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,6 +29,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """One seed for all workers of a run that explores."""
     if config.option.hypothesis_profile == "explore" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton's interpreter is slow: by default it runs every third case of a test, and `matrix` all."""
+    if torch.cuda.is_available():
+        return
+    count: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if "/test_triton" in test:
+            if count[test] % 3:
+                item.add_marker(pytest.mark.matrix)
+            count[test] += 1
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,12 +1,13 @@
-"""Writes a checkpoint with the experts of each layer stored in another way, or in 8 bits.
+"""Writes a checkpoint with the experts of each layer stored in another way, in 8 bits, or as a GGUF file.
 
     python -m tools.convert IN OUT [--experts fused|merged|separate] [--quantize fp8|int8]
+    python -m tools.convert IN OUT.gguf [--type F16]
 
 Loading needs neither: all layouts are read as they are, and `quantize=` rounds after loading. Fused is the layout of
 dInfer's converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), merged that of dFactory. Values are
 copied bit for bit. With --quantize, what `quantize=` would round is written rounded, each output at a scale of its own,
 as "compressed-tensors": half the file, and loading needs no memory for the weights before they are rounded. IN is a
-folder or hub name.
+folder or hub name. A GGUF file is one that llama.cpp runs, if it has an architecture for the model.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dinfer.layers.formats.format import Format
 from dinfer.layers.linear import format_of, formatted
 from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
 from dinfer.loading.files import CheckpointError, read_object
-from dinfer.loading.hub import locate
-from dinfer.loading.quantized import FIELD
+from dinfer.loading.hub import GGUF, locate
+from dinfer.loading.packed import FIELD
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes
@@ -76,9 +77,9 @@ def convert(
 def regrouped(
     tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the layout that is wanted; what the two have in common first."""
+    """The tensors of the layout that is wanted, in the order of `order`."""
     yield from read(tensors, [name for name in tensors if name in want])
-    for parameter in dict.fromkeys(have[name].parameter for name in have.keys() - want.keys()):
+    for parameter in remade(have, want):
         own = [name for name in sorted(have) if have[name].parameter == parameter]
         if len(dtypes := {tensors[name].dtype for name in own}) > 1:
             raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
@@ -90,6 +91,17 @@ def regrouped(
         yield from (
             (name, place_of(whole, place).clone()) for name, place in want.items() if place.parameter == parameter
         )
+
+
+def remade(have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
+    """The parameters whose tensors the two layouts divide in other ways."""
+    return [*dict.fromkeys(place.parameter for name, place in have.items() if name not in want)]
+
+
+def order(tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
+    """The names of the tensors that `regrouped` makes; what the two layouts have in common comes first."""
+    new = (name for one in remade(have, want) for name, place in want.items() if place.parameter == one)
+    return [*(name for name in tensors if name in want), *new]
 
 
 def rounded(
@@ -139,15 +151,23 @@ def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> No
 
 
 def main() -> None:
+    from tools import to_gguf  # it uses what stands here
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT", type=Path)
     parser.add_argument("--experts", choices=get_args(ExpertLayout))
     parser.add_argument("--quantize", choices=("fp8", "int8"))
+    parser.add_argument("--type", choices=to_gguf.KINDS, help="of the matrices in a GGUF file; F16 by default")
     given = parser.parse_args()
-    if given.experts is None and given.quantize is None:
-        parser.error("nothing to do: give --experts, --quantize or both")
+    gguf, other = given.target.suffix == GGUF, given.experts is not None or given.quantize is not None
+    if (gguf and other) or (given.type is not None and not gguf):
+        parser.error("--type is for OUT.gguf, --experts and --quantize are for a folder")
+    if not gguf and not other:
+        parser.error("nothing to do: give --experts, --quantize or both, or OUT.gguf")
     try:
+        if gguf:
+            return to_gguf.write_gguf(locate(given.source), given.target, given.type or "F16")
         convert(locate(given.source), given.target, experts=given.experts, quantize=given.quantize)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,15 +21,11 @@ class VicinityCache(CachePolicy):
     """
 
     paper = "dInfer, arXiv:2510.08666"
-    remark = "exact for causal models, and for block-causal ones in whole blocks"
 
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")
     warmup: int = option(4, "full passes before keys are kept")
     interval: int = option(0, "from the second block on, also refresh after so many passes; 0: never")
-    compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': keys first kept in a later block are refreshed once more there (its defect)"
-    )
 
     def __post_init__(self) -> None:
         check_range("cache", self, "back", "ahead", "warmup", "interval", least=0)
@@ -39,27 +34,17 @@ class VicinityCache(CachePolicy):
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(self.back, self.ahead)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
-        zero = torch.zeros((), dtype=torch.int64)
-        return {"passes": zero, "kept": zero.bool(), "again": zero.bool()}
-
-    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
-        return state["passes"] >= self.warmup if self.compat and phase == Phase.FULL else None
+        return {"passes": torch.zeros((), dtype=torch.int64)}
 
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
-        passes_B, kept_B, again_B = state["passes"], state["kept"], state["again"]
-        later_B = lanes.block_B - moved.entered_B.long() > 0  # the pass was in the second block or behind it
+        passes_B = state["passes"]
         if phase == Phase.FULL:
             warm_B = passes_B < self.warmup
-            if self.compat:
-                again_B.copy_(~warm_B & ~kept_B & later_B & ~moved.entered_B)
-            kept_B |= ~warm_B
             # Where the block is done, the window pass that would follow is left out, but counts.
             passes_B += 1 + (moved.entered_B & ~warm_B)
-            stale_B = warm_B | moved.entered_B
-        else:
-            passes_B += 1
-            stale_B = moved.entered_B | again_B
-            again_B.zero_()
-            if self.interval:
-                stale_B = stale_B | ((passes_B % self.interval == 0) & later_B)
-        return stale_B
+            return warm_B | moved.entered_B
+        passes_B += 1
+        if not self.interval:
+            return moved.entered_B
+        later_B = lanes.block_B - moved.entered_B.long() > 0  # the pass was in the second block or behind it
+        return moved.entered_B | ((passes_B % self.interval == 0) & later_B)

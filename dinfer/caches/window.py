@@ -12,7 +12,7 @@ refresh left them: exact for none, an approximation for bidirectional models oth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ class NoCache(CachePolicy):
     """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
-    remark = "exact for every model"
     reuses = False
 
     def plan(self, phase: Phase) -> WindowPlan:
@@ -41,14 +40,9 @@ class NoCache(CachePolicy):
 class RefreshedCache(CachePolicy):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
-    remark = "exact for causal models, and for block-causal ones in whole blocks"
     ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
     interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")
-
-    compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': a refresh is followed by a window pass even if the block is finished (its defect)"
-    )
 
     def __post_init__(self) -> None:
         if self.interval < 0:
@@ -56,9 +50,6 @@ class RefreshedCache(CachePolicy):
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
-
-    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
-        return torch.ones_like(lanes.live_B) if self.compat and phase == Phase.FULL else None
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}

@@ -5,7 +5,7 @@ Every decoder may rely on these promises, so they are kept here and not in the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
 from dinfer.core.protocols import ModelSpec, Proposal
 from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.rows import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def commit(
                 view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
                 stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
                 proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
-                blank_RL, vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
+                proposal.source_RL if edits else None, blank_RL,
+                vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
                 open_status=int(Status.OPEN), done_status=int(Status.DONE),
             )
         )  # fmt: skip
@@ -56,23 +58,28 @@ def commit(
     written_RL = ~view.given_RL if edits else view.masked_RL
     broken_B = (written_RL & ~stats.finite_RL).view(lane_count, -1).any(-1) & lanes.live_B
     able_R1 = (lanes.live_B & ~broken_B).repeat_interleave(blocks)[:, None]
+    masks_B, moved_RL = view.masked_RL.view(lane_count, -1).sum(-1), torch.zeros_like(view.masked_RL)
+    if proposal.source_RL is not None and edits:
+        source_RL, moved_RL = allowed_moves(proposal.source_RL, view)
+        moved_RL, tokens_RL = moved_RL & able_R1, moved(view.tokens_RL, source_RL, blank_RL)
+        view = replace(view, tokens_RL=tokens_RL, masked_RL=moved(view.masked_RL, source_RL, True))
     commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, edits)
     commit_RL = commit_RL & able_R1
     remask_RL = allowed_remasks(proposal, commit_RL, view, edits) & able_R1
     left_RL = (view.masked_RL & ~commit_RL) | remask_RL
     token_RL = torch.where(left_RL, blank_RL, token_RL)
+    token_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
     open_RL = remask_RL if spec.mask_id is not None else left_RL & able_R1  # other masks are there already
+    done_RL, open_RL = commit_RL | (moved_RL & ~left_RL), open_RL | (moved_RL & left_RL)
     by_lane = (lane_count, -1)
-    canvas.write(lanes.slot_B, *(t.view(by_lane) for t in (view.pos_RL, token_RL, commit_RL, open_RL)))
-    after_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
+    canvas.write(lanes.slot_B, *(t.view(by_lane) for t in (view.pos_RL, token_RL, done_RL, open_RL)))
     stops_RL = (lanes.stops_B > 0).repeat_interleave(blocks)[:, None] & (view.pos_RL >= 0)
-    gained_RL = (commit_RL & view.masked_RL).to(torch.int64) - remask_RL.to(torch.int64)
     return Commits(
-        tokens_RL=after_RL,
+        tokens_RL=token_RL,
         open_RL=left_RL,
-        stop_RL=canvas.is_stop(after_RL) & stops_RL,
+        stop_RL=canvas.is_stop(token_RL) & stops_RL,
         finished_R=~left_RL.any(-1),
-        gained_B=gained_RL.view(by_lane).sum(-1),
+        gained_B=masks_B - left_RL.view(by_lane).sum(-1),
         broken_B=broken_B,
         next_B=canvas.next_NS[lanes.slot_B, lanes.end_B],
     )
@@ -82,7 +89,7 @@ def allowed_commits(
     proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
 ) -> tuple[Tensor, Tensor]:
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
-    row must progress but chose none. A decoder that drafts, or counts such steps, may choose none.
+    row must progress but chose none. A decoder that drafts or moves may choose none.
 
     That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
     no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
@@ -95,29 +102,41 @@ def allowed_commits(
         if spec.mask_id is not None:
             valid_RL = valid_RL & (wanted_RL != spec.mask_id)
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
-    if proposal.draft_RL is not None:
+    if proposal.draft_RL is not None or (proposal.source_RL is not None and edits):
         return commit_RL, token_RL
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
     if view.must_progress_R is not None:
         stuck_R = stuck_R & view.must_progress_R
-    if proposal.retry_R is not None:
-        stuck_R = stuck_R & ~proposal.retry_R
     return commit_RL | (best_RL & stuck_R[:, None]), token_RL
 
 
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
     """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
 
-    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`).
+    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`), or
+    moves.
     """
     if proposal.remask_RL is None or not edits:
         return torch.zeros_like(commit_RL)
     remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
+    if proposal.source_RL is not None:
+        return remask_RL
     free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
     if proposal.retry_R is not None:
         free_R = free_R | proposal.retry_R
     if view.must_progress_R is not None:
         free_R = free_R | ~view.must_progress_R
     return remask_RL & free_R[:, None]
+
+
+def allowed_moves(source_RL: Tensor, view: BlockView) -> tuple[Tensor, Tensor]:
+    """Where each position's token comes from, and which positions take another's: what is given stays.
+
+    A source that is given, or outside the block, stands for a new mask.
+    """
+    own_L = torch.arange(source_RL.shape[1], device=source_RL.device)
+    source_RL = torch.where((source_RL >= 0) & (source_RL < own_L.shape[0]), source_RL, -1)
+    source_RL = torch.where(view.given_RL, own_L, source_RL.masked_fill(moved(view.given_RL, source_RL, False), -1))
+    return source_RL, source_RL != own_L

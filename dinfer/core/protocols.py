@@ -30,13 +30,13 @@ __all__ = [
     "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
-State = dict[str, Tensor]
+State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
 A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
 over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
+What a decoder names in `large` is not a tensor but `dinfer.kernels.rows.Rows`.
 """
-
 
 Options = Mapping[str, Tensor]
 """Per-request options of one component by name, [R, 1] each."""
@@ -57,6 +57,7 @@ class StepShape:
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 
 class Attend(Protocol):
@@ -106,10 +107,12 @@ class Proposal:
     token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
-    retry_R: Tensor | None = None  # rows that need neither gain nor commit: the decoder counts how often they do not
+    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
     # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
-    # that drafts need not commit at every step, and sees to it itself that the block comes to an end.
+    # that drafts or moves need not commit at every step, and sees to it itself that the block comes to an end.
     draft_RL: Tensor | None = None
+    # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
+    source_RL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,6 @@ class Component(ABC):
     """What all components but models share."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
-    remark: ClassVar[str] = ""  # one more line for `dinfer list`
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
@@ -184,8 +186,9 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
-    moves: ClassVar[bool] = False  # knows the model's delete and split tokens, which no other decoder is offered
+    moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
+    large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 
@@ -197,6 +200,8 @@ class Decoder(Component):
     def __init_subclass__(cls) -> None:
         if "adjust" in vars(cls) and not cls.reads_logits:
             raise TypeError(f"{cls.__name__} defines `adjust`, which is called only with `reads_logits = True`: add it")
+        if cls.moves and not cls.edits:
+            raise TypeError(f"{cls.__name__} has `moves = True`, which changes decoded positions: add `edits = True`")
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""
@@ -276,8 +281,7 @@ class CachePolicy(Component):
     def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
         """Which positions to compute, of the window of a plan that says `chosen`. bool [B, S + 1]
 
-        Changes `state` in place, never the canvas. The step stores `state` after every pass, also after those that
-        decode nothing.
+        Changes `state` in place, never the canvas. It is stored after every pass, also if that decodes nothing.
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
 
@@ -329,10 +333,6 @@ class CachePolicy(Component):
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
 
-    def extra_pass(self, lanes: RowCursors, phase: Phase, state: State) -> Tensor | None:
-        """Rows that make another pass before they leave a finished block. bool [B]; None: none do"""
-        return None
-
     @abstractmethod
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
         """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
@@ -375,11 +375,8 @@ class Iteration(Component):
         return model.embed(tokens_BW)
 
     def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees logits, after the commits; not if `scores == "block"`.
-
-        If it is "window", those of the whole window; if "adjusted", those of the active blocks as the decoder has
-        adjusted them, before any draw.
-        """
+        """Sees logits, after the commits; not if `scores == "block"`. If it is "window", those of the whole window;
+        if "adjusted", those of the active blocks as the decoder has adjusted them, before any draw."""
 
     def floor(self, lanes: RowCursors) -> Tensor | None:
         """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ class Credit(Decoder):
     alpha: float = option(0.7, "weight of the credit in the logits", per_request=True)
     gamma: float = option(0.2, "power of the probability that is gained", per_request=True)
     decay: float = option(0.8, "of the credit, per step", per_request=True)
-    compat: Literal["dinfer"] | None = option(None, "'dinfer': the threshold rule with dInfer's ties")
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
@@ -60,4 +59,4 @@ class Credit(Decoder):
         return logits_RLV.scatter_add(2, token_RLC, (given["alpha"] * credit_RLC.log1p()).to(logits_RLV.dtype))
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"]), compat=self.compat))
+        return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"])))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
@@ -24,17 +25,18 @@ class Factor(Decoder):
 
     factor: float = option(1.0, "the larger, the more tokens a step", per_request=True)
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
-    compat: Literal["fastdllm"] | None = option(None, "'fastdllm': if only the last rank fails, it is committed too")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "factor", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        rank_RL, count_R1 = self.ranked(stats, view)
+        return Proposal((rank_RL < count_R1) & view.masked_RL & ~stats.declined_RL)
+
+    def ranked(self, stats: TokenStats, view: BlockView) -> tuple[Tensor, Tensor]:
+        """Each position's rank, the best first, and how many ranks are committed. [R, L], [R, 1]"""
         score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
         rank_RL = descending_rank(score_RL)
         sure_RL = (rank_RL == 0) | (score_RL >= 1 - view.options["factor"] / (rank_RL + 2))
         masks_R1 = view.masked_RL.sum(-1, keepdim=True)
-        worst_R1 = torch.where(sure_RL | ~view.masked_RL, masks_R1, rank_RL).amin(-1, keepdim=True)
-        if self.compat == "fastdllm":
-            worst_R1 = torch.where(worst_R1 == masks_R1 - 1, masks_R1, worst_R1)
-        return Proposal((rank_RL < worst_R1) & view.masked_RL & ~stats.declined_RL)
+        return rank_RL, torch.where(sure_RL | ~view.masked_RL, masks_R1, rank_RL).amin(-1, keepdim=True)

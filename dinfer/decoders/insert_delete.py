@@ -15,6 +15,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.rows import moved
 
 LONGEST = 128  # steps of editing; what a block remembers grows with them
 
@@ -30,7 +31,7 @@ class InsertDelete(Decoder):
     sure change. A block ends when a step changes nothing, or with a cleanup: after `post_edits` steps that began
     without original masks, or after block length + `post_edits` steps, all masks are filled and nothing moves.
     post_edits=0 makes the step that fills the last original mask the cleanup. What is pushed over the end of the block
-    is lost. What stands before a given token does not move.
+    is lost.
     """
 
     paper = "LLaDA2.2; SGLang's JointThresholdInDel"
@@ -96,10 +97,8 @@ class InsertDelete(Decoder):
         edit_RL = ~masked_RL & ~view.given_RL & (score_RL > view.options["edit_threshold"])
         chosen_RL = (fill_RL | (edit_RL & (token_RL != view.tokens_RL))) & ~state["over"][:, None]
 
-        place_L = torch.arange(masked_RL.shape[1], device=masked_RL.device)
-        fixed_RL = place_L <= torch.where(view.given_RL & (view.pos_RL >= 0), place_L, -1).amax(-1, keepdim=True)
         moves_RL = (token_RL == delete_R1) | (token_RL == split_R1)
-        barred_RL = (cleanup_R1 & (moves_RL | (token_RL == mask_R1))) | (fixed_RL & moves_RL)
+        barred_RL = cleanup_R1 & (moves_RL | (token_RL == mask_R1))
         token_RL = torch.where(barred_RL, textual(logits_RLV, state["special"]), token_RL)
         again_RL = repeats(token_RL, score_RL, chosen_RL, view, state)
         other_R1 = untaken(logits_RLV, again_RL, original_RL, state)
@@ -107,21 +106,16 @@ class InsertDelete(Decoder):
         remember(token_RL, chosen_RL, view, state)
         state["over"] |= (cleanup_R1 | ~chosen_RL.any(-1, keepdim=True))[:, 0]
 
-        gone_RL = chosen_RL & (token_RL == delete_R1) & ~fixed_RL
-        split_RL = chosen_RL & (token_RL == split_R1) & ~fixed_RL
-        written_RL = chosen_RL & (token_RL != delete_R1) & (token_RL != split_R1)
-        now_RL = torch.where(written_RL, token_RL, view.tokens_RL)
+        gone_RL, split_RL = chosen_RL & (token_RL == delete_R1), chosen_RL & (token_RL == split_R1)
         source_RL = sources(gone_RL, split_RL, size_R1)
-        there_RL = source_RL >= 0
-        state["original"].copy_(there_RL & state["original"].gather(1, source_RL.clamp_min(0)))
-        now_RL = torch.where(there_RL, now_RL.gather(1, source_RL.clamp_min(0)), mask_R1)
-        open_RL = ~view.given_RL & (now_RL == mask_R1)
+        state["original"].copy_(moved(state["original"], source_RL, False))
+        written_RL, blank_RL = chosen_RL & ~gone_RL & ~split_RL, token_RL == mask_R1
         return Proposal(
-            ~open_RL & (masked_RL | (now_RL != view.tokens_RL)),
-            now_RL,
+            moved(written_RL & ~blank_RL, source_RL, False),
+            moved(token_RL, source_RL, -1),
             busy_R=~state["over"],
-            remask_RL=open_RL & ~masked_RL,
-            retry_R=torch.ones_like(state["over"]),
+            remask_RL=moved(written_RL & blank_RL & ~masked_RL, source_RL, False),
+            source_RL=source_RL,
         )
 
     def fills(self, score_RL: Tensor, original_RL: Tensor, view: BlockView) -> Tensor:

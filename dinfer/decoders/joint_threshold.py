@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ class JointThreshold(Decoder):
     post_edits: int = option(16, "steps of editing once no mask is left", per_request=True)
     least: int = option(1, "fill at least so many masks a step", per_request=True)
     penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
-    compat: Literal["sglang"] | None = option(
-        None, "'sglang': a block that changed in its last step of editing makes one more forward, which is idle"
-    )
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "edit_threshold")
@@ -64,13 +61,11 @@ class JointThreshold(Decoder):
         budget_R = view.options["post_edits"][:, 0]
         spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
         bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
-        fill_RL = confident(stats, view.masked_RL, bar_R1, least=least_R1, compat="sglang")
+        fill_RL = confident(stats, view.masked_RL, bar_R1, least=least_R1, above=True)
         doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
         doubt_RL &= ~spent_R[:, None]
         edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
         remask_RL = doubt_RL & stats.declined_RL
         # A change may call for another, so one step more, unless that one would be beyond the budget.
-        busy_R = (fill_RL | edit_RL | remask_RL).any(-1)
-        if self.compat is None:
-            busy_R &= state["post_edits"] < budget_R
+        busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (state["post_edits"] < budget_R)
         return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=full_R)

@@ -24,11 +24,6 @@ class Threshold(Decoder):
     threshold: float = option(0.9, "least probability of a commit", per_request=True)
     least: int = option(1, "commit at least so many tokens a step", per_request=True)
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
-    compat: Literal["dinfer", "sglang"] | None = option(
-        None,
-        "'dinfer': positions that the mask token wins are left out first, and where none reaches the threshold all "
-        "within 1e-5 of the best are committed; 'sglang': strictly above the threshold",
-    )
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
@@ -36,4 +31,4 @@ class Threshold(Decoder):
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
-        return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1, compat=self.compat))
+        return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1))

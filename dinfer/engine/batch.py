@@ -11,6 +11,7 @@ import torch
 
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.core.told import Told
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
@@ -61,7 +62,7 @@ class Batch:
             recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
             device=recipe.model.device, block=room.block,
         )  # fmt: skip
-        self.reader = CanvasReader(self.state.canvas, self.state.block)
+        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 
@@ -90,6 +91,8 @@ class Batch:
                 recipe, slot, tokens, masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
             )  # fmt: skip
+            if row.told == Told.LOGPROBS:
+                self.state.tellings.want_logprobs()
             row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
         except BaseException:
             self.pages.release(pages)
@@ -103,6 +106,20 @@ class Batch:
         for i in range(row.published, ready):
             self.pages.publish(row.prefix_keys[i], row.pages[i])
         row.published = max(row.published, ready)
+
+    def publish_answer(self, row: Row) -> None:
+        """Lets later requests share the pages of a finished row's answer, such as the next turn of a conversation.
+
+        Those of the last block have the keys of tokens that were still masked.
+        """
+        spec, page = self.recipe.model.spec, self.runtime.page
+        if not self.runtime.share or row.guided or not self.recipe.cache.prefilled(spec, row.request.length):
+            return
+        unit = spec.causal_block or 1
+        final = row.cursors.kept // unit * unit
+        keys = prompt_keys(row.canvas[:final], final, page, unit)
+        for i in range(row.published, len(keys)):
+            self.pages.publish(keys[i], row.pages[i])
 
     def release(self, row: Row) -> None:
         """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""

@@ -45,20 +45,15 @@ class AlignedSweep(Iteration):
     def grain(self) -> int:
         return self.block if self.grid.align and not self.grid.lead else 1
 
-    @property
-    def stop_rule(self) -> tuple[str, bool]:
-        """What a stop token does, and whether those of the prompt count too."""
-        return self.stop, False
-
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        return sweep_on(lanes, after, self.grid, *self.stop_rule)
+        return sweep_on(lanes, after, self.grid, self.stop)
 
 
-def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off", prompt: bool = False) -> Moved:
+def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off") -> Moved:
     """Moves rows whose blocks are finished to the next block; see `dinfer.kernels.advance.leave_blocks`."""
     entered_B, done_B, lanes.start_B, lanes.end_B, lanes.block_B = leave_blocks(
         after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
-        after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop, prompt=prompt,
+        after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop,
     )  # fmt: skip
     return Moved(entered_B[:, None], done_B)
 
@@ -70,14 +65,7 @@ class BlockSweep(AlignedSweep):
     align: bool = option(
         False, "begin blocks at multiples of the block length, so that the first one may overlap the prompt"
     )
-    compat: Literal["dinfer"] | None = option(
-        None, "'dinfer': stop tokens of the prompt count too, and end the sweep even with stop=off (its defects)"
-    )
 
     @property
     def grid(self) -> Grid:
         return Grid(self.block, align=self.align)
-
-    @property
-    def stop_rule(self) -> tuple[str, bool]:
-        return super().stop_rule if self.compat is None else ("block", True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
+from dinfer.core.protocols import Model, ModelSpec, RowCursors, State
 from dinfer.core.registry import ITERATIONS, check_range, option
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.canvas import padded
@@ -31,10 +31,6 @@ class Smooth(BlockSweep):
     weight_init: float = option(0.15, "weight at the first forward")
     weight_growth: float = option(0.02, "growth of the weight per forward")
     threshold_decay: float = option(0.02, "by how much the least confidence falls per forward, from 1")
-
-    lockstep: bool = option(
-        False, "rows of a batch enter their blocks together, as in dInfer; what they get then depends on the batch"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,12 +62,6 @@ class Smooth(BlockSweep):
 
     def floor(self, lanes: RowCursors) -> Tensor:
         return 1 - self.threshold_decay * lanes.steps_B.to(torch.float64)
-
-    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        if self.lockstep:
-            unfinished_B = ~after.finished_BK.all(-1) & lanes.live_B
-            after = replace(after, finished_BK=after.finished_BK & ~unfinished_B.any())
-        return super().advance(lanes, after, state)
 
     def _rows(self, pos_BW: Tensor, state: State) -> Tensor:
         _, rows, hidden = state["expected"].shape

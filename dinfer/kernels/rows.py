@@ -1,40 +1,42 @@
 """Rows of a batch: some positions of each, and how they are written back.
 
-Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries,
-V rows of a table, D columns.
+Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries.
 """
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import NamedTuple
 
-from dinfer.kernels.dispatch import use_triton
+import torch
+from torch import Tensor
 
 
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
     """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
-    if use_triton(x_BWX, "rows"):
-        from dinfer.kernels.triton.rows import take as kernel
-
-        return kernel(x_BWX, index_RL)
     index_BX = index_RL.clamp_min(0).view(x_BWX.shape[0], -1, 1).expand(-1, -1, x_BWX.shape[-1])
     return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
 
 
-def looked_up(table_VD: Tensor, index_BW: Tensor) -> Tensor:
-    """Rows of a table. [B, W, D]"""
-    if use_triton(table_VD, "rows"):
-        from dinfer.kernels.triton.rows import take as kernel
-
-        return kernel(table_VD[None], index_BW)
-    return F.embedding(index_BW, table_VD)
+def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:
+    """Values by position, each taken from where `source_RL` says, see `Proposal`; `new` where that is -1. [R, L]"""
+    return torch.where(source_RL < 0, new, values_RL.gather(1, source_RL.clamp_min(0)))
 
 
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
     """Writes the rows of live lanes to their slots, in place; X: any dimensions. A live lane's slot is named once."""
-    if use_triton(slot_B, "rows"):
-        from dinfer.kernels.triton.rows import store_rows as kernel
-
-        return kernel(rows_NX, slot_B, live_B, new_BX)
     live_BX = live_B.view(-1, *(1,) * (rows_NX.dim() - 1))
     rows_NX.index_copy_(0, slot_B, torch.where(live_BX, new_BX, rows_NX.index_select(0, slot_B)))
+
+
+class Rows(NamedTuple):
+    """Rows of a table that stay where they are until they are read or written."""
+
+    table_NX: Tensor  # X: any dimensions
+    index_R: Tensor
+    live_R: Tensor  # bool
+
+    def read(self) -> Tensor:
+        """A copy of the rows. [R, X]"""
+        return self.table_NX.index_select(0, self.index_R)
+
+    def write(self, new_RX: Tensor) -> None:
+        """Replaces the live rows."""
+        store_rows(self.table_NX, self.index_R, self.live_R, new_RX)

@@ -1,6 +1,5 @@
 """Rules that several decoders share: which positions are confident enough."""
 
-import torch
 from torch import Tensor
 
 from dinfer.core.stats import TokenStats
@@ -11,25 +10,19 @@ LONGEST = 128  # rows that the kernel compares all pairs of positions of
 
 
 def confident(
-    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | int = 1, compat: str | None = None
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | int = 1, above: bool = False
 ) -> Tensor:
     """Masked positions with c >= bar, and the `least` most confident; not those that the mask token wins. bool [R, L]
 
-    `compat`: None is Fast-dLLM's rule; "sglang" asks for c > bar; "dinfer" leaves positions that the mask token wins
-    out before anything else, and lowers the bar to 1e-5 below the best where that is lower.
+    `above`: c > bar instead.
     """
-    if compat != "dinfer" and masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
+    if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
         from dinfer.kernels.triton.commit import confident as kernel
 
         return kernel(
-            stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1, least,
-            above=compat == "sglang",
+            stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1, least, above=above,
         )  # fmt: skip
     bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
-    if compat == "dinfer":
-        candidate_RL = masked_RL & ~stats.declined_RL
-        score_RL = stats.confidence_RL.masked_fill(~candidate_RL, -1.0)
-        return candidate_RL & (score_RL >= torch.minimum(bar_R1, score_RL.amax(-1, keepdim=True) - 1e-5))
     score_RL = stats.top_RL.masked_fill(~masked_RL, -1.0)
-    sure_RL = score_RL > bar_R1 if compat == "sglang" else score_RL >= bar_R1
+    sure_RL = score_RL > bar_R1 if above else score_RL >= bar_R1
     return (sure_RL | (descending_rank(score_RL) < least)) & masked_RL & ~stats.declined_RL

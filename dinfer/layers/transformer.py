@@ -19,7 +19,6 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
-from dinfer.kernels.rows import looked_up
 from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
@@ -112,7 +111,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return looked_up(self.embedding.weight, tokens_BW)
+        return self.embedding(tokens_BW)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""

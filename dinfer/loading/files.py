@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 class CheckpointError(ValueError):
     """The checkpoint is not what its family says it must be; the message lists every difference."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+class SmallFile(Protocol):
+    """A file that describes a checkpoint: a `Path`, or a part of a GGUF file's metadata."""
+
+    def is_file(self) -> bool: ...
+
+    def read_text(self, encoding: str | None = None) -> str: ...
+
+
+class Folder(Protocol):
+    """Where the small files of a checkpoint are: a `Path`, or a GGUF file."""
+
+    def __truediv__(self, name: str, /) -> SmallFile: ...
+
+
+def read_object(path: SmallFile) -> dict[str, Any]:
     """A file that holds a JSON object."""
     try:
         found = json.loads(path.read_text())

@@ -16,6 +16,7 @@ from dinfer.loading.files import CheckpointError
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # what describes a checkpoint
 WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
+GGUF = ".gguf"  # how the name of a file ends that is a whole checkpoint
 PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute where packets are swallowed
 
 
@@ -30,19 +31,27 @@ def boxed() -> list[str]:
 def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
     """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
 
+    Of a checkpoint in a GGUF file it is the file.
+
     `needed`: the file that makes a folder what is looked for. `wanted`: which files are downloaded.
     """
     path = Path(name).expanduser()
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint")
-    if revision is not None and (name in boxed() or path.is_dir()):
+    weights = path.suffix == GGUF
+    if weights and not path.is_file():
+        raise CheckpointError(f"there is no file {path}")
+    if path.is_file() and not weights:
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a GGUF file")
+    if revision is not None and (name in boxed() or path.exists()):
         raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
+    if weights:
+        return path
     if name in boxed():
         path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
     elif not path.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             known = unknown("checkpoint", name, boxed())
-            raise CheckpointError(f"{known} A folder or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.")
+            good = "A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."
+            raise CheckpointError(f"{known} {good}")
         path = download(name, revision, wanted)
     if not (path / needed).is_file():
         raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,20 @@ from dinfer.core.registry import MODELS
 from dinfer.core.spec import ModelSpec, Placement
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import format_of, formatted, roundings, taken
-from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec
-from dinfer.loading.files import CheckpointError, read_object
-from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
+from dinfer.loading.checkpoint import (
+    differences,
+    empty_network,
+    family_of,
+    formats_of,
+    layout,
+    read_spec,
+    small_files,
+    tensors_of,
+)
+from dinfer.loading.files import CheckpointError, Folder, read_object
+from dinfer.loading.hub import GGUF
+from dinfer.loading.packed import FIELD, packed, packed_names, packing
+from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 
@@ -34,6 +46,7 @@ CHAT = (
 )
 """A chat of two turns, which shows what the chat template does."""
 TEMPLATE = "chat_template.jinja"
+METADATA = "metadata of the GGUF file"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 
 
@@ -51,15 +64,18 @@ class Token:
 class Inspection:
     """What the files say of a checkpoint; None and empty where they are silent."""
 
-    folder: Path
+    folder: Path  # or a GGUF file
+    files: Folder | None = None  # the small files; None: they cannot be read
     family: str | None = None
     spec: ModelSpec | None = None
     dtype: torch.dtype | None = None  # of the weights
+    packing: str | None = None  # how several of them are packed in an integer
     parameters: int | None = None
     active: int | None = None  # parameters that one token meets
     memory: dict[str, int | None] = field(default_factory=dict)  # bytes of the loaded network, by `quantize`
     expected: int | None = None  # how many tensors the family wants
     stored: int | None = None  # how many tensors the files or their index name
+    types: dict[str, int] = field(default_factory=dict)  # how many of these are of each type, where the files are here
     total_size: int | None = None  # bytes of all tensors, by the index
     tokens: list[Token] = field(default_factory=list)
     template: str | None = None  # the file that holds the chat template
@@ -86,28 +102,39 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
     config: dict[str, Any] = {}
     ids = TokenIds(None, ())
     with found.noting():
-        config = read_object(folder / CONFIG)
+        found.files = small_files(folder)
+    if (files := found.files) is None:
+        return found
+    with found.noting():
+        config = read_object(files / CONFIG)
         found.family = family_of(config)
     if found.family is not None:
         family = family or MODELS.build({"name": found.family, **given})
         with found.noting():
-            ids = token_ids(folder, config)
+            ids = token_ids(files, config)
             found.spec = read_spec(family, config | ids.fields() | {FIELD: None})
     with found.noting():
         _describe_weights(found, family, config)
     with found.noting():
-        found.tokens = [*_tokens(found, given, ids)]
+        found.tokens = [*_tokens(found, files, given, ids)]
     with found.noting():
-        _render_chat(found)
+        _render_chat(found, files)
+    if folder.suffix == GGUF:
+        found.template = found.template and METADATA
+        files_of = (CONFIG, "tokenizer.json", TOKENIZER)
+        found.tokens = [replace(one, source=METADATA) if one.source in files_of else one for one in found.tokens]
     return found
 
 
 def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
     """Parameters, memory, and what is wrong with the tensors."""
-    stored, headers = _stored(found)
-    block = scale_block(config)
+    stored, headers = _stored(found, family)
+    block, how = scale_block(config), packing(config)
+    stored, headers = packed_names(stored, how), packed(headers, how)
+    found.packing = how and str(how)
     if family is None or found.spec is None:
         return
+    found.types = dict(Counter(tensor.dtype for tensor in headers.values()))
     copies = {copy for copy, name in family.copies(found.spec).items() if name in stored}
     names = [name for name in stored if name not in copies and not name.startswith(family.unused)]
     placements = layout(family, found.spec, dict.fromkeys(names))
@@ -124,9 +151,14 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
         found.memory = _memory(found, family, tensors, placements, scales)
 
 
-def _stored(found: Inspection) -> tuple[Collection[str], dict[str, Stored]]:
+def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[str], dict[str, Stored]]:
     """The names of all tensors that the files hold, and the headers of those whose files are at hand."""
     headers: dict[str, Stored] = {}
+    if found.folder.suffix == GGUF:
+        if family is not None and found.spec is not None:
+            headers = tensors_of(found.folder, family, found.spec)
+            found.stored = len(headers)
+        return headers, headers
     if (found.folder / INDEX).is_file():
         where = weight_map(found.folder)
         metadata = read_object(found.folder / INDEX).get("metadata")
@@ -165,8 +197,8 @@ def _idle(spec: ModelSpec) -> int:
 def _dtype(found: Inspection, config: Mapping[str, Any], stored: Iterable[Stored]) -> torch.dtype:
     """The dtype of the first tensor that is a plain float, as in loading; without files the one in config.json."""
     for tensor in stored:
-        if tensor.dtype in FLOATS:
-            return FLOATS[tensor.dtype]
+        if tensor.floats is not None:
+            return tensor.floats
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
     said = [part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name) is not None]
@@ -235,10 +267,10 @@ def _memory(
     network: Any = None
     now = None
     for name in ("none", *roundings()):
-        takes = taken(None if name == "none" else name)
-        kept = scales.kept(tensors, placements, takes, ())
+        held = formats_of(tensors, placements, scales, taken(None if name == "none" else name))
+        kept = {path: (type(format), vars(format)) for path, format in held.items()}
         if kept != now:
-            held, now = {path: takes[dtype] for path, dtype in kept.items()}, kept
+            now = kept
             network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         try:
@@ -253,10 +285,10 @@ def _memory(
     return memory
 
 
-def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
+def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
     """The mask token and the stop tokens, then all that the tokenizer's files give a role."""
     known: dict[str, tuple[Any, str]] = {}
-    for file, vocabulary in vocabularies(found.folder):
+    for file, vocabulary in vocabularies(files):
         known = {text: (token, file) for text, token in vocabulary.items()} | known
     texts = {token: text for text, (token, _) in known.items() if type(token) is int}
     if not texts:
@@ -270,17 +302,17 @@ def _tokens(found: Inspection, given: Mapping[str, Any], ids: TokenIds) -> Itera
             yield Token("mask", spec.mask_id, texts.get(spec.mask_id), named)
         for stop in spec.stop_ids:
             yield Token("stop", stop, texts.get(stop), stops.get(stop, PUBLISHED))
-    for role, text in dict.fromkeys(named_roles(found.folder)):
+    for role, text in dict.fromkeys(named_roles(files)):
         token, source = known.get(text, (None, ""))
         yield Token(role, token if type(token) is int else None, text, source or None)
 
 
-def _render_chat(found: Inspection) -> None:
+def _render_chat(found: Inspection, files: Folder) -> None:
     """Puts `CHAT` through the chat template, as the tokenizer does."""
-    settings = read_object(found.folder / TOKENIZER) if (found.folder / TOKENIZER).is_file() else {}
+    settings = read_object(files / TOKENIZER) if (files / TOKENIZER).is_file() else {}
     file, template = TOKENIZER, settings.get("chat_template")
-    if (found.folder / TEMPLATE).is_file():
-        file, template = TEMPLATE, (found.folder / TEMPLATE).read_text(encoding="utf-8")
+    if (files / TEMPLATE).is_file():
+        file, template = TEMPLATE, (files / TEMPLATE).read_text(encoding="utf-8")
     if isinstance(template, list):  # several, each with a name
         template = next((one for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
         template = template and template.get("template")
@@ -294,7 +326,7 @@ def _render_chat(found: Inspection) -> None:
     from transformers.utils import chat_template_utils  # slow to import
 
     render: Any = chat_template_utils.render_jinja_template
-    roles = {role: text for role, text in named_roles(found.folder) if role.endswith("_token")}
+    roles = {role: text for role, text in named_roles(files) if role.endswith("_token")}
     try:
         texts, _ = render([list(CHAT)], chat_template=template, add_generation_prompt=True, **roles)
     except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:

@@ -6,7 +6,8 @@ Nothing but safetensors is ever read: a pickle may run code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +21,26 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+"""What several weights are packed in, and their shapes and orders (`dinfer.loading.packed`)."""
 Slices = tuple[slice, ...]
+Reader = Callable[["Stored", str, Slices | None], Tensor]
+"""Takes a tensor, its name, and the part of it that is wanted; None: all of it."""
 PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A tensor in a file, not read yet."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it
+
+    @property
+    def floats(self) -> torch.dtype | None:
+        """The dtype of a network that holds its values as they are; None: they need scales."""
+        return FLOATS.get(self.dtype)
 
     @property
     def size(self) -> int:
@@ -40,7 +50,17 @@ class Stored:
     def bytes_of(self, part: Slices | None) -> int:
         """Bytes of some slices of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
-        return math.prod(sizes) * (FLOATS | NARROW)[self.dtype].itemsize
+        return math.prod(sizes) * (FLOATS | NARROW | INTEGERS)[self.dtype].itemsize
+
+    def beside(self, other: Stored) -> bool:
+        """Whether what reads the other can read it too."""
+        return type(self) is type(other) and self.path == other.path
+
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        """What reads this tensor and others of its file while the file is open."""
+        with safe_open(self.path, framework="pt") as file:
+            yield lambda _, name, part: file.get_tensor(name) if part is None else file.get_slice(name)[part]
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -68,11 +88,11 @@ def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices
     """Parts of tensors on the CPU, in order, as `read` gives tensors. Of a slice no other bytes are read; None: all."""
     most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
     while parts:
-        path, taken, size = tensors[parts[0][0]].path, 0, 0
-        with safe_open(path, framework="pt") as file:
-            while taken < len(parts) and tensors[parts[taken][0]].path == path and (not taken or size < most):
+        first, taken, size = tensors[parts[0][0]], 0, 0
+        with first.opened() as reader:
+            while taken < len(parts) and tensors[parts[taken][0]].beside(first) and (not taken or size < most):
                 name, part = parts[taken]
-                yield file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                yield reader(tensors[name], name, part)
                 taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well
         parts = parts[taken:]
 

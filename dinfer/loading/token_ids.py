@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.files import CheckpointError, Folder, SmallFile, read_object
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
@@ -39,7 +38,7 @@ class TokenIds:
         return mask | ({"eos_token_id": [stop.id for stop in self.stops]} if self.stops else {})
 
 
-def token_ids(folder: Path, config: Mapping[str, Any]) -> TokenIds:
+def token_ids(folder: Folder, config: Mapping[str, Any]) -> TokenIds:
     """The mask token and all stop tokens that the files in `folder` name; `config` is its config.json.
 
     Raises CheckpointError for a value that is no token of the vocabulary; it names file, field and value.
@@ -66,7 +65,7 @@ def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
     return found
 
 
-def _configured(folder: Path, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
+def _configured(folder: Folder, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
     """What config.json and generation_config.json say."""
     text = config.get("text_config")
     for part, where, file in (
@@ -77,7 +76,7 @@ def _configured(folder: Path, config: Mapping[str, Any], field: str) -> Iterator
         yield from (TokenId(token, file) for token in listed(part.get(field), where, file))
 
 
-def _named(folder: Path, role: str) -> list[TokenId]:
+def _named(folder: Folder, role: str) -> list[TokenId]:
     """What the tokenizer's files say: the name that they give a role, and the id of this name."""
     names = [name for one, name in named_roles(folder) if one == role]
     for name in dict.fromkeys(names):
@@ -87,7 +86,7 @@ def _named(folder: Path, role: str) -> list[TokenId]:
     return []
 
 
-def named_roles(folder: Path) -> Iterator[tuple[str, str]]:
+def named_roles(folder: Folder) -> Iterator[tuple[str, str]]:
     """Roles, such as mask_token, and the texts that the tokenizer's files give them."""
     for file in (TOKENIZER, SPECIAL):
         for role, token in _object(folder / file).items():
@@ -96,7 +95,7 @@ def named_roles(folder: Path) -> Iterator[tuple[str, str]]:
                 yield from ((role, text) for text in texts if text is not None)
 
 
-def vocabularies(folder: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
+def vocabularies(folder: Folder) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Files and the ids of the texts in each, the smallest file first that suffices as a rule."""
     decoder = _part(_object(folder / TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
     yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
@@ -123,5 +122,5 @@ def _content(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: SmallFile) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}

@@ -21,6 +21,7 @@ from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
+from dinfer.parity.references import build
 from dinfer.parity.scripted import ScriptedModel, ScriptedSweep
 from dinfer.parity.uniform import Recorded, renoise
 
@@ -31,7 +32,7 @@ PAGE = 16
 class Rule:
     """How a decoder of the goldens is said in dinfer."""
 
-    config: dict[str, Any]  # name and options of the decoder
+    config: dict[str, Any]  # name and options of the decoder; `reference`: whose rule it has, see `references`
     decay: float | None = None  # the least confidence is 1 - step * decay as long as that is above the threshold
     # Which positions are given: the first so many, all but the masked ones, or all before the first masked one.
     given: int | Literal["unmasked", "prefix"] = "unmasked"
@@ -44,7 +45,7 @@ class Rule:
 
 def _dinfer_threshold(params: Fields) -> Rule:
     precision = "float64" if params.take("use_float64", False) else "float32"
-    config = {"name": "threshold", "threshold": params.take("threshold"), "precision": precision, "compat": "dinfer"}
+    config = {"name": "threshold", "threshold": params.take("threshold"), "precision": precision, "reference": "dinfer"}
     return Rule(config, decay=params.take("iter_threshold_decay", None))
 
 
@@ -61,13 +62,13 @@ def _fixed_steps(params: Fields) -> Rule:
 
 
 def _sglang_low_confidence(params: Fields) -> Rule:
-    return Rule({"name": "threshold", "threshold": params.take("threshold"), "compat": "sglang"})
+    return Rule({"name": "threshold", "threshold": params.take("threshold"), "reference": "sglang"})
 
 
 def _credit(params: Fields) -> Rule:
     names = {"threshold": "threshold", "credit_alpha": "alpha", "boost_gamma": "gamma", "decay_beta": "decay"}
     config = {ours: params.take(theirs) for theirs, ours in names.items()}
-    return Rule({"name": "credit", "compat": "dinfer", **config}, decay=params.take("iter_threshold_decay", None))
+    return Rule({"name": "credit", "reference": "dinfer", **config}, decay=params.take("iter_threshold_decay", None))
 
 
 def _hierarchy(params: Fields, ties: str) -> Rule:
@@ -84,7 +85,7 @@ def _remasking(params: Fields) -> Rule:
 
 
 def _factor(params: Fields) -> Rule:
-    return Rule({"name": "factor", "factor": params.take("factor"), "compat": "fastdllm"})
+    return Rule({"name": "factor", "factor": params.take("factor"), "reference": "fastdllm"})
 
 
 def _joint_threshold(params: Fields) -> Rule:
@@ -94,9 +95,8 @@ def _joint_threshold(params: Fields) -> Rule:
     }  # fmt: skip
     config = {ours: params.take(theirs) for theirs, ours in names.items()}
     given: dict[str, Any] = {"derived": "unmasked", "first2": 2}
-    return Rule(
-        {"name": "joint_threshold", "compat": "sglang", **config}, given=given[params.take("prompt")], done="idle after"
-    )
+    config |= {"name": "joint_threshold", "reference": "sglang"}
+    return Rule(config, given=given[params.take("prompt")], done="idle after")
 
 
 def _eb_sampling(params: Fields) -> Rule:
@@ -110,7 +110,7 @@ def _entropy_threshold(params: Fields) -> Rule:
 
 def _hierarchy_block(params: Fields) -> Rule:
     """Parts of a block one after the other, as `block_diffusion` has them where the attention block is longer."""
-    config = {"name": "threshold", "threshold": params.take("threshold"), "compat": "sglang"}
+    config = {"name": "threshold", "threshold": params.take("threshold"), "reference": "sglang"}
     part, shift, first = params.take("sub_block_size"), params.take("token_shift"), params.take("inherited", None)
     return Rule(config, part=part, shift=shift, first=first)
 
@@ -259,7 +259,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
     """A recipe, and a batch in which every row is the block at the start."""
     (batch, length), mask_id = x0_BL.shape, model.spec.mask_id
     sweep = ScriptedSweep(block=rule.part or length, align=True, stop="off", decay=rule.decay)
-    recipe = Recipe(model, sweep, unforced(DECODERS.build(rule.config)), CACHES.build("none"), sampling)
+    recipe = Recipe(model, sweep, unforced(build(DECODERS, rule.config)), CACHES.build("none"), sampling)
     pages = -(-length // PAGE)
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device

@@ -20,6 +20,7 @@ from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import insert_delete, translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
+from dinfer.parity.references import build
 
 NEVER = 1e9  # a threshold that no confidence reaches
 
@@ -28,10 +29,11 @@ NEVER = 1e9  # a threshold that no confidence reaches
 class Plan:
     """How a run of the goldens is said in dinfer."""
 
-    iteration: dict[str, Any]
+    iteration: dict[str, Any]  # of components, see `dinfer.parity.references.build`
     decoder: dict[str, Any]
     cache: dict[str, Any]
     new_tokens: int
+    sweep: dict[str, Any] = field(default_factory=dict)  # options that only the reference's iteration has
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
@@ -52,23 +54,27 @@ def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False
         raise Skip("dInfer: prompts of several lengths in a batch share their blocks in the reference")
     if len(prompts) > 1 and (interval or not early_stop):
         raise Skip("dInfer: rows of a batch share the refresh interval and, without early_stop, the end")
-    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "block" if early_stop else "off"}
-    iteration |= {"align": params.take("start_block_align", False), "compat": "dinfer"}
+    iteration = {"name": "blockwise", "reference": "dinfer", "block": params.take("block_length")}
+    iteration |= {"align": params.take("start_block_align", False)}
+    sweep: dict[str, Any] = {}
     cache = {"name": params.take("cache", None) or "none"}
     if vicinity:
         names = {"prefix_look": "back", "after_look": "ahead", "warmup_steps": "warmup"}
-        cache = {"name": "vicinity", "compat": "dinfer", **{ours: params.take(name) for name, ours in names.items()}}
+        cache = {"name": "vicinity", "reference": "dinfer", **{ours: params.take(name) for name, ours in names.items()}}
+        sweep["linger"] = cache["warmup"]
     if smooth:
         names = {"cont_weight": "weight", "cont_weight_init": "weight_init", "cont_weight_growth": "weight_growth"}
         iteration |= {ours: params.take(name) for name, ours in names.items()}
-        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay"), "lockstep": len(prompts) > 1}
-        if cache["name"] != "none":
-            cache["compat"] = "dinfer"  # the schedule counts every pass
+        iteration |= {"name": "smooth", "threshold_decay": params.take("threshold_decay")}
+        sweep["lockstep"] = len(prompts) > 1
+        if cache["name"] != "none":  # the schedule counts every pass
+            sweep.setdefault("linger", 0)
     return Plan(
         iteration,
         _decoder(params.fields("decoder")),
         cache | ({"interval": interval} if interval else {}),
         params.take("gen_length"),
+        sweep=sweep,
         spec={"shift": 1} if params.take("use_shift", False) else {},
         keep_masks=not early_stop,
         drop_eos=True,
@@ -293,14 +299,17 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
         raise GoldenError(f"{doc.where}: prompt_ids must be tokens of the model's vocabulary of {network.spec.vocab}")
     pads_B = plan.pads_B or [0] * len(prompts)
     bare = [prompt[pad:] for prompt, pad in zip(prompts, pads_B, strict=True)]
-    decoder: Any = plan.decoder
-    if plan.drawn:
-        draws = doc.rows("uniform_draws_per_step", float)
-        decoder = recorded(decoder, draws, [len(prompt) for prompt in bare], plan.new_tokens)
+    options = dict(plan.decoder)
     if "token_counts" in doc:
         (scratch / "token_counts.json").write_text(json.dumps(doc.take("token_counts")))
-        decoder = decoder | {"frequencies": str(scratch / "token_counts.json")}
-    recipe = compose(network, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
+        options["frequencies"] = str(scratch / "token_counts.json")
+    if plan.drawn:
+        draws = doc.rows("uniform_draws_per_step", float)
+        decoder: Any = recorded(options, draws, [len(prompt) for prompt in bare], plan.new_tokens)
+    else:
+        decoder = build(DECODERS, options)
+    iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
+    recipe = compose(network, iteration=iteration, decoder=decoder, cache=build(CACHES, plan.cache))
     requests = [
         Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row}))
         for row, prompt in enumerate(bare)

@@ -16,7 +16,8 @@ from dinfer.core.registry import MODELS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config, small_files
+from dinfer.loading.files import Folder, read_object
 from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
@@ -306,10 +307,10 @@ def load(
 ) -> Pipeline:
     """A pipeline. Components are names, or mappings with a `name` and options.
 
-    `model`: "tiny", a hub name, a folder, or a mapping {"name": family, "checkpoint": ...}. `device`: None takes CUDA
-    if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8",
-    "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`). `runtime`: None
-    runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
+    `model`: "tiny", a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...}. `device`:
+    None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
+    `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
+    `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
     """
     where = _device(device)
     if isinstance(dtype, str):
@@ -329,7 +330,7 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, _tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
+    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -344,8 +345,10 @@ def _device(device: str | torch.device | None) -> torch.device:
     return where
 
 
-def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
+    if folder.is_file():
+        return _from_metadata(small_files(folder))
     if (folder / "tokenizer.json").is_file():
         # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
         from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
@@ -364,6 +367,18 @@ def _tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None
             f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
             "its tokenizer is such code, put a tokenizer.json into the folder."
         ) from error
+
+
+def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a GGUF file."""
+    if not (files / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
+
+    settings = read_object(files / "tokenizer_config.json")
+    whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
+    return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
 
 
 __all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

@@ -33,19 +33,21 @@ def recipe_for(combination: Combination):
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came up once is captured in the second run, if at all; from then on nothing is captured or compiled."""
+    """What came up once is captured when it comes again. After a few runs nothing is captured or compiled any more.
+
+    Lookahead learns from run to run, so a shape may come up late.
+    """
     monkeypatch.setenv(VARIABLE, kernels)
     recipe = recipe_for(combination)
     requests = requests_for(recipe)
     want = [outcome(c) for c in completions(engine_for(recipe, rows=3), requests)]
     engine = engine_for(recipe, rows=3, graphs=True)
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    captured, compiled = engine.runner.captured, compiles["unique_graphs"]
-    assert captured > 0
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    assert (engine.runner.captured, compiles["unique_graphs"]) == (captured, compiled)
-    assert engine.runner.refused == {}
+    made = [(0, 0)]
+    while len(made) < 3 or made[-1] != made[-2]:
+        assert [outcome(c) for c in completions(engine, requests)] == want
+        made.append((engine.runner.captured, compiles["unique_graphs"]))
+        assert len(made) <= 6, made
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -35,7 +35,7 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("cache", "dual"): [{"interval": 3}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
-    ("decoder", "threshold"): [{"compat": "dinfer", "least": 2}],
+    ("decoder", "threshold"): [{"least": 2}],
     ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
     ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
     ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],

@@ -314,7 +314,7 @@ def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPa
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "boxed", lambda: ["tiny"])
-    with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder or a hub name"):
+    with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder, a GGUF file or a hub"):
         locate("tny")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="is a file: give the folder of a checkpoint"):

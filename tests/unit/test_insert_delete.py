@@ -84,15 +84,6 @@ def test_every_block_ends_in_text_whatever_the_model_says(post_edits: int) -> No
         assert done.counts.forwards <= sum(size + post_edits + 1 for size in (8, request.new_tokens - 8))
 
 
-def test_nothing_moves_before_a_given_token() -> None:
-    table = script([5, 6, 1, 8, 9, 10], [DELETE, 6, 1, SPLIT, 9, 10])
-    table[1, 1, 11] = 10.0
-    recipe = recipe_of(table, block=8)
-    request = Request([1, MASK, MASK, 7, MASK, MASK, MASK], 0, [], [False, True, True, False, True, True, True])
-    found = [update.tokens for update in engine_for(recipe).run([request], snapshots=True)]
-    assert found[:2] == [[1, 5, 6, 7, 8, 9, 10], [1, 11, 6, 7, MASK, 8, 9]]
-
-
 @pytest.mark.parametrize("decoder", ["threshold", "joint_threshold", "credit"])
 def test_other_decoders_are_never_offered_the_two(decoder: str) -> None:
     table = script([DELETE, SPLIT, DELETE, SPLIT])

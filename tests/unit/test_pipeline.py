@@ -79,7 +79,6 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
             "iteration.stop='never' must be 'block' or 'cut' or 'off'",
         ),
         ({"iteration": {"name": "blockwise", "align": "false"}}, "align='false' must be true or false"),
-        ({"iteration": {"name": "blockwise", "compat": "x"}}, "compat='x'"),
         ({"model": {"name": "lada"}}, "Did you mean 'llada'"),
     ],
 )
@@ -241,11 +240,9 @@ def test_an_early_stop_only_cuts() -> None:
 
 
 def test_a_stop_token_of_the_prompt_does_not_stop() -> None:
-    """It stands in the first block where blocks are aligned. dInfer stops there; `compat` does as it did."""
+    """It stands in the first block where blocks are aligned. dInfer stops there."""
     prompt = [1, EOS, 3]
     ours = bare(align=True).generate_ids([prompt], max_new_tokens=30)[0]
-    theirs = bare(align=True, compat="dinfer").generate_ids([prompt], max_new_tokens=30)[0]
-    assert theirs.counts.committed == 5  # the first block, positions 3 to 7
     first_stop = next((i for i, t in enumerate(ours.canvas[3:]) if t in STOPS), 30)
     assert first_stop >= 5, "the model must not stop in the first block by itself"
     assert ours.counts.committed > 5 and len(ours.ids) == first_stop

@@ -12,6 +12,7 @@ from support.models import EOS, MASK, tiny_model
 from dinfer.core.canvas import Phase
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
+from dinfer.parity.references import SglangThreshold
 
 BLOCK, PART = 8, 4
 
@@ -64,7 +65,7 @@ def test_the_tokens_are_those_of_the_published_loop(cache: str, bar: float, prom
     recipe = compose(
         model,
         iteration={"name": "block_diffusion", "block": PART, "lead": BLOCK},
-        decoder={"name": "threshold", "threshold": bar, "compat": "sglang"},
+        decoder=SglangThreshold(threshold=bar),
         cache=cache,
     )
     got = completions(engine_for(recipe), [Request(ids, new, recipe.resolve({}))])[0]

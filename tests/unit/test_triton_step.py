@@ -19,16 +19,14 @@ CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from triton.runtime.jit import KernelInterface  # noqa: E402
 
 import dinfer.core.canvas as dinfer_canvas  # noqa: E402
 from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
 from dinfer.core.plan import WindowPlan  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
-from dinfer.kernels import advance, attention, canvas, rotary, rows, thresholding, token_stats, window  # noqa: E402
+from dinfer.kernels import advance, attention, canvas, rotary, thresholding, token_stats, window  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
-from dinfer.kernels.triton import rows as triton_rows  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
@@ -47,7 +45,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, window):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, window):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -139,53 +137,6 @@ def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
     same(*both(monkeypatch, partial(canvas.option_columns, values_NO, slot_B, repeat)))
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(1, 64), (2, 1500)])
-def test_take(monkeypatch: pytest.MonkeyPatch, blocks: int, size: int) -> None:
-    x_BWX, index_RL = torch.rand(LANES, 9, size, device=DEVICE), number(9, LANES * blocks, 4, low=-1)
-    got, want = both(monkeypatch, partial(rows.take, x_BWX, index_RL))
-    there_RL = index_RL >= 0  # for others any will do
-    same(got[there_RL], want[there_RL])
-
-
-def test_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    table_VD, index_BW = torch.randn(30, 70, device=DEVICE), torch.randint(0, 30, (4, 9), device=DEVICE)
-    got, want = both(monkeypatch, partial(rows.looked_up, table_VD, index_BW))
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 700)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
-def test_store_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    rows_NX, new_BX = number(2, SLOTS, *shape).to(dtype), number(9, LANES, *shape).to(dtype)
-    slot_B, live_B = torch.tensor([3, 0, 4], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
-
-    def work() -> Tensor:
-        mine_NX = rows_NX.clone()
-        rows.store_rows(mine_NX, slot_B, live_B, new_BX)
-        return mine_NX
-
-    same(*both(monkeypatch, work))
-
-
-def test_state_of_a_vocabulary_at_each_position_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA launches no more than 65535 programs in any but the first place of a grid."""
-    grids: list[tuple[int, ...]] = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            grids.append(grid)
-            return lambda *given, **options: None
-
-    for name, kernel in [*vars(triton_rows).items()]:
-        if isinstance(kernel, KernelInterface):
-            monkeypatch.setattr(triton_rows, name, Kernel())
-    monkeypatch.setattr(rows, "use_triton", lambda *given: True)
-    rows_NX = torch.empty(SLOTS, 1, 1024, 150_000, device="meta")
-    slot_B, live_B = torch.tensor([3, 0]), torch.tensor([True, True])
-    rows.store_rows(rows_NX, slot_B, live_B, rows_NX[:2])
-    assert all(programs <= 65535 for grid in grids for programs in grid[1:]) and grids
-
-
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
     start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
@@ -239,12 +190,12 @@ def some_stats(rows: int, length: int, dtype: torch.dtype, *, drawn: bool, broke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("compat", [None, "sglang", "dinfer"])
-def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, compat: str | None) -> None:
+@pytest.mark.parametrize("above", [False, True])
+def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, above: bool) -> None:
     for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1))):
         stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
         bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
-        same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, compat=compat)))
+        same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, above=above)))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -274,6 +225,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
             retry_R=chance(rows) if trial % 4 == 1 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
+            source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
         )
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)
@@ -290,17 +242,14 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
-@pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, prompt: bool, blocks: int) -> None:
+def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
     lanes, active = 64, 5 * blocks
     flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
     next_B, length_B, *here = (number(40, lanes) for _ in range(5))
     finished_BK = chance(lanes, blocks, p=0.8)
     for grid in (advance.Grid(5), advance.Grid(8, align=False), advance.Grid(4, lead=8), advance.Grid(1)):
-        work = partial(
-            advance.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop, prompt=prompt
-        )
+        work = partial(advance.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop)
         same(*both(monkeypatch, work))
 
 
@@ -326,8 +275,8 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, rows, thresholding, advance, token_stats):
-        small = module not in (rows, token_stats)
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, token_stats):
+        small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())
         )

@@ -2,12 +2,12 @@
 
 usage: dinfer inspect NAME [--json] [model.OPTION=VALUE ...]
 
-NAME is a folder, a hub name, a model in the box, or a choice of `model` such as llada2_mini. No weights are read, and
-none are downloaded. Shown are the family, the parameters, the memory of the weights for each `quantize`, the special
-tokens and the file that names each, a chat as the model reads it, the recommended recipe, and every problem: tensors
-that are missing, unexpected or of another shape, and fields of config.json that make no network. Files that are not
-there are no problem; what cannot be known without them is said. Options are those of the family, such as
-model.block=16.
+NAME is a folder, a GGUF file, a hub name, a model in the box, or a choice of `model` such as llada2_mini. No weights
+are read, and none are downloaded. Shown are the family, the parameters, the memory of the weights for each `quantize`,
+the special tokens and the file that names each, a chat as the model reads it, the recommended recipe, and every
+problem: tensors that are missing, unexpected or of another shape, and fields of config.json that make no network.
+Files that are not there are no problem; what cannot be known without them is said. Options are those of the family,
+such as model.block=16.
 
 Exit status: 0 if nothing speaks against loading it, 1 if there are problems, 2 if there is no such checkpoint.
 """
@@ -82,7 +82,7 @@ def preset_of(name: str) -> dict[str, Any]:
     choices = conf.choices("model")
     if name not in choices:
         raise ValueError(
-            f"{unknown('checkpoint', name, sorted({*boxed(), *choices}))} A folder or a hub name such as "
+            f"{unknown('checkpoint', name, sorted({*boxed(), *choices}))} A folder, a GGUF file or a hub name such as "
             "'GSAI-ML/LLaDA-8B-Instruct' is good too."
         )
     return conf.preset(name).options
@@ -120,6 +120,7 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
         "parameters": found.parameters,
         "active_parameters": found.active,
         "dtype": None if found.dtype is None else str(found.dtype).removeprefix("torch."),
+        "packing": found.packing,
         "memory": found.memory,  # bytes
         "attention": None if spec is None else attention(spec),
         "block": None if spec is None else spec.causal_block,
@@ -130,7 +131,12 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
         "chat_template": found.template,
         "chat": found.chat,
         "recipe": use or None,
-        "tensors": {"expected": found.expected, "stored": found.stored, "total_size": found.total_size},
+        "tensors": {
+            "expected": found.expected,
+            "stored": found.stored,
+            "total_size": found.total_size,
+            "types": found.types,
+        },
         "problems": found.problems,
         "unknown": found.unknown,
     }
@@ -163,6 +169,8 @@ def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
     if found.parameters is not None and found.active is not None:
         active = f", {found.active:,} of them for each token" if found.active < found.parameters else ""
         yield "parameters", f"{found.parameters:,}{active}"
+    if found.packing:
+        yield "weights", found.packing
     if found.memory:
         dtype = str(found.dtype).removeprefix("torch.")
         sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]
@@ -187,7 +195,8 @@ def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
         yield "", " ".join(f"{kind}={choice}" for kind, choice in use.items() if kind != "use")
     if found.stored is not None and found.expected is not None:
         total = "" if found.total_size is None else f"; total_size {found.total_size:,} bytes"
-        yield "tensors", f"{found.stored:,} named, {found.expected:,} wanted{total}"
+        types = "".join(f"; {number:,} {name}" for name, number in found.types.items())
+        yield "tensors", f"{found.stored:,} named, {found.expected:,} wanted{types}{total}"
     yield from (("not known", text) for text in found.unknown)
     yield from (("problem", text) for text in found.problems)
 

@@ -13,7 +13,7 @@ def _leave_blocks(
     finished_ptr, ends_ptr, given_ptr, open_ptr, next_ptr, length_ptr, start_ptr, end_ptr, block_ptr,
     enters_ptr, done_ptr, out_start_ptr, out_end_ptr, out_block_ptr, blocks, active,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, LEAD: tl.constexpr, STOP: tl.constexpr, CUT: tl.constexpr,
-    PROMPT: tl.constexpr, K: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, block, at = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, X)
@@ -24,8 +24,7 @@ def _leave_blocks(
     if STOP:
         inside = at < active
         ends = tl.load(ends_ptr + lane * active + at, mask=inside, other=0) != 0
-        if not PROMPT:
-            ends = ends & (tl.load(given_ptr + lane * active + at, mask=inside, other=1) == 0)
+        ends = ends & (tl.load(given_ptr + lane * active + at, mask=inside, other=1) == 0)
         if CUT:
             gaps = tl.load(open_ptr + lane * active + at, mask=inside, other=0) != 0
             stopped = tl.max((ends & (tl.cumsum(gaps.to(tl.int32), 0) == 0)).to(tl.int32), 0)
@@ -49,8 +48,7 @@ def _leave_blocks(
 
 def leave_blocks(
     finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
-    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, block: int, align: bool, lead: int,
-    stop: str, prompt: bool,
+    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, block: int, align: bool, lead: int, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.advance.leave_blocks`."""
     (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
@@ -60,7 +58,7 @@ def leave_blocks(
     padded = triton.next_power_of_2(active)
     _leave_blocks[(lanes,)](
         *(t.contiguous() for t in read), enters_B, done_B, out_start_B, out_end_B, out_block_B, blocks, active,
-        BLOCK=block, ALIGN=align, LEAD=lead, STOP=stop != "off", CUT=stop == "cut", PROMPT=prompt,
+        BLOCK=block, ALIGN=align, LEAD=lead, STOP=stop != "off", CUT=stop == "cut",
         K=triton.next_power_of_2(blocks), X=padded,
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip

@@ -65,12 +65,12 @@ def confident(
 def _commit(
     canvas_ptr, status_ptr, next_ptr, stops_ptr, slot_ptr, live_ptr, minds_ptr, end_ptr,
     pos_ptr, tokens_ptr, masked_ptr, given_ptr, must_ptr, token_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr,
-    commit_ptr, wanted_ptr, remask_ptr, retry_ptr, blank_ptr,
+    commit_ptr, wanted_ptr, remask_ptr, retry_ptr, source_ptr, blank_ptr,
     after_ptr, left_ptr, stop_ptr, finished_ptr, gained_ptr, broken_ptr, behind_ptr,
     capacity, vocab, mask_id, stop_count, blocks, length,
-    EDITS: tl.constexpr, DRAFTS: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
-    RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr, OPEN: tl.constexpr,
-    DONE: tl.constexpr, K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+    EDITS: tl.constexpr, FORCED: tl.constexpr, DRAWN: tl.constexpr, WANTED: tl.constexpr, REMASK: tl.constexpr,
+    MOVES: tl.constexpr, RETRY: tl.constexpr, MUST: tl.constexpr, BLANK: tl.constexpr, MASK: tl.constexpr,
+    OPEN: tl.constexpr, DONE: tl.constexpr, K: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane = tl.program_id(0).to(tl.int64)
@@ -85,9 +85,6 @@ def _commit(
     must = block < blocks
     if MUST:
         must = tl.load(must_ptr + row, mask=must, other=0) != 0
-    counted = must & ~must
-    if RETRY:
-        counted = tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0
     token = tl.load(token_ptr + at, mask=there, other=0)
     confidence = tl.load(confidence_ptr + at, mask=there, other=0.0)
     if DRAWN:
@@ -98,54 +95,66 @@ def _commit(
     each = lane + tl.zeros((K, 1), tl.int64)  # the interpreter makes numbers of a flag that is no tensor
     live = tl.load(live_ptr + each) != 0
     finite = (confidence == confidence) & (tl.abs(confidence) != float("inf"))
-    writable = ~given if EDITS else masked
+    writable = ~given if EDITS else masked  # what the logits say is of places before any move
     spoilt = tl.max(tl.max((writable & ~finite).to(tl.int32), 1), 0) + tl.zeros((K, 1), tl.int32)
     broken, able = live & (spoilt > 0), live & (spoilt == 0)
 
-    commit = (tl.load(commit_ptr + at, mask=there, other=0) != 0) & writable & there
+    masks, moved = tl.sum(tl.sum(masked.to(tl.int64), 1), 0), masked & ~masked
+    if MOVES:
+        source = tl.where(given, column, tl.load(source_ptr + at, mask=there, other=0))
+        source = tl.where((source < 0) | (source >= length), -1, source)
+        origin = row[:, None] * length + source
+        kept = tl.load(given_ptr + origin, mask=there & (source >= 0), other=1) != 0
+        fresh = (source != column) & kept  # comes from nowhere, or from what is given
+        old = tl.load(tokens_ptr + origin, mask=there & ~fresh, other=0)
+        masked = there & (fresh | (tl.load(masked_ptr + origin, mask=there & ~fresh, other=0) != 0))
+        moved = there & (source != column) & able
+
+    commit = (tl.load(commit_ptr + at, mask=there, other=0) != 0) & (~given if EDITS else masked) & there
     if WANTED:
         wanted = tl.load(wanted_ptr + at, mask=there, other=-1)
         valid = (wanted >= 0) & (wanted < vocab)
         if MASK:
             valid = valid & (wanted != mask_id)
         commit, token = commit & valid, tl.where(valid, wanted, token)
-    if not DRAFTS:
+    if FORCED:
         score = tl.where(masked & finite, tl.where(declined, confidence - 2.0, confidence), -4.0)
         best = tl.argmax(tl.where(there, score, -5.0), 1)
-        stuck = (
-            must & ~counted & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
-        )
+        stuck = must & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
         commit = commit | ((column == best[:, None]) & stuck[:, None])
     commit = commit & able
     remask = commit & ~commit
     if REMASK:
         remask = (tl.load(remask_ptr + at, mask=there, other=0) != 0) & ~masked & ~given & ~commit
-        free = tl.sum((commit & masked).to(tl.int32), 1) > tl.sum(remask.to(tl.int32), 1)
-        remask = remask & (free | counted | ~must)[:, None] & able
+        if not MOVES:
+            free = tl.sum((commit & masked).to(tl.int32), 1) > tl.sum(remask.to(tl.int32), 1)
+            if RETRY:
+                free = free | (tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0)
+            remask = remask & (free | ~must)[:, None]
+        remask = remask & able
 
     left = (masked & ~commit) | remask
     if BLANK:
         token = tl.where(left, tl.load(blank_ptr + at, mask=there, other=0), token)
     else:
         token = tl.where(left, mask_id, token)
+    token = tl.where(commit | left, token, old)
     opened = remask if MASK else left & able
     row_at = tl.load(slot_ptr + lane) * capacity
     place = row_at + pos
-    touched = (commit | opened) & (pos >= 0)
+    touched = (commit | opened | moved) & (pos >= 0)
     tl.store(canvas_ptr + place, token, mask=touched)
-    tl.store(status_ptr + place, tl.where(opened, OPEN, DONE).to(tl.uint8), mask=touched)
+    tl.store(status_ptr + place, tl.where(left, OPEN, DONE).to(tl.uint8), mask=touched)
 
-    after = tl.where(commit | left, token, old)
     stop = pos < -1
     for i in range(stop_count):
-        stop = stop | (after == tl.load(stops_ptr + i))
+        stop = stop | (token == tl.load(stops_ptr + i))
     stop = stop & (pos >= 0) & (tl.load(minds_ptr + each) > 0)
-    tl.store(after_ptr + at, after, mask=there)
+    tl.store(after_ptr + at, token, mask=there)
     tl.store(left_ptr + at, left, mask=there)
     tl.store(stop_ptr + at, stop, mask=there)
     tl.store(finished_ptr + row, tl.max(left.to(tl.int32), 1) == 0, mask=block < blocks)
-    gained = (commit & masked).to(tl.int64) - remask.to(tl.int64)
-    tl.store(gained_ptr + lane, tl.sum(tl.sum(gained, 1), 0))
+    tl.store(gained_ptr + lane, masks - tl.sum(tl.sum(left.to(tl.int64), 1), 0))
     tl.store(broken_ptr + each, broken)
     tl.store(behind_ptr + lane, tl.load(next_ptr + row_at + tl.load(end_ptr + lane)))
 
@@ -156,7 +165,7 @@ def commit(
     pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor | None,
     token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
     commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
-    blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
+    source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
     open_status: int, done_status: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `dinfer.core.commits.commit`; returns the fields of `dinfer.core.commits.Commits`."""
@@ -168,7 +177,7 @@ def commit(
     gained_B, behind_B = (tokens_NS.new_empty(lanes) for _ in range(2))
     read = [
         pos_RL, tokens_RL, masked_RL, given_RL, must_R, token_RL, confidence_RL, mask_confidence_RL, drawn_RL,
-        commit_RL, wanted_RL, remask_RL, retry_R, blank_RL if isinstance(blank_RL, Tensor) else None,
+        commit_RL, wanted_RL, remask_RL, retry_R, source_RL, blank_RL if isinstance(blank_RL, Tensor) else None,
     ]  # fmt: skip
     padded = triton.next_power_of_2(length) * triton.next_power_of_2(blocks)
     _commit[(lanes,)](
@@ -176,8 +185,8 @@ def commit(
         *(after_RL if t is None else t.contiguous() for t in read),
         after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B, behind_B,
         tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
-        EDITS=edits, DRAFTS=drafts, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
-        REMASK=remask_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
+        EDITS=edits, FORCED=not drafts and source_RL is None, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
+        REMASK=remask_RL is not None, MOVES=source_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
         BLANK=isinstance(blank_RL, Tensor), MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),
         num_warps=min(max(padded // 64, 1), 8), **early(tokens_NS),

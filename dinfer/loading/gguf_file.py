@@ -1,0 +1,299 @@
+"""GGUF files of diffusion models: their metadata as the small files of a checkpoint, and their tensors.
+
+The `gguf` package reads headers and dequantises. Tensors get the names that the family's checkpoints have on the hub,
+so all that is known of a family holds for its GGUF files too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from torch import Tensor
+
+from dinfer.loading.files import CheckpointError, refuse
+from dinfer.loading.gguf_tokenizer import TEXTS, tokenizer_files
+from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
+
+FLOAT_TYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16
+TYPES = (
+    *FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+)  # fmt: skip
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the metadata of one `general.architecture` becomes a config.json.
+
+    `permuted`: rows of q and k are in the order of interleaved pairs, as llama.cpp rotates them, and not in halves.
+    """
+
+    keys: Mapping[str, str]  # fields of config.json and the keys that hold them
+    same: Mapping[str, Any]  # fields that are alike in all such models
+    tied: str  # the field that says whether the head is the embedding
+    kind: gguf.MODEL_ARCH  # names of tensors
+    permuted: bool = False
+    shift: bool = False  # logits predict the next token
+    absent: Mapping[str, Any] = field(default_factory=dict)  # values of keys that a file may leave out
+
+
+HUB_KEYS = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "head_dim": "attention.key_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}  # fmt: skip
+LLADA = Architecture(
+    keys={
+        "d_model": "embedding_length", "n_layers": "block_count", "n_heads": "attention.head_count",
+        "n_kv_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_theta": "rope.freq_base", "max_sequence_length": "context_length",
+        "mlp_hidden_size": "feed_forward_length",
+    },
+    same={
+        "model_type": "llada", "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,
+    },
+    tied="weight_tying",
+    kind=gguf.MODEL_ARCH.LLADA,
+    permuted=True,
+)  # fmt: skip
+DREAM = Architecture(
+    keys=HUB_KEYS | {"intermediate_size": "feed_forward_length"},
+    same={"model_type": "Dream", "hidden_act": "silu"},
+    tied="tie_word_embeddings",
+    kind=gguf.MODEL_ARCH.DREAM,
+    shift=True,
+    absent={"attention.key_length": None},
+)
+LLADA_MOE = Architecture(
+    keys=HUB_KEYS
+    | {
+        "dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
+    },
+    same={"model_type": "llada_moe", "hidden_act": "silu", "qk_layernorm": True},
+    tied="tie_word_embeddings",
+    kind=gguf.MODEL_ARCH.LLADA_MOE,
+    absent={
+        "attention.key_length": None, "feed_forward_length": None, "expert_weights_norm": False,
+        "expert_weights_scale": 1.0,
+    },
+)  # fmt: skip
+ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM}
+OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's own beside it and never permute
+EXPECTED = {
+    "attention.causal": (False, None), "rope.scaling.type": ("none", None), "expert_gating_func": (1, None),
+    "expert_shared_count": (0, None), "leading_dense_block_count": (0, None),
+}  # fmt: skip
+"""Keys that would change the network if they differed. None: absent."""
+TOKENS = {
+    "mask_token_id": ("tokenizer.ggml.mask_token_id",),
+    "eos_token_id": ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"),
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor(Stored):
+    """A tensor of a GGUF file. `dtype` is the GGUF type; `heads`: of so many heads the rows are permuted."""
+
+    offset: int  # bytes from the beginning of the file
+    nbytes: int
+    heads: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def floats(self) -> torch.dtype:
+        return FLOATS.get(self.dtype, torch.bfloat16)
+
+    def bytes_of(self, part: Slices | None) -> int:
+        return self.nbytes
+
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
+
+    def read(self) -> Tensor:
+        """The values on the CPU: floats as they are, all else in float32 as the gguf package dequantises it."""
+        data = np.memmap(self.path, np.uint8, "r", self.offset, (self.nbytes,))
+        if (own := FLOAT_TYPES.get(self.dtype)) is not None:
+            found = torch.from_numpy(np.array(data.view(own))).view(FLOATS[self.dtype]).view(self.shape)
+        else:
+            kind = Kind[self.dtype]
+            blocks = data.reshape(gguf.quant_shape_to_byte_shape(self.shape, kind))
+            found = torch.from_numpy(gguf.dequantize(blocks, kind))
+        if not self.heads:
+            return found
+        return found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What the header of a GGUF file, or of all its shards, says. As a folder it has the small files of a checkpoint:
+    config.json, tokenizer.json and tokenizer_config.json."""
+
+    path: Path
+    name: str  # of the architecture
+    known: Architecture
+    config: dict[str, Any]  # as a config.json
+    tokenizer: dict[str, dict[str, Any]]  # its files; empty if the metadata has no tokenizer
+    tensors: dict[str, GgufTensor]  # by their own names
+    layers: int
+
+    def __truediv__(self, name: str) -> SmallFile:
+        return SmallFile(self.path, name, ({"config.json": self.config} | self.tokenizer).get(name))
+
+    def stored(self, wanted: Iterable[str]) -> dict[str, Stored]:
+        """The tensors under the names of the family's checkpoints; one that is none of these keeps its own name."""
+        names = gguf.get_tensor_name_map(self.known.kind, self.layers)
+        found: dict[str, Stored] = {}
+        for name in wanted:
+            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            own = own if own is None or own.endswith((".weight", ".bias")) else f"{own}.weight"
+            if own in self.tensors:
+                found[name] = self.tensors[own]
+        taken = {tensor.offset for tensor in found.values() if isinstance(tensor, GgufTensor)}
+        return found | {own: tensor for own, tensor in self.tensors.items() if tensor.offset not in taken}
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A file of a checkpoint that the metadata of a GGUF file stands for. `found`: None if it has none."""
+
+    path: Path
+    name: str
+    found: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        return f"{self.path} (as {self.name})"
+
+    def is_file(self) -> bool:
+        return self.found is not None
+
+    def read_text(self, encoding: str | None = None) -> str:
+        return json.dumps(self.found)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
+def gguf_file(path: Path) -> GgufFile:
+    """Reads the header of a GGUF file, and of its other shards. CheckpointError for one that makes no model."""
+    fields, own_tensors = _header(path)
+    tensors = dict(own_tensors)
+    for shard in _other_shards(path, fields):
+        tensors |= _header(shard)[1]
+    if len(tensors) != (count := fields.get("split.tensors.count", len(tensors))):
+        raise CheckpointError(f"{path}: split.tensors.count={count}, but the shards hold {len(tensors)} tensors")
+    refuse(
+        [f"{name}: {found.dtype}" for name, found in tensors.items() if found.dtype not in TYPES],
+        f"{path} has tensors of types that are not supported; these are: {', '.join(TYPES)}",
+    )
+    prefix = str(fields.get("general.architecture"))
+    name = str(fields.get("diffuse.model_type")) if prefix == OWN else prefix
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: general.architecture={prefix!r} is not supported; {', '.join(ARCHITECTURES)} and {OWN} are"
+        )
+    known = ARCHITECTURES[name]
+    config = _config(path, prefix, known, fields, tensors)
+    if known.permuted and prefix != OWN:
+        heads = {"q": config["n_heads"], "k": config["n_kv_heads"] or config["n_heads"]}
+        for own, found in tensors.items():
+            if row := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", own):
+                tensors[own] = replace(found, heads=heads[row[1]])
+    return GgufFile(
+        path, prefix, known, config, tokenizer_files(path, fields), tensors, fields[f"{prefix}.block_count"]
+    )
+
+
+def _header(path: Path) -> tuple[Mapping[str, Any], Mapping[str, GgufTensor]]:
+    """The metadata of one file, and its tensors."""
+    stat = path.stat()
+    return _read_header(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)  # the same header is asked for the config, the tokenizer and the weights
+def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any], Mapping[str, GgufTensor]]:
+    try:
+        reader = GGUFReader(path)
+        fields = {name: found.contents() for name, found in reader.fields.items()}
+        tensors = {
+            one.name: GgufTensor(
+                path, tuple(int(size) for size in reversed(one.shape)), one.tensor_type.name, int(one.data_offset),
+                int(one.n_bytes),
+            )
+            for one in reader.tensors
+        }  # fmt: skip
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # as numpy and the package say it
+        raise CheckpointError(f"{path} is truncated, damaged or no GGUF file: {error}") from error
+    refuse(
+        [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
+        f"{path} is truncated: it has {size:,} bytes",
+    )
+    return fields, tensors
+
+
+def _other_shards(path: Path, fields: Mapping[str, Any]) -> list[Path]:
+    """The files that a model is split into beside its first one, which is given."""
+    count = fields.get("split.count", 1)
+    if count == 1:
+        return []
+    if fields.get("split.no") != 0 or not (own := SHARD.search(path.name)):
+        first = f"-00001-of-{count:05}.gguf"
+        raise CheckpointError(f"{path} is one of {count} shards: give the first, whose name must end in {first}")
+    others = [path.with_name(f"{path.name[: own.start()]}-{n:05}-of-{count:05}.gguf") for n in range(2, count + 1)]
+    absent = [other.name for other in others if not other.is_file()]
+    refuse(absent, f"{path} has split.count={count}, and shards are not there")
+    return others
+
+
+def _config(
+    path: Path, prefix: str, known: Architecture, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> dict[str, Any]:
+    """The metadata as a config.json of the family."""
+    table = tensors.get("token_embd.weight")
+    if table is None:
+        raise CheckpointError(f"{path} has no token_embd.weight")
+    config = {**known.same, known.tied: "output.weight" not in tensors, "vocab_size": table.shape[0]}
+    for name, key in known.keys.items():
+        if f"{prefix}.{key}" not in fields and key not in known.absent:
+            raise CheckpointError(f"{path}: the metadata has no {prefix}.{key}")
+        config[name] = _plain(fields.get(f"{prefix}.{key}", known.absent.get(key)))
+    sizes = {f"{prefix}.vocab_size": fields.get(f"{prefix}.vocab_size"), TEXTS: len(fields.get(TEXTS) or ()) or None}
+    refuse(
+        [f"{key}: {size}" for key, size in sizes.items() if size not in (None, table.shape[0])],
+        f"{path}: token_embd.weight has {table.shape[0]} rows, and the vocabulary has another size",
+    )
+    expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
+    expected["diffusion.shift_logits"] = (known.shift, None)
+    refuse(
+        [f"{key}={fields[key]!r}" for key, allowed in expected.items() if fields.get(key) not in allowed],
+        f"{path}: the metadata says of {prefix} what is not supported",
+    )
+    for name, keys in TOKENS.items():
+        found = [fields[key] for key in (f"{prefix}.{name}", *keys) if key in fields]
+        if found:
+            config[name] = found[0] if name == "mask_token_id" else [*dict.fromkeys(found)]
+    return config
+
+
+def _plain(value: Any) -> Any:
+    """A float as it was before it was rounded to 32 bits, if it had few digits: 1e-5 is 9.99999974737875e-06 there."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,0 +1,147 @@
+"""The rules of the references where they differ from what dinfer documents, as components that only parity uses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.caches.vicinity import VicinityCache
+from dinfer.core.canvas import BlockView, Phase, RowCursors
+from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats
+from dinfer.core.registry import Registry
+from dinfer.decoders.credit import Credit
+from dinfer.decoders.factor import Factor
+from dinfer.decoders.joint_threshold import JointThreshold
+from dinfer.decoders.threshold import Threshold
+from dinfer.iterations._sweep import BlockSweep
+from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.smooth import Smooth
+from dinfer.kernels.thresholding import confident
+
+
+class DinferRule:
+    """dInfer's threshold: positions that the mask token wins are left out before anything else.
+
+    Where none reaches the threshold, all within 1e-5 of the best are committed.
+    """
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        candidate_RL = view.masked_RL & ~stats.declined_RL
+        score_RL = stats.confidence_RL.masked_fill(~candidate_RL, -1.0)
+        bar_R1 = view.bar(view.options["threshold"]).to(score_RL.dtype)
+        least_R1 = torch.minimum(bar_R1, score_RL.amax(-1, keepdim=True) - 1e-5)
+        return Proposal(candidate_RL & (score_RL >= least_R1))
+
+
+class DinferThreshold(DinferRule, Threshold):
+    """dInfer's threshold."""
+
+
+class DinferCredit(DinferRule, Credit):
+    """Credit decoding with dInfer's threshold."""
+
+
+class SglangThreshold(Threshold):
+    """SGLang's threshold: a token must be surer than it, not as sure."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
+        return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1, above=True))
+
+
+class SglangJointThreshold(JointThreshold):
+    """A block that changed in its last step of editing makes one more forward, which is idle."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        found = super().select(stats, view, state)
+        assert found.remask_RL is not None
+        return replace(found, busy_R=(found.commit_RL | found.remask_RL).any(-1))
+
+
+class FastdllmFactor(Factor):
+    """If only the last rank fails, it is committed too."""
+
+    def ranked(self, stats: TokenStats, view: BlockView) -> tuple[Tensor, Tensor]:
+        rank_RL, count_R1 = super().ranked(stats, view)
+        masks_R1 = view.masked_RL.sum(-1, keepdim=True)
+        return rank_RL, torch.where(count_R1 == masks_R1 - 1, masks_R1, count_R1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinferSweep(BlockSweep):
+    """Stop tokens of the prompt count too.
+
+    `linger`: after so many forwards, a pass that refreshes keys is followed by a window pass even if the block is
+    finished; None: none is. `lockstep`: rows of a batch enter their blocks together.
+    """
+
+    linger: int | None = None
+    lockstep: bool = False
+
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        finished_BK = after.finished_BK
+        if self.linger is not None:
+            lingers_B = (lanes.phase_B == int(Phase.FULL)) & (lanes.forwards_B >= self.linger)
+            finished_BK = finished_BK & ~lingers_B[:, None]
+        if self.lockstep:
+            finished_BK = finished_BK & (finished_BK.all(-1) | ~lanes.live_B).all()
+        after = replace(after, finished_BK=finished_BK, given_BKL=torch.zeros_like(after.given_BKL))
+        return super().advance(lanes, after, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinferBlockwise(DinferSweep, Blockwise):
+    """dInfer's BlockWise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinferSmooth(DinferSweep, Smooth):
+    """dInfer's IterSmooth."""
+
+
+class DinferVicinity(VicinityCache):
+    """Keys first kept in a later block are refreshed once more there."""
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        no = torch.zeros((), dtype=torch.bool)
+        return super().fresh_state(spec, length) | {"kept": no, "again": no}
+
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+        kept_B, again_B = state["kept"], state["again"]
+        keeps_B = state["passes"] >= self.warmup
+        stale_B = super().stale(lanes, moved, phase, state)
+        if phase != Phase.FULL:
+            stale_B = stale_B | again_B
+            again_B.zero_()
+            return stale_B
+        later_B = lanes.block_B - moved.entered_B.long() > 0
+        again_B.copy_(keeps_B & ~kept_B & later_B & ~moved.entered_B)
+        kept_B |= keeps_B
+        return stale_B
+
+
+# The name of a component and the reference whose rule it has.
+REFERENCES: dict[tuple[str, str], type] = {
+    ("threshold", "dinfer"): DinferThreshold,
+    ("threshold", "sglang"): SglangThreshold,
+    ("credit", "dinfer"): DinferCredit,
+    ("factor", "fastdllm"): FastdllmFactor,
+    ("joint_threshold", "sglang"): SglangJointThreshold,
+    ("blockwise", "dinfer"): DinferBlockwise,
+    ("smooth", "dinfer"): DinferSmooth,
+    ("vicinity", "dinfer"): DinferVicinity,
+}
+
+
+def build(registry: Registry, config: Mapping[str, Any], **more: Any) -> Any:
+    """A component as `Registry.build` makes it, or, if the mapping names a `reference`, with that one's rule.
+
+    `more`: options that only the reference has.
+    """
+    options = dict(config)
+    if (reference := options.pop("reference", None)) is None:
+        return registry.build(options)
+    name, options = registry.check(options)
+    return REFERENCES[name, reference](**options, **more)

@@ -1,0 +1,186 @@
+"""GGUF files: the same network, tokenizer and chat as the checkpoint that one was made of; bad files named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from support.gguf_files import GOLDENS, LLADA, rewritten
+
+import dinfer
+from dinfer.core.registry import MODELS
+from dinfer.core.spec import Rank
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.gguf_file import TYPES
+from dinfer.loading.hub import locate
+from dinfer.loading.inspect import inspect
+
+CPU = torch.device("cpu")
+Q = "blk.1.attn_q.weight"
+
+
+def network(path: Path, **options: Any) -> Any:
+    family = MODELS.build({"name": family_of(read_config(path))})
+    return load_network(path, family, **{"dtype": None, "device": CPU} | options)
+
+
+@pytest.fixture(scope="module")
+def golden() -> Any:
+    return network(GOLDENS / "models" / "llada")
+
+
+def test_what_llama_cpp_converts_is_the_same_network(golden: Any) -> None:
+    """Its converter permutes the rows of q and k; the golden logits of this model are those of tests/parity."""
+    found = network(LLADA, dtype=torch.float32)
+    assert found.spec == golden.spec
+    for (name, want), got in zip(golden.named_parameters(), found.parameters(), strict=True):
+        assert torch.equal(got, want if want.dim() == 1 else want.half().float()), name
+    assert network(LLADA).dtype == torch.float16
+
+
+def test_files_that_do_not_permute(golden: Any, tmp_path: Path) -> None:
+    """diffuse-cpp's architecture has llama.cpp's names, and the rows of q and k as on the hub."""
+    own = {f"diffuse.{key}": value for key, value in (("model_type", "llada"), ("mask_token_id", 300))}
+    reader = gguf.GGUFReader(LLADA)
+    own |= {f.replace("llada.", "diffuse."): v.contents() for f, v in reader.fields.items() if f.startswith("llada.")}
+    parameters = dict(golden.named_parameters())
+    rows = {
+        f"blk.{i}.attn_{part}.weight": (
+            parameters[f"blocks.{i}.qkv.weight"][row * 64 : row * 64 + 64].numpy(),
+            Kind.F32,
+        )
+        for i in range(3)
+        for row, part in enumerate("qk")
+    }
+    found = network(rewritten(tmp_path / "a.gguf", own | {"general.architecture": "diffuse"}, rows))
+    assert torch.equal(found.blocks[2].qkv.weight[:128], parameters["blocks.2.qkv.weight"][:128].half())
+
+
+def test_ranks_read_their_share() -> None:
+    whole, share = network(LLADA), network(LLADA, rank=Rank(1, 2))
+    assert torch.equal(share.blocks[0].qkv.weight[32:64], whole.blocks[0].qkv.weight[96:128])
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if name not in ("F32", "F16")])
+def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) -> None:
+    """Small bytes make finite scales. A model of 256 channels, as the largest blocks have that many values."""
+    kind, rng = Kind[name], np.random.default_rng(0)
+    wide = {"embedding_length": 256, "feed_forward_length": 256, "block_count": 1, "rope.dimension_count": 64}
+    tensors: dict[str, Any] = {one.name: None for one in gguf.GGUFReader(LLADA).tensors}
+    for own in ("token_embd", "output", *(f"blk.0.{x}" for x in ("ffn_gate", "ffn_up", "ffn_down", "attn_output"))):
+        rows = 320 if "." not in own else 256
+        tensors[f"{own}.weight"] = (
+            rng.integers(0, 48, gguf.quant_shape_to_byte_shape((rows, 256), kind), np.uint8),
+            kind,
+        )
+    tensors |= {f"blk.0.attn_{x}.weight": tensors["blk.0.ffn_up.weight"] for x in "qkv"}
+    for own in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        tensors[f"{own}.weight"] = np.ones(256, np.float32), Kind.F32
+    path = rewritten(tmp_path / "a.gguf", {f"llada.{key}": value for key, value in wide.items()}, tensors)
+    found = network(path, dtype=torch.float32)
+    values = {own: torch.from_numpy(gguf.dequantize(*blocks)) for own, blocks in tensors.items() if blocks is not None}
+    assert torch.equal(found.embedding.weight, values["token_embd.weight"])
+    assert torch.equal(found.blocks[0].mlp.down.weight, values["blk.0.ffn_down.weight"])
+    assert torch.equal(found.blocks[0].qkv.weight[512:], values["blk.0.attn_v.weight"])
+    assert network(path).dtype == torch.bfloat16
+    assert inspect(path, {"checkpoint": str(path)}).types == {name: 9, "F32": 3}
+
+
+def test_shards_are_one_model(golden: Any, tmp_path: Path) -> None:
+    """As llama-gguf-split writes them: the metadata is in the first."""
+    every = [one.name for one in gguf.GGUFReader(LLADA).tensors]
+    split = {"split.count": 2, "split.tensors.count": len(every)}
+    first, second = (tmp_path / f"m-0000{n}-of-00002.gguf" for n in (1, 2))
+    rewritten(first, split | {"split.no": 0}, dict.fromkeys(every[:9]))
+    with pytest.raises(CheckpointError, match=r"shards are not there:\n  m-00002-of-00002\.gguf"):
+        network(first)
+    rewritten(second, split | {"split.no": 1}, dict.fromkeys(every[9:]))
+    assert torch.equal(network(first).head.weight, golden.head.weight.half())
+    with pytest.raises(CheckpointError, match="give the first"):
+        network(second)
+    rewritten(second, split | {"split.no": 1}, dict.fromkeys(every[8:]))
+    with pytest.raises(CheckpointError, match=r"split\.tensors\.count=30, but the shards hold 29"):
+        network(first)
+
+
+def test_text_and_chat() -> None:
+    """Byte-level words, BOS in front as the metadata wants it, and the chat template of the metadata."""
+    pipe = dinfer.load(str(LLADA), cache="none")
+    assert pipe.decode(pipe.encode("the in 12345!", chat=False)) == "the in 12345!"
+    assert pipe.encode("the", chat=False)[0] == 299 and len(pipe.encode("the", chat=False)) == 2
+    ids = pipe.encode("the")
+    assert pipe.tokenizer is not None and pipe.tokenizer.decode(ids) == "user: the\nassistant:" and 299 not in ids
+    assert len(pipe.generate("the", max_new_tokens=8).ids) <= 8
+
+
+def test_what_a_file_says_of_itself() -> None:
+    found = inspect(LLADA, {"checkpoint": str(LLADA)})
+    assert not found.problems and (found.stored, found.expected) == (30, 30) and found.types == {"F16": 23, "F32": 7}
+    assert found.chat is not None and found.chat.endswith("assistant:")
+    tokens = {(one.role, one.id, one.text, one.source) for one in found.tokens}
+    assert ("mask", 300, "<|mdm_mask|>", "metadata of the GGUF file") in tokens
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no bytes": (lambda path: path.write_bytes(b""), "truncated, damaged or no GGUF"),
+    "another file": (lambda path: path.write_bytes(b"\x80PK" * 99), "truncated, damaged or no GGUF"),
+    "half its header": (lambda path: path.write_bytes(LLADA.read_bytes()[:3000]), "truncated"),
+    "half its tensors": (lambda path: path.write_bytes(LLADA.read_bytes()[:200_000]), "truncated"),
+    "an architecture": (lambda path: rewritten(path, {"general.architecture": "gpt9"}), "'gpt9' is not supported"),
+    "a key too few": (lambda path: rewritten(path, {"llada.block_count": None}), "no llada.block_count"),
+    "a small vocabulary": (
+        lambda path: rewritten(path, {"tokenizer.ggml.tokens": ["a", "b"]}), r"320 rows.*\n  tokenizer.ggml.tokens: 2"
+    ),
+    "a mask outside": (
+        lambda path: rewritten(path, {"tokenizer.ggml.mask_token_id": 999}), "mask_token_id=999 is outside"
+    ),
+    "causal attention": (lambda path: rewritten(path, {"llada.attention.causal": True}), "llada.attention.causal=True"),
+    "shifted logits": (lambda path: rewritten(path, {"diffusion.shift_logits": True}), "diffusion.shift_logits=True"),
+    "a tokenizer": (lambda path: rewritten(path, {"tokenizer.ggml.pre": "klingon"}), "pre='klingon' is not supported"),
+    "a tensor too few": (lambda path: rewritten(path, tensors={Q: None}), "missing: model.transformer.blocks.1.q_proj"),
+    "a tensor too many": (
+        lambda path: rewritten(path, tensors={"blk.0.x.weight": (np.ones(4, np.float32), Kind.F32)}),
+        "unexpected: blk.0.x.weight",
+    ),
+    "another shape": (
+        lambda path: rewritten(path, tensors={Q: (np.ones((64, 60), np.float32), Kind.F32)}), r"shape of .*\(64, 60\)"
+    ),
+    "a type": (
+        lambda path: rewritten(path, tensors={Q: (np.zeros((64, 64), np.int32), Kind.I32)}), f"{Q}: I32"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_are_named(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    make, message = BAD[what]
+    make(path)
+    with pytest.raises(CheckpointError, match=message):
+        network(path)
+    assert inspect(path, {"checkpoint": str(path)}).problems
+
+
+def test_where_a_file_is(tmp_path: Path) -> None:
+    assert locate(str(LLADA)) == LLADA
+    with pytest.raises(CheckpointError, match="no file"):
+        locate(str(tmp_path / "a.gguf"))
+    with pytest.raises(CheckpointError, match="revision='main' is for checkpoints on the hub"):
+        locate(str(LLADA), "main")
+
+
+def test_a_whole_tokenizer_in_the_metadata(tmp_path: Path) -> None:
+    """`tokenizer.huggingface.json` holds what the other fields cannot say."""
+    source = Path(dinfer.__file__).parent / "demo" / "checkpoints" / "tiny" / "tokenizer.json"
+    whole = json.dumps(json.loads(source.read_text()))
+    path = rewritten(tmp_path / "a.gguf", {"tokenizer.huggingface.json": whole, "tokenizer.ggml.pre": "own"})
+    ids = dinfer.load(str(path), cache="none").encode("What is 12?", chat=False)
+    assert ids == dinfer.load("tiny").encode("What is 12?", chat=False)

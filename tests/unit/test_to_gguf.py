@@ -1,0 +1,59 @@
+"""tools/convert to GGUF: the same network, the same ids, and values as the gguf package rounds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from support.families import CONFIGS, family_for, random_model
+
+import dinfer
+from dinfer.core.registry import MODELS
+from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.hub import locate
+from tools.to_gguf import write_gguf
+
+CPU = torch.device("cpu")
+
+
+def network(path: Path) -> Any:
+    config = read_config(path)
+    family = MODELS.build({"name": family_of(config), "stop_ids": config["eos_token_id"]})
+    return load_network(path, family, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "llada_moe"])
+def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Heads are grouped, so that q and k have other numbers of rows; experts become one tensor a layer."""
+    config = CONFIGS[name] | ({"moe_layer_freq": [1, 1, 1], "mask_token_id": 39} if name == "llada_moe" else {})
+    model = random_model(name, torch.float32, **config)
+    save_network(model, family_for(config), tmp_path / "folder", config)
+    write_gguf(tmp_path / "folder", tmp_path / "a.gguf", "F32")
+    found = network(tmp_path / "a.gguf")
+    for (own, want), got in zip(model.named_parameters(), found.parameters(), strict=True):
+        assert torch.equal(want, got), own
+    assert found.spec == model.spec
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.gguf"]
+    with pytest.raises(CheckpointError, match="exists: name a new file"):
+        write_gguf(tmp_path / "folder", tmp_path / "a.gguf", "F32")
+
+
+def test_the_model_in_the_box_keeps_its_tokenizer(tmp_path: Path) -> None:
+    write_gguf(locate("tiny"), tmp_path / "a.gguf", "Q8_0")
+    want, got = dinfer.load("tiny"), dinfer.load(str(tmp_path / "a.gguf"))
+    chat = [{"role": "user", "content": "What is 12 + 345?"}]
+    assert got.encode(chat) == want.encode(chat) and got.encode("a b", chat=False) == want.encode("a b", chat=False)
+    assert got.model.spec == want.model.spec
+    down = want.model.get_parameter("blocks.0.mlp.down.weight").numpy()
+    rounded = gguf.dequantize(gguf.quantize(down, Kind.Q8_0), Kind.Q8_0)
+    assert torch.equal(got.model.get_parameter("blocks.0.mlp.down.weight"), torch.from_numpy(rounded))
+
+
+def test_what_llama_cpp_has_no_architecture_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"family llada2; llama\.cpp has"):
+        write_gguf(locate("tiny-llada2"), tmp_path / "a.gguf", "F16")
