@@ -9,7 +9,6 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
