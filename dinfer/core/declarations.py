@@ -4,8 +4,6 @@ The source stays the one place where options are written, so nothing can be out 
 so, since its classes need more than annotated fields, is imported instead.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """An engine for asyncio: any number of callers, each of whom sees his own request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor

@@ -1,7 +1,5 @@
 """What Prometheus is told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
