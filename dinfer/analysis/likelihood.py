@@ -8,9 +8,9 @@ with equality for L = 1 (LLaDA, arXiv:2502.09992, eq. 14; `get_log_likelihood.py
 model allows a tighter bound of the same kind: the chain rule over its blocks, each of them bounded like this with all
 earlier blocks clean (BD3-LM, arXiv:2503.09573). One pass holds the clean text and a noised copy of every block.
 
-Masks are functions of (seed, sample, block, position): a bound does not depend on the batch it was computed in, and
-texts of equal length see the same masks, so that differences between the choices of a question are less noisy. The
-counts k of the samples are spread evenly over 1..L from a random start. No cache, no decoder.
+Masks are functions of (seed, sample, block, position), so a bound does not depend on its batch. Texts of equal length
+see the same masks, which makes differences between the choices of a question less noisy. The counts k of the samples
+are spread evenly over 1..L from a random start. No cache and no decoder take part.
 
 Shape suffixes: X samples, L answer positions, W positions of a pass, B passes of a batch, N scored positions.
 """

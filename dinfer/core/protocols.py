@@ -3,10 +3,8 @@
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
-Shape suffixes (one letter a dimension, in order):
-    N  slots                B  lanes: the rows of one step         K  active blocks of a row
-    R  B * K, rows of blocks         L  block length               S  canvas length
-    W  query positions of one forward         D  hidden size       V  vocabulary size
+Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
+B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
