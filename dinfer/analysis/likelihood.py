@@ -104,10 +104,10 @@ def log_likelihoods(
 @torch.inference_mode()
 @on_own_device
 def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool]:
-    """Whether a model, filling as many masks as the answer has tokens, writes the answer: one token a step, the most
-    confident first, block after block if the model is block-causal. A text is left at its first wrong token.
+    """Whether a model writes the answer when it fills as many masks as that has tokens.
 
-    That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
+    It commits one token a step, the most confident first, and block after block if it is block-causal. A text is left
+    at its first wrong token. That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
     """
     spec, found = model.spec, [True] * len(pairs)
     for index, pair in enumerate(pairs):

@@ -32,9 +32,9 @@ class AdaptiveCache(CachePolicy):
     """Recomputes the active block, and of the other response positions the `ratio` that are estimated to move most.
 
     Every `response_interval` steps of a request it recomputes the whole response, every `prompt_interval` steps the
-    prompt too. Entering a block is no reason for a refresh. Differs from dLLM-Cache in how it chooses: by measured
-    drift of last-layer values (see the head of this file), and besides the active block, not within it, since its
-    logits are needed. For long prompts and short answers.
+    prompt too. Entering a block is no reason for a refresh. dLLM-Cache chooses among all response positions; this cache
+    chooses beside the active block, whose logits are needed, and by the drift of last-layer values. For long prompts
+    and short answers.
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"

@@ -134,7 +134,7 @@ class Canvas:
 
     tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
     status_NS: Tensor  # uint8, of Status
-    next_NS: Tensor  # int64, the first position from each on that the request leaves open; its length if none
+    next_NS: Tensor  # int64, the next open position of the request at or after each; its length if there is none
     cursors_NC: Tensor  # int64, columns CURSORS; behind them the steps, then the quotas of the K active blocks
     stop_X: Tensor  # int64, ids that end a generation
 

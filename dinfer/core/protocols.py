@@ -52,7 +52,7 @@ class StepShape:
     guided: bool = False  # some row has a second branch, without the prompt
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
-    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 

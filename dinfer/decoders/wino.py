@@ -27,9 +27,9 @@ class Wino(Decoder):
     """Commits c_i > threshold, else the best one; masks decoded tokens with p(token) < keep_threshold again.
 
     p(token) is the probability of a token at its own position, with the token in view; the published method hides it
-    there (see the head of this file). Tokens go only where more than one came in, the least probable first, and fewer
-    than came in, so that a block always gains. (The published bound is what came in one step earlier, under which a
-    block can lose, and need not end.)
+    there (see the head of this file). Tokens are masked again only where more than one came in, the least probable
+    first, and fewer than came in. So a block always gains. (The published bound is what came in one step earlier; with
+    it a block may lose and never end.)
     """
 
     paper = "WINO, arXiv:2507.18578"

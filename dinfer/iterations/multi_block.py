@@ -13,13 +13,13 @@ from dinfer.iterations._sweep import BlockSweep
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
 class MultiBlock(BlockSweep):
-    """Decodes up to `blocks` neighbouring blocks in the same forwards; a finished one leaves once all before it have.
+    """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The decoded share of a block decides: the next block opens when that of the last one reaches `add_at`, one at a
-    step; and a block must commit a token at every step once that of the block before it has reached `force_at`. Until
-    then it commits only what the decoder is sure of. After a stop token no block opens or leaves, and the row ends when
-    all open ones are finished. With blocks=1 it is blockwise. Pays where a forward costs little more for more
-    positions, and the model tolerates unfinished blocks before the one that it decodes.
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. A block must commit a
+    token at every step once the block before it has reached `force_at`; until then it commits only what the decoder is
+    sure of. After a stop token no block opens or leaves, and the row ends when all open ones are finished. With
+    blocks=1 it is blockwise. Pays where more positions cost a forward little, and where the model tolerates unfinished
+    blocks before the one that it decodes.
     """
 
     paper = "D2F, arXiv:2508.09192"
