@@ -28,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bidirectional": {}, "shifted": {"shift": 1}, "block_causal": {"causal_block": 4},
     "shifted_block_causal": {"causal_block": 4, "shift": 1}, "causal": {"causal_block": 1},
     "shifted_causal": {"causal_block": 1, "shift": 1}, "encoder": {"encoder": True, "mask_id": None},
+    "prompt_block": {"causal_block": 4, "prompt_block": True},
+    "shifted_prompt_block": {"causal_block": 4, "shift": 1, "prompt_block": True},
 }  # fmt: skip
 SETTINGS = [dict(setting) for setting in settings_of(CACHES)]
 
