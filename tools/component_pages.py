@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from typing import Any
 
-from dinfer.core.registry import REGISTRIES, Registry, options_of
+from dinfer.core.registry import CACHES, REGISTRIES, Registry, options_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "components"
+BLOCK = 32  # length of an attention block, to ask caches whether they are exact
 WHAT = {
     "model": "The network. A family says what a checkpoint's config.json and tensors mean; the code is shared.",
     "iteration": "How the canvas is swept, and what the model is fed at masked positions.",
@@ -42,6 +44,8 @@ def section(registry: Registry, name: str) -> str:
     lines = [f"## `{name}`", module.replace("\n", " "), inspect.cleandoc(cls.__doc__ or "")]
     if cls.paper:
         lines.append(f"Source: {cls.paper}.")
+    if registry is CACHES:
+        lines.append(exactness(cls()))
     if options := options_of(cls):
         rows = ["| option | default | per request | |", "| --- | --- | --- | --- |"]
         for info in options:
@@ -49,6 +53,20 @@ def section(registry: Registry, name: str) -> str:
             rows.append(f"| `{info.name}` | `{default}` | {'yes' if info.per_request else ''} | {info.help} |")
         lines.append("\n".join(rows))
     return "\n\n".join(lines)
+
+
+def exactness(cache: Any) -> str:
+    """For which models a cache changes no token."""
+    kinds = {
+        "every model": (0, 0), "block-causal models": (BLOCK, 1), "block-causal models in whole blocks": (BLOCK, BLOCK),
+        "causal models": (1, 1),
+    }  # fmt: skip
+    exact = [kind for kind, (block, grain) in kinds.items() if cache.exact(0, block, grain)]
+    if exact[:1] == ["every model"]:
+        exact = exact[:1]
+    elif "block-causal models" in exact:
+        exact.remove("block-causal models in whole blocks")
+    return f"Exact for {' and for '.join(exact)}." if exact else "An approximation for every model."
 
 
 def pages() -> dict[Path, str]:

@@ -43,7 +43,6 @@ class AdaptiveCache(CachePolicy):
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"
-    remark = "an approximation"
     watches: ClassVar[bool] = True
 
     prompt_interval: int = option(100, "recompute everything every so many steps; 0: only at first")

@@ -23,7 +23,6 @@ class BlockCache(CachePolicy):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
-    remark = "exact for block-causal and causal models only"
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.attention_block:

@@ -34,7 +34,6 @@ class DelayedCache(CachePolicy):
     """
 
     paper = "dKV-Cache, arXiv:2505.15781"
-    remark = "an approximation"
     scores_decoded: ClassVar[bool] = False
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")

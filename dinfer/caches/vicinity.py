@@ -21,7 +21,6 @@ class VicinityCache(CachePolicy):
     """
 
     paper = "dInfer, arXiv:2510.08666"
-    remark = "exact for causal models, and for block-causal ones in whole blocks"
 
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")

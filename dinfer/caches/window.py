@@ -27,7 +27,6 @@ class NoCache(CachePolicy):
     """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
-    remark = "exact for every model"
     reuses = False
 
     def plan(self, phase: Phase) -> WindowPlan:
@@ -41,7 +40,6 @@ class NoCache(CachePolicy):
 class RefreshedCache(CachePolicy):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
-    remark = "exact for causal models, and for block-causal ones in whole blocks"
     ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
     interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")

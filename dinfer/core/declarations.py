@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 CONTRACTS = "dinfer.core.protocols"
-TEXTS = ("paper", "remark")
 
 
 class Unreadable(Exception):
@@ -24,7 +23,7 @@ class Unreadable(Exception):
 class Contract:
     """Stands for the contracts that components derive from. They have no options."""
 
-    paper = remark = ""
+    paper = ""
 
 
 def declared(package: str, registry: str, scope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, type] | None]]:
@@ -82,7 +81,7 @@ def _fields(node: ast.ClassDef) -> ast.ClassDef:
     body: list[ast.stmt] = [ast.Expr(ast.Constant(ast.get_docstring(node, clean=False) or ""))]
     for statement in node.body:
         match statement:
-            case ast.Assign([ast.Name(name)]) if name in TEXTS:
+            case ast.Assign([ast.Name(name)]) if name == "paper":
                 body.append(statement)
             case ast.AnnAssign(annotation=hint) if "ClassVar" not in ast.dump(hint):
                 body.append(statement)

@@ -30,11 +30,12 @@ __all__ = [
     "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
-State = dict[str, Tensor]
+State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
 A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
 over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
+What a decoder names in `large` is not a tensor but `dinfer.kernels.rows.Rows`.
 """
 
 Options = Mapping[str, Tensor]
@@ -56,6 +57,7 @@ class StepShape:
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 
 class Attend(Protocol):
@@ -146,7 +148,6 @@ class Component(ABC):
     """What all components but models share."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
-    remark: ClassVar[str] = ""  # one more line for `dinfer list`
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
@@ -188,6 +189,7 @@ class Decoder(Component):
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
+    large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 

@@ -57,7 +57,6 @@ class Description:
 
     summary: str  # the first line of the docstring
     paper: str
-    remark: str
     options: tuple[OptionInfo, ...]
 
 
@@ -83,7 +82,7 @@ def brief(component: Any) -> str:
 def description_of(cls: Any) -> Description:
     """What a component's class says of itself."""
     summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
-    return Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
+    return Description(summary, cls.paper, tuple(options_of(cls)))
 
 
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:

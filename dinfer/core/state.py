@@ -12,8 +12,9 @@ from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import State
 from dinfer.core.recipe import Recipe
+from dinfer.core.told import Tellings
 from dinfer.kernels.canvas import option_columns
-from dinfer.kernels.rows import store_rows
+from dinfer.kernels.rows import Rows, store_rows
 from dinfer.kernels.upload import upload
 
 
@@ -23,11 +24,13 @@ class StatePool:
 
     fresh: State
     rows: State  # [N, ...], or [N * K, ...] for a decoder
+    large: State  # the same for what `Decoder.large` names
 
     @classmethod
-    def alloc(cls, fresh: State, lead: tuple[int, ...], device) -> StatePool:
-        fresh = {name: tensor.to(device) for name, tensor in fresh.items()}
-        return cls(fresh, {name: t.expand(*lead, *t.shape).clone() for name, t in fresh.items()})
+    def alloc(cls, fresh: State, rows: int, device, large: tuple[str, ...] = ()) -> StatePool:
+        held = {name: tensor.to(device).expand(rows, *tensor.shape).clone() for name, tensor in fresh.items()}
+        small = {name: tensor.to(device) for name, tensor in fresh.items() if name not in large}
+        return cls(small, {name: held[name] for name in small}, {name: held[name] for name in large})
 
     def reset(self, slot: int) -> None:
         """Host side, when a request is admitted."""
@@ -37,15 +40,18 @@ class StatePool:
     def lanes(self, slot_B: Tensor) -> State:
         return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
 
+    def in_place(self, slot_B: Tensor, live_B: Tensor) -> State:
+        return {name: Rows(rows, slot_B, live_B) for name, rows in self.large.items()}
+
     def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
         for name, rows in self.rows.items():
             store_rows(rows, slot_B, live_B, state[name].view(-1, *rows.shape[1:]))
 
     def refresh(self, state: State, rows: Tensor) -> None:
         """Makes the rows of `state` (lanes) that `rows` selects fresh, in place."""
-        for name, tensor in state.items():
-            chosen = rows.view(-1, *(1,) * (tensor.dim() - 1))
-            torch.where(chosen, self.fresh[name], tensor, out=tensor)
+        for name, fresh in self.fresh.items():
+            chosen = rows.view(-1, *(1,) * fresh.dim())
+            torch.where(chosen, fresh, state[name], out=state[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class BatchState:
     iteration: StatePool
     decoder: StatePool
     cache: StatePool
+    tellings: Tellings
 
     @classmethod
     def alloc(
@@ -75,14 +82,16 @@ class BatchState:
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
         block = min(block or iteration.block_length(length), length)
         block_state = recipe.decoder.fresh_state(spec, block)
+        canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
         return cls(
             block=block,
-            canvas=Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device),
+            canvas=canvas,
             kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
             options_NO=defaults_O.to(device).repeat(n, 1),
-            iteration=StatePool.alloc(iteration.fresh_state(spec, length), (n,), device),
-            decoder=StatePool.alloc(block_state, (n * iteration.blocks,), device),
-            cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), (n,), device),
+            iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
+            decoder=StatePool.alloc(block_state, n * iteration.blocks, device, recipe.decoder.large),
+            cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
+            tellings=Tellings.alloc(canvas),
         )
 
     def admit(

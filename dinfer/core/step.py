@@ -19,6 +19,7 @@ from dinfer.core.protocols import BlockAfter, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.told import Told
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
@@ -39,8 +40,6 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     canvas, spec = state.canvas, model.spec
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-    row_R = state.block_rows(slot_B, lanes.block_B, shape.blocks)
-    decoder_state = state.decoder.lanes(row_R)
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, spec, shape, cache_state)
@@ -65,6 +64,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
+    row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
+    decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, live_R)
     if shape.scored:
         stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, computed.logits_RL)
     else:
@@ -77,6 +78,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
+    if shape.told:
+        written, written_RL = state.tellings.tell(slot_B, lanes.live_B, view, stats, commits, spec.vocab)
+        if shape.told == Told.LOGPROBS:
+            state.tellings.tell_logprobs(written, written_RL, logits_RLV)
     if logits_BWV is not None:
         iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
     elif iteration.scores == "adjusted":

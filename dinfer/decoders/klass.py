@@ -31,6 +31,7 @@ class Klass(Decoder):
 
     paper = "KLASS, arXiv:2511.05664"
     reads_logits: ClassVar[bool] = True
+    large: ClassVar[tuple[str, ...]] = ("before",)
 
     threshold: float = option(0.9, "least probability of a stable token", per_request=True)
     kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)
@@ -43,7 +44,6 @@ class Klass(Decoder):
         check_range("decoder", self, "history", "least", least=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        # No distribution at all is so far from any other that the first step is never stable.
         return {
             "before": torch.zeros(()).expand(block, spec.vocab),
             "stable": torch.zeros((), dtype=torch.int64).expand(block),
@@ -51,9 +51,9 @@ class Klass(Decoder):
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         now_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32)).softmax(-1)
-        kl_RL = (now_RLV * ((now_RLV + TINY).log() - (state["before"] + TINY).log())).sum(-1)
-        calm_RL = kl_RL < view.options["kl_threshold"]
-        state["before"].copy_(now_RLV)
+        kl_RL = (now_RLV * ((now_RLV + TINY).log() - (state["before"].read() + TINY).log())).sum(-1)
+        calm_RL = (kl_RL < view.options["kl_threshold"]) & (view.step_R > 0)[:, None]  # a first step is never stable
+        state["before"].write(now_RLV.float())
         state["stable"].copy_((state["stable"] + 1) * calm_RL)
         return logits_RLV
 

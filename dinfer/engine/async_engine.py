@@ -29,16 +29,18 @@ class AsyncEngine:
         return self._engine.occupancy()
 
     async def stream(
-        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None
-    ) -> AsyncGenerator[Update]:
+        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
+        logprobs: bool = False,
+    ) -> AsyncGenerator[Update]:  # fmt: skip
         """The request after each of its steps, the last time with its completion.
 
-        `snapshots`: with the canvas; `deltas`: with the new output. A caller who stops, by `aclose`, `break` under
-        `contextlib.aclosing`, or as a cancelled task, cancels the request: its slot and pages are free. Raises
-        ValueError for a request that can never run, and the error that ends it, such as NonFiniteLogits or StalledRow.
+        `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. A caller who stops, by
+        `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the request: its slot and pages
+        are free. Raises ValueError for a request that can never run, and the error that ends it, such as
+        NonFiniteLogits or StalledRow.
         """
         queue: asyncio.Queue[Update | BaseException] = asyncio.Queue()
-        index = self._engine.add(request, snapshots=snapshots, deltas=deltas)
+        index = self._engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
         self._queues[index] = queue
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())

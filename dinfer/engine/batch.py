@@ -11,6 +11,7 @@ import torch
 
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.core.told import Told
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
@@ -61,7 +62,7 @@ class Batch:
             recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
             device=recipe.model.device, block=room.block,
         )  # fmt: skip
-        self.reader = CanvasReader(self.state.canvas, self.state.block)
+        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 
@@ -90,6 +91,8 @@ class Batch:
                 recipe, slot, tokens, masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
             )  # fmt: skip
+            if row.told == Told.LOGPROBS:
+                self.state.tellings.want_logprobs()
             row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
         except BaseException:
             self.pages.release(pages)

@@ -76,18 +76,20 @@ class Engine:
         }  # fmt: skip
 
     def run(
-        self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None
-    ) -> Generator[Update]:
+        self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None,
+        drafts: bool = False, logprobs: bool = False,
+    ) -> Generator[Update]:  # fmt: skip
         """Yields every request after each of its steps, the last time with its completion; `index` is its place here.
 
-        `snapshots`: with the canvas; `deltas`: with the new output. Raises ValueError for a request that can never run,
+        `snapshots`: with the canvas; `deltas`: with the new output, and, with `logprobs`, its log-probabilities;
+        `drafts`: with the active blocks as they stand. Raises ValueError for a request that can never run,
         and the error of the first one that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for
         whatever reason, so do its requests.
         """
         for request in requests:
             self.check(request)
         inbox: deque[Update] = deque()
-        rows = [Row(i, request, inbox, snapshots, deltas) for i, request in enumerate(requests)]
+        rows = [Row(i, request, inbox, snapshots, deltas, drafts, logprobs) for i, request in enumerate(requests)]
         left = len(rows)
         try:
             with self._turn:
@@ -103,15 +105,18 @@ class Engine:
         finally:
             self._cancel(rows)
 
-    def add(self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None) -> int:
+    def add(
+        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
+        logprobs: bool = False,
+    ) -> int:  # fmt: skip
         """Puts a request in the queue and returns the number by which `step` and `cancel` know it.
 
-        `snapshots`: its updates hold the canvas; `deltas`: its updates hold the new output. Raises ValueError for a
+        `snapshots`, `deltas`, `drafts` and `logprobs`: what its updates hold, as for `run`. Raises ValueError for a
         request that can never run.
         """
         self.check(request)
         with self._turn:
-            row = Row(self._count, request, self._inbox, snapshots, deltas)
+            row = Row(self._count, request, self._inbox, snapshots, deltas, drafts, logprobs)
             self._count += 1
             self._added[row.index] = row
             self.loop.waiting.append(row)

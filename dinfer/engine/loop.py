@@ -105,7 +105,7 @@ class Loop:
         batch, launched = self.batch, list[Row]()
         if batch is None:
             return launched
-        blocks = any(row.followed for row in self.running)
+        blocks, drafts = any(row.followed for row in self.running), any(row.drafts for row in self.running)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
@@ -117,7 +117,7 @@ class Loop:
                 self._blame(rows, error)
         if launched:
             try:
-                batch.reader.request(blocks=blocks)
+                batch.reader.request(blocks=blocks, drafts=drafts)
                 self._flights.append(launched)
             except BaseException as error:
                 self._blame(launched, error)
@@ -148,7 +148,8 @@ class Loop:
             self.batch.publish(row)
             ended = row.cursors.phase not in ACTIVE
             if row.followed:
-                row.look(seen.active_NX[row.slot])
+                row.look(seen.active_NX[row.slot], seen.drafts_NX[row.slot])
+                row.hear(self.batch.state.tellings)
             elif ended:
                 row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)
             if ended:

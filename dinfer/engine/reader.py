@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import CURSORS, Canvas, Cursors
+from dinfer.core.told import Tellings
 
 
 class Seen(NamedTuple):
@@ -18,6 +19,7 @@ class Seen(NamedTuple):
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
+    drafts_NX: Tensor  # likewise: what `Tellings.draft_NS` says of these positions. Without `drafts`, anything
 
 
 class _Copy(NamedTuple):
@@ -25,6 +27,7 @@ class _Copy(NamedTuple):
 
     cursors_NC: Tensor
     active_NX: Tensor
+    drafts_NX: Tensor
     done: torch.cuda.Event | None
 
 
@@ -34,8 +37,8 @@ class CanvasReader:
     Two copies may be under way.
     """
 
-    def __init__(self, canvas: Canvas, block: int) -> None:
-        self._canvas, self._block = canvas, block
+    def __init__(self, canvas: Canvas, tellings: Tellings, block: int) -> None:
+        self._canvas, self._tellings, self._block = canvas, tellings, block
         self._before_CN = canvas.cursors_NC.T.contiguous()
         slots, columns = canvas.cursors_NC.shape
         cuda = canvas.cursors_NC.is_cuda
@@ -44,19 +47,26 @@ class CanvasReader:
             return torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda)
 
         active = (columns - len(CURSORS)) // 2 * block
-        self._spare = [_Copy(host(columns), host(active), event(cuda)) for _ in range(2)]
+        self._spare = [_Copy(host(columns), host(active), host(active), event(cuda)) for _ in range(2)]
         self._asked: deque[_Copy] = deque()
 
     def begin(self) -> None:
         """Notes which blocks are active, before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
-    def request(self, *, blocks: bool) -> None:
-        """Asks for a copy as of the end of all work launched so far. `blocks`: with the tokens of active blocks."""
+    def request(self, *, blocks: bool, drafts: bool) -> None:
+        """Asks for a copy as of the end of all work launched so far.
+
+        `blocks`: with the tokens of active blocks; `drafts`: and with what was proposed there.
+        """
         copy = self._spare[-1]
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
         if blocks:
             copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
+        if drafts:
+            start_N = self._before_CN[CURSORS.index("start_B")]
+            drafts_NX = self._tellings.active(start_N, copy.drafts_NX.shape[1])
+            copy.drafts_NX.copy_(drafts_NX, non_blocking=True)
         if copy.done is not None:
             copy.done.record()
         self._asked.append(self._spare.pop())
@@ -68,7 +78,7 @@ class CanvasReader:
             copy.done.synchronize()  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
         cursors = [Cursors._make(row) for row in copy.cursors_NC[:, : len(CURSORS)].tolist()]
-        return Seen(cursors, copy.active_NX)
+        return Seen(cursors, copy.active_NX, copy.drafts_NX)
 
 
 def event(cuda: bool) -> torch.cuda.Event | None:

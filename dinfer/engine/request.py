@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dinfer.core.canvas import Phase
+from dinfer.core.told import LEVELS, TokenLogprob
 
 Deltas = Literal["commit", "block"]
 """When output is told: as soon as it is decided, or with its block. Decoders that edit decide with the block."""
@@ -131,7 +132,20 @@ class Update:
     completion: Completion | None = None  # after the last step
     blocks: int = 0  # finished so far
     new: list[int] | None = None  # if asked for: output that no later step changes, beyond that of earlier updates
+    logprobs: list[TokenLogprob] | None = None  # of `new`, if asked for
+    active: list[int] | None = None  # if drafts are asked for: tokens of `region`, ~token where it is open
+    offers: list[int] | None = None  # likewise: what was proposed or written there, see `Update.drafts`
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
+
+    @property
+    def drafts(self) -> list[tuple[int, float, bool]]:
+        """Of each position of `region`: the token that stands there or was proposed last, the probability at which it
+        was, and whether it stands there. Empty unless drafts are asked for."""
+        pairs = zip(self.active or [], self.offers or [], strict=True)
+        return [
+            (offer // LEVELS if token < 0 else token, offer % LEVELS / (LEVELS - 1), token >= 0)
+            for token, offer in pairs
+        ]
 
     @property
     def full(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dinfer.core.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.recipe import Recipe
+from dinfer.core.told import Tellings, TokenLogprob, Told
 from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
 
@@ -34,6 +35,8 @@ class Row:
     inbox: deque[Update]  # where its updates go
     snapshots: bool = False  # its updates hold the canvas
     deltas: Deltas | None = None  # its updates hold new output
+    drafts: bool = False  # its updates hold the active blocks, drafts included
+    logprobs: bool = False  # its updates hold log-probabilities of new output
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -53,7 +56,10 @@ class Row:
     # From step to step.
     canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if it is `followed`
     settled: int = 0  # positions that no later step changes, as far as updates have told
-    told: int = 0  # tokens of output that updates have told
+    output: int = 0  # tokens of output that updates have told
+    active: list[int] = field(default_factory=list)  # of the blocks that were active, ~token where open, if asked for
+    offers: list[int] = field(default_factory=list)  # likewise: see `Tellings.draft_NS`
+    heard: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if asked for
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
@@ -66,7 +72,7 @@ class Row:
     @property
     def followed(self) -> bool:
         """Whether someone asks what each step does to the canvas."""
-        return self.snapshots or self.deltas is not None
+        return self.snapshots or self.drafts or self.deltas is not None
 
     @property
     def left(self) -> int:
@@ -102,10 +108,24 @@ class Row:
             )
         return None
 
-    def look(self, active_X: Tensor) -> None:
-        """Takes the tokens of the blocks that were active."""
+    @property
+    def told(self) -> Told:
+        """What it asks steps to tell of its tokens."""
+        return Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
+
+    def look(self, active_X: Tensor, drafts_X: Tensor) -> None:
+        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that."""
         start, end = self.before.start, self.before.end
-        self.canvas[start:end] = active_X[: end - start].tolist()
+        self.active = self.canvas[start:end] = active_X[: end - start].tolist()
+        if self.drafts:
+            self.offers = drafts_X[: end - start].tolist()
+
+    def hear(self, tellings: Tellings) -> None:
+        """Takes the log-probabilities of the blocks that were active, if it is asked for them and any are new."""
+        start, end = self.before.start, self.before.end
+        new = not self.steady or self.cursors.committed != self.before.committed
+        if self.logprobs and self.slot is not None and new:
+            self.heard.update(zip(range(start, end), tellings.logprobs(self.slot, start, end), strict=True))
 
     def update(self, recipe: Recipe) -> Update:
         """What the caller hears of the last step, or of the error that ended the row."""
@@ -114,14 +134,23 @@ class Row:
         if self.error is not None:
             return replace(said, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None
-        tokens, masked, new = None, None, None
+        tokens, masked, new, logprobs = None, None, None, None
         if self.snapshots:
             canvas = self.canvas[: self.request.asked]
             tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
         if self.deltas is not None:
-            new = self._settle(recipe) if done is None else done.output[self.told :]
-            self.told += len(new)
-        return replace(said, tokens=tokens, masked=masked, completion=done, new=new)
+            new = self._settle(recipe) if done is None else done.output[self.output :]
+            if self.logprobs:
+                logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
+            self.output += len(new)
+        said = replace(said, tokens=tokens, masked=masked, completion=done, new=new, logprobs=logprobs)
+        return replace(said, active=self.active, offers=self.offers) if self.drafts else said
+
+    def _output_positions(self, first: int, count: int) -> list[int]:
+        """Where tokens of the output stand."""
+        if self.request.gaps is None:
+            return [*range(len(self.request.prompt) + first, len(self.request.prompt) + first + count)]
+        return [at for at, masked in enumerate(self.request.masked) if masked][first : first + count]
 
     def _settle(self, recipe: Recipe) -> list[int]:
         """The output that no later step changes, from where the last call has ended. Not for a row that is done."""

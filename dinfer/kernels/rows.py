@@ -3,6 +3,8 @@
 Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,3 +24,19 @@ def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) 
     """Writes the rows of live lanes to their slots, in place; X: any dimensions. A live lane's slot is named once."""
     live_BX = live_B.view(-1, *(1,) * (rows_NX.dim() - 1))
     rows_NX.index_copy_(0, slot_B, torch.where(live_BX, new_BX, rows_NX.index_select(0, slot_B)))
+
+
+class Rows(NamedTuple):
+    """Rows of a table that stay where they are until they are read or written."""
+
+    table_NX: Tensor  # X: any dimensions
+    index_R: Tensor
+    live_R: Tensor  # bool
+
+    def read(self) -> Tensor:
+        """A copy of the rows. [R, X]"""
+        return self.table_NX.index_select(0, self.index_R)
+
+    def write(self, new_RX: Tensor) -> None:
+        """Replaces the live rows."""
+        store_rows(self.table_NX, self.index_R, self.live_R, new_RX)

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dinfer.core.told import TokenLogprob
+from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.rows import Event
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One row of an answer, as far as it has come."""
+
+    text: str = ""
+    scored: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+    end: Event | None = None
 
 
 @dataclass(slots=True)
@@ -20,25 +31,25 @@ class Answer:
     chat: bool
     prompt_tokens: int
     rows: int
-    texts: list[str] = field(default_factory=list)
-    ends: dict[int, Event] = field(default_factory=dict)
+    logprobs: Logprobs | None = None  # None: nobody asks for them
+    choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.texts = [""] * self.rows
-
-    @property
-    def _base(self) -> dict[str, Any]:
-        return {"id": self.id, "created": self.created, "model": self.model}
+        self.choices = [_Choice() for _ in range(self.rows)]
 
     def take(self, event: Event) -> None:
-        self.texts[event.row] += event.text
+        """Adds an event to the whole answer."""
+        choice = self.choices[event.row]
+        choice.text += event.text
+        choice.scored += event.logprobs
         if event.finish is not None:
-            self.ends[event.row] = event
+            choice.end = event
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts; under `dinfer` forwards (NFE) of all rows and tokens per forward."""
-        tokens = sum(end.tokens for end in self.ends.values())
-        forwards = sum(end.counts.forwards for end in self.ends.values() if end.counts is not None)
+        ends = [choice.end for choice in self.choices if choice.end is not None]
+        tokens = sum(end.tokens for end in ends)
+        forwards = sum(end.counts.forwards for end in ends if end.counts is not None)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": tokens,
@@ -47,44 +58,54 @@ class Answer:
         }
 
     def whole(self) -> dict[str, Any]:
-        choices = []
-        for row in range(self.rows):
-            text = self.texts[row]
-            body = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            choices.append({"index": row, **body, "logprobs": None, "finish_reason": self.ends[row].finish})
+        made = []
+        for row, choice in enumerate(self.choices):
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            body = {"message": message} if self.chat else {"text": choice.text}
+            scores = None if self.logprobs is None else self.logprobs.of(choice.scored, 0)
+            finish = None if choice.end is None else choice.end.finish
+            made.append({"index": row, **body, "logprobs": scores, "finish_reason": finish})
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._base, "object": kind, "choices": choices, "usage": self.usage()}
+        return {**self._head(kind), "choices": made, "usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
         """The pieces that begin a stream: who speaks."""
         if not self.chat:
             return []
-        return [self._piece(row, {"delta": {"role": "assistant", "content": ""}}, None) for row in range(self.rows)]
+        return [self._piece(row, {"delta": {"role": "assistant", "content": ""}}) for row in range(self.rows)]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
-        """What an event adds to a stream."""
-        made = []
-        if event.text or event.canvas is not None:
-            text = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-            piece = self._piece(event.row, text, None)
+        """Adds an event to the answer, and returns what it adds to a stream."""
+        made, offset = [], len(self.choices[event.row].text)
+        self.take(event)
+        if event.text or event.logprobs or event.canvas is not None:
+            body = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+            scores = self.logprobs.of(event.logprobs, offset) if self.logprobs and event.logprobs else None
+            piece = self._piece(event.row, body, scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
         if event.finish is not None:
-            made.append(self._piece(event.row, {"delta": {}} if self.chat else {"text": ""}, event.finish))
+            made.append(self._piece(event.row, {"delta": {}} if self.chat else {"text": ""}, finish=event.finish))
         return made
 
     def closing(self) -> dict[str, Any]:
         """The last piece, if usage was asked for."""
-        return {**self._base, "object": self._piece_kind, "choices": [], "usage": self.usage()}
+        return {**self._head(self._piece_kind), "choices": [], "usage": self.usage()}
 
     @property
     def _piece_kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _piece(self, row: int, body: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": row, **body, "logprobs": None, "finish_reason": finish}
-        return {**self._base, "object": self._piece_kind, "choices": [choice]}
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _piece(
+        self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": row, **body, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head(self._piece_kind), "choices": [choice]}
 
 
 def sse(messages: Sequence[dict[str, Any]]) -> str:
     """Messages as server-sent events."""
-    return "".join(f"data: {json.dumps(message, ensure_ascii=False)}\n\n" for message in messages)
+    made = (json.dumps(message, ensure_ascii=False, separators=(",", ":")) for message in messages)
+    return "".join(f"data: {text}\n\n" for text in made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from contextlib import aclosing
@@ -14,10 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
+from dinfer.analysis.trace.page import page as trace_page
+from dinfer.analysis.trace.record import document, record_request
 from dinfer.serving import page
 from dinfer.serving.answers import Answer
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Guard
+from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -26,7 +30,7 @@ from dinfer.serving.protocol import (
     InfillRequest,
     TokenizeRequest,
 )
-from dinfer.serving.rows import failure
+from dinfer.serving.rows import Wanted, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
@@ -112,29 +116,45 @@ def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        if body.logprobs:
-            raise refused("logprobs", True, "is not supported yet")
         prompt = encoded(served, body.conversation, "messages")
-        return await generated(served, body, [prompt], chat=True)
+        top = body.top_logprobs or 0 if body.logprobs else None
+        return await generated(served, body, [prompt], top, chat=True)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        if body.logprobs is not None:
-            raise refused("logprobs", body.logprobs, "is not supported yet")
         prompts = [encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
-        return await generated(served, body, prompts, chat=False)
+        return await generated(served, body, prompts, body.logprobs, chat=False)
 
-    async def generated(served: Served, body: Generation, prompts: list[list[int]], *, chat: bool) -> Response:
+    async def generated(
+        served: Served, body: Generation, prompts: list[list[int]], top: int | None, *, chat: bool
+    ) -> Response:
         rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
         stream = bool(body.stream)
-        job = server.job(served, rows, body.dinfer, body.stops, stream=stream)
+        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None)
+        job = server.job(served, rows, body.dinfer, wanted, stream=stream)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=served.name,
             chat=chat, prompt_tokens=sum(map(len, prompts)), rows=len(rows),
+            logprobs=None if top is None else Logprobs(served.pieces, top, chat=chat),
         )  # fmt: skip
         usage = body.stream_options is not None and body.stream_options.include_usage
         return await server.answer(job, answer, stream=stream, usage=usage)
+
+    @app.post("/v1/trace")
+    async def trace(body: ChatRequest) -> Response:
+        """The page that plays the denoising of the answer, as `dinfer trace` writes it. It is denoised once more."""
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        server.check()
+        prompt = encoded(served, body.conversation, "messages")
+        (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
+        with server.admission.admit([row.length]):
+            async with server.recording:  # one at a time: it runs beside the engine, step by step
+                try:
+                    found = await asyncio.to_thread(record_request, served.pipe, row, model=served.name)
+                except Exception as error:
+                    raise failure(error) from error
+        return Response(trace_page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
     @app.post("/v1/infill")
     async def infill(body: InfillRequest) -> dict[str, Any]:

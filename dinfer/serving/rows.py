@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from dinfer.core.told import TokenLogprob
 from dinfer.engine.request import Counts, Request, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
@@ -27,30 +28,44 @@ class Event:
     row: int
     text: str = ""
     canvas: dict[str, Any] | None = None
+    logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # tokens whose text is told by now, if asked
     finish: str | None = None  # "stop" or "length"
     counts: Counts | None = None
     tokens: int = 0  # of the answer, in the last event
 
 
-async def row_events(
-    served: Served, index: int, request: Request, stops: Sequence[str], drafts: bool
-) -> AsyncGenerator[Event]:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a client wants of each row."""
+
+    stops: Sequence[str] = ()
+    drafts: bool = False
+    logprobs: bool = False
+
+
+async def row_events(served: Served, index: int, request: Request, wanted: Wanted) -> AsyncGenerator[Event]:
     """Runs a row. Whoever leaves off cancels it. Raises ApiError."""
-    text = StoppableText(served.pipe.decode, stops)
-    canvas = Drafts(served.pipe, len(request.prompt)) if drafts else None
+    text = StoppableText(served.pipe.decode, wanted.stops)
+    canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
+    told: list[tuple[int, TokenLogprob]] = []  # with log-probabilities, tokens whose text may not be told yet
+    sent = 0
     try:
-        async with aclosing(served.engine.stream(request, snapshots=drafts, deltas="commit")) as updates:
+        stream = served.engine.stream(request, deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs)
+        async with aclosing(stream) as updates:
             async for update in updates:
-                done = update.completion
+                done, scored = update.completion, list[tuple[int, TokenLogprob]]()
                 piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
                 shown = None if canvas is None else canvas.changes(update)
+                if update.logprobs is not None and update.new is not None:
+                    told += zip(update.new, update.logprobs, strict=True)
+                    scored, sent = told[sent : text.tokens], max(sent, text.tokens)
                 if done is not None or text.stopped:
                     stopped = text.stopped or (done is not None and done.stopped)
                     counts = partial(update, text.tokens) if done is None else done.counts
-                    yield Event(index, piece, shown, "stop" if stopped else "length", counts, text.tokens)
+                    yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens)
                     return
-                if piece or shown:
-                    yield Event(index, piece, shown)
+                if piece or shown or scored:
+                    yield Event(index, piece, shown, scored)
     except Exception as error:
         raise failure(error) from error
 

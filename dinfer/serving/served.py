@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dinfer.analysis.trace.pieces import Pieces
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.engine.async_engine import AsyncEngine
@@ -40,6 +41,11 @@ class Served:
         """Positions of the longest canvas that this server takes."""
         most, limit = self.pipe.model.spec.max_length, self.pipe.engine.runtime.max_length
         return most if limit is None else min(most, limit)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Texts of single tokens."""
+        return Pieces(self.pipe)
 
     @cached_property
     def _defaults(self) -> dict[str, int | float]:
@@ -107,7 +113,12 @@ class Served:
             for info in options_of(part)
         }
         offered = {
-            o.name: {"default": o.default, "integer": isinstance(o.default, int), "help": helps[o.kind, o.name]}
+            o.name: {
+                "component": o.kind,
+                "default": o.default,
+                "integer": isinstance(o.default, int),
+                "help": helps[o.kind, o.name],
+            }
             for o in recipe.request_options
             if o.name not in recipe.decoder.refuses
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.metrics import Metrics
 from dinfer.serving.protocol import Own
-from dinfer.serving.rows import Event, merged, row_events
+from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
 
@@ -29,7 +29,7 @@ class Job:
 
     served: Served
     rows: list[Row]
-    stops: Sequence[str]
+    wanted: Wanted
     own: Own
 
 
@@ -41,6 +41,7 @@ class Server:
     settings: Settings
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
+    recording: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of traces
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
@@ -57,13 +58,13 @@ class Server:
             raise ApiError(503, f"the engine has failed: {type(self.failure).__name__}", code="engine_failed")
         self.admission.check_open()
 
-    def job(self, served: Served, rows: list[Row], own: Own, stops: Sequence[str], *, stream: bool) -> Job:
+    def job(self, served: Served, rows: list[Row], own: Own, wanted: Wanted, *, stream: bool) -> Job:
         """Raises ApiError for what contradicts itself."""
         if own.drafts and not stream:
             raise refused("dinfer.drafts", True, "needs stream=true")
         if own.deadline is not None and own.deadline > self.settings.deadline:
             raise refused("dinfer.deadline", own.deadline, f"exceeds this server's: {self.settings.deadline} s")
-        return Job(served, rows, stops, own)
+        return Job(served, rows, wanted, own)
 
     async def events(self, job: Job) -> AsyncGenerator[Event]:
         """The events of all rows of a request, counted, within its deadline. Raises ApiError."""
@@ -71,7 +72,7 @@ class Server:
         name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
         deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline
         end = asyncio.get_running_loop().time() + deadline
-        streams = [row_events(job.served, i, row, job.stops, job.own.drafts) for i, row in enumerate(job.rows)]
+        streams = [row_events(job.served, i, row, job.wanted) for i, row in enumerate(job.rows)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             while True:
                 try:
@@ -113,7 +114,6 @@ class Server:
                 yield sse(opening)
             try:
                 async for event in events:
-                    answer.take(event)
                     yield sse(answer.pieces(event))
             except ApiError as error:
                 self.refuse(error)

@@ -34,8 +34,8 @@ class StoppableText:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the text takes: those before the one in which a stop string begins."""
-        if not self.stopped:
+        """How many tokens the text takes that has been told; of a stop string, none but what is told before it."""
+        if not (self.stopped or self._held or self._grown.pending):
             return len(self._ids)
         lengths = range(len(self._ids) + 1)
         return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self._ids[:count])))

@@ -54,14 +54,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
         "loading.hub", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
-    "core.state": {"core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
+    "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
+    "core.state": {"core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
-    "core.step": CORE | {"core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
+    "core.step": CORE | {"core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
-        "core.step",
+        "core.step", "core.told",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
@@ -83,7 +84,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.plots": {"analysis.pareto"},
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
-    "serving": {"analysis.trace", "core.recipe", "core.registry", "engine", "pipeline", "pipeline.streaming"},
+    "serving": {
+        "core.told", "analysis.trace", "core.recipe", "core.registry", "engine", "pipeline", "pipeline.streaming",
+    },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {

@@ -59,13 +59,37 @@ def test_a_stream_says_what_an_answer_says(client: Client) -> None:
 
 def test_drafts_end_as_the_answer(client: Client) -> None:
     got = pieces(chat(client, stream=True, dinfer={"drafts": True}))
-    canvas: dict[int, tuple[str, str]] = {}
-    for piece in got:
-        for position, text, state, *_ in piece.get("dinfer", {}).get("canvas", {}).get("changes", []):
-            assert canvas.get(position, ("", ""))[1] != "final", "a final token changed"
+    canvas: dict[int, tuple[str, int]] = {}
+    messages = [piece["dinfer"]["canvas"] for piece in got if "dinfer" in piece]
+    assert messages[0]["v"] == 1 and messages[0]["length"] == 64
+    guesses = 0
+    for message in messages:
+        for position, text, bucket, state in message["changes"]:
+            assert canvas.get(position, ("", 0))[1] != 2, "a final token changed"
+            assert 0 <= bucket <= 10
+            guesses += state == 0
             canvas[position] = (text, state)
     text = "".join(p["choices"][0]["delta"].get("content", "") for p in got if p["choices"])
-    assert "".join(canvas[i][0] for i in sorted(canvas)).startswith(text[:20])
+    assert sorted(canvas) == list(range(64)) and {state for _, state in canvas.values()} == {2} and guesses
+    assert "".join(canvas[i][0] for i in sorted(canvas)).startswith(text)
+
+
+def test_log_probabilities_are_of_each_token(client: Client) -> None:
+    whole = chat(client, logprobs=True, top_logprobs=3).json()
+    entries = whole["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == whole["choices"][0]["message"]["content"]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] <= 0 for entry in entries)
+    assert all(entry["bytes"] == list(entry["token"].encode()) for entry in entries)
+    streamed = [p["choices"][0]["logprobs"] for p in pieces(chat(client, stream=True, logprobs=True, top_logprobs=3))]
+    assert [entry for part in streamed if part for entry in part["content"]] == entries
+    old = client.ask("/v1/completions", {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "logprobs": 2}).json()
+    scores, text = old["choices"][0]["logprobs"], old["choices"][0]["text"]
+    assert "".join(scores["tokens"]) == text and len(scores["token_logprobs"]) == len(scores["tokens"])
+    assert all(text[at:].startswith(t) for at, t in zip(scores["text_offset"], scores["tokens"], strict=True))
+    stopped = chat(client, logprobs=True, stop=" books").json()["choices"][0]
+    said = "".join(entry["token"] for entry in stopped["logprobs"]["content"])
+    assert said.startswith(stopped["message"]["content"])
 
 
 def test_choices_differ_by_seed_and_repeat(client: Client) -> None:

@@ -45,7 +45,7 @@ def test_what_is_read_from_the_source_is_what_the_class_says(registry: Registry)
     for name in registry.names():
         cls = registry.get(name)
         summary = (cls.__doc__ or "").strip().split("\n")[0]
-        assert fresh.describe(name) == Description(summary, cls.paper, cls.remark, tuple(options_of(cls)))
+        assert fresh.describe(name) == Description(summary, cls.paper, tuple(options_of(cls)))
 
 
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **files: str) -> Registry:
@@ -77,7 +77,7 @@ def test_a_module_is_imported_when_a_component_of_it_is_built(tmp_path: Path, mo
         registry.check({"name": "plain", "kind": "c"})
     assert "lazy.plain" not in sys.modules
     assert registry.describe("plain") == Description(
-        "Says what it does.", "arXiv:1", "", tuple(options_of(registry.get("plain")))
+        "Says what it does.", "arXiv:1", tuple(options_of(registry.get("plain")))
     )
     assert "lazy.plain" in sys.modules
 
@@ -109,7 +109,7 @@ def test_source_that_cannot_be_read_is_run(
     registry = package(tmp_path, monkeypatch, name, plain=head + BASE + text)
     described = registry.describe("plain")
     assert (f"{name}.plain" in sys.modules) == imported
-    assert described == Description("Says what it does.", "arXiv:1", "", tuple(options_of(registry.get("plain"))))
+    assert described == Description("Says what it does.", "arXiv:1", tuple(options_of(registry.get("plain"))))
     assert {option.default for option in described.options} == {0.5, 3, None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView
 from dinfer.core.recipe import compose
 from dinfer.decoders.dream import Dream
+from dinfer.decoders.klass import Klass
 from dinfer.engine.request import Request, Update
 from dinfer.kernels.density import density
 from dinfer.kernels.random import uniform
+from dinfer.kernels.rows import Rows
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.kernels.token_stats import token_stats
 
@@ -207,6 +210,22 @@ def test_klass_never_trusts_a_first_step() -> None:
     table = script(1, 8, scale=30.0)
     sizes = [len(positions) for positions in decoded({"name": "klass", "threshold": 0.5}, table)]
     assert sizes == [1, 2, 8]  # the third step is the second that did not move
+
+
+def test_klass_leaves_its_distributions_where_they_are() -> None:
+    """Of the rows of a step, only live ones are written, and what an earlier block left counts for nothing."""
+    decoder, table_NLV = Klass(), torch.full((3, 2, VOCAB), 0.5)
+    logits_RLV, index_R = script(1, 2)[:, PROMPT:].float().expand(2, -1, -1), torch.tensor([2, 0])
+    state = {
+        "before": Rows(table_NLV, index_R, torch.tensor([True, False])),
+        "stable": torch.tensor([[1, 1], [1, 1]]),
+    }
+    view = view_of(torch.ones(2, 2, dtype=torch.bool), seeds=torch.zeros(2), kl_threshold=1e9)
+    decoder.adjust(logits_RLV, view, state)
+    assert torch.equal(table_NLV[2], logits_RLV[0].softmax(-1)) and bool((table_NLV[:2] == 0.5).all())
+    assert not state["stable"].any(), "a block's first step is never stable"
+    decoder.adjust(logits_RLV, replace(view, step_R=torch.ones(2, dtype=torch.int64)), state)
+    assert bool((state["stable"] == 1).all())
 
 
 # WINO

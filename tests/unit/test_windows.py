@@ -64,7 +64,7 @@ def device_window(cache: CachePolicy, spec: ModelSpec, row: Cursors, width: int)
     canvas.status_NS.random_(0, 3, generator=torch.Generator().manual_seed(row.start))
     slot_B, shape = torch.tensor([0]), StepShape(Phase(row.phase), 1, width, 1, LONGEST, 1)
     lanes = canvas.lanes(slot_B, shape.phase)
-    state = StatePool.alloc(cache.fresh_state(spec, CAPACITY), (2,), torch.device("cpu")).lanes(slot_B)
+    state = StatePool.alloc(cache.fresh_state(spec, CAPACITY), 2, torch.device("cpu")).lanes(slot_B)
     return window(cache, lanes, canvas, spec, shape, state)
 
 

@@ -60,8 +60,8 @@ def component(registry: Registry, name: str) -> RenderableType:
     head.add_column(min_width=NAMES + 2, no_wrap=True)
     head.add_column(overflow="fold")
     head.add_row(Text(name, "bold cyan"), Text(described.summary))
-    for remark in filter(None, (described.paper, described.remark)):
-        head.add_row("", Text(remark, "bright_black"))
+    if described.paper:
+        head.add_row("", Text(described.paper, "bright_black"))
     options = Table.grid(padding=(0, 2))
     options.add_column(min_width=NAMES, no_wrap=True)
     options.add_column(min_width=8, max_width=26, overflow="fold")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dinfer.core.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
@@ -91,14 +92,14 @@ class Scheduler:
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
-        sampled = any(row.sampled for row in rows)
+        sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
-        if positions >= MANY and not sampled and not guided and self.recipe.scores_open:
+        if positions >= MANY and not sampled and not guided and told < Told.LOGPROBS and self.recipe.scores_open:
             scored = sum(row.left for row in rows)
         shape = StepShape(
             phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
             settles=group.settles, top_candidates=max(row.top_candidates for row in rows),
-            scored=scored if 0 < scored < positions else 0,
+            scored=scored if 0 < scored < positions else 0, told=told,
         )  # fmt: skip
         return Step(shape, group.slots)
 

@@ -1,6 +1,8 @@
 "use strict";
 // Served at /. Talks to the API of the same server, and to nobody else.
 
+const STATES = [["masked"], ["draft"], ["final"]]; // a guess at a mask; a token that an edit may change; one that stays
+const RANGES = { temperature: [0, 2], guidance: [0, 4], repetition_penalty: [1, 2] }; // of sliders; others go from 0 to 1
 const byId = (id) => document.getElementById(id);
 const sides = [];
 let models = [];
@@ -52,22 +54,29 @@ class Side {
     this.offer();
   }
 
-  // A control for each option that a request may set, as the model's card lists them.
+  // A control for each option that a request may set, as the model's card lists them; of the sampling's, most are folded.
   offer() {
     const { options } = models.find((model) => model.id === this.model.value).dinfer;
     this.inputs.clear();
-    this.settings.replaceChildren();
-    const rows = { max_tokens: { default: 96, integer: true }, ...options };
-    for (const [name, option] of Object.entries(rows)) {
-      const share = !option.integer && option.default <= 1;
-      const input = make("input", share ? { type: "range", min: 0, max: 1, step: 0.01 } : { type: "number", min: 0, step: option.integer ? 1 : "any" });
-      input.value = option.default;
-      input.dataset.default = option.default;
-      const value = make("output", {}, share ? String(option.default) : "");
-      input.addEventListener("input", () => { if (share) value.textContent = input.value; });
-      this.inputs.set(name, input);
-      this.settings.append(make("label", { title: option.help ?? "length of the answer, in tokens" }, name, input, value));
-    }
+    const more = make("details", {}, make("summary", {}, "Sampling"));
+    this.settings.replaceChildren(this.control("max_tokens", { default: 96, integer: true, help: "length of the answer, in tokens" }));
+    for (const [name, option] of Object.entries(options))
+      (option.component === "decoder" || name === "temperature" ? this.settings : more).append(this.control(name, option));
+    this.settings.append(more);
+  }
+
+  control(name, option) {
+    const [least, most] = RANGES[name] ?? [0, 1];
+    const slides = !option.integer && option.default >= least && option.default <= most;
+    const input = make("input", slides
+      ? { type: "range", min: least, max: most, step: 0.01 }
+      : { type: "number", min: option.integer ? 0 : least, step: option.integer ? 1 : "any" });
+    input.value = option.default;
+    input.dataset.default = option.default;
+    const value = make("output", {}, slides ? String(option.default) : "");
+    input.addEventListener("input", () => { if (slides) value.textContent = input.value; });
+    this.inputs.set(name, input);
+    return make("label", { title: option.help }, name, input, value);
   }
 
   request(question) {
@@ -109,10 +118,8 @@ class Side {
         cells.push(box);
         canvas.append(box);
       }
-    for (const [position, text, state, sure] of changes) {
-      const masked = state === "masked";
-      paint(cells[position], masked ? MASKED : shown(text), masked ? ["masked"] : [state], sure === undefined ? null : sure / 10);
-    }
+    for (const [position, text, bucket, state] of changes)
+      paint(cells[position], shown(text) || "■", STATES[state], bucket / 10);
     cells.forEach((box, position) => box.classList.toggle("active", region[0] <= position && position < region[1]));
   }
 

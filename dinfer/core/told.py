@@ -1,0 +1,111 @@
+"""What steps tell of the tokens they propose and write, for requests that ask: drafts, and log-probabilities.
+
+Shape suffixes: N slots, S canvas length, R rows of blocks, L block length, V vocabulary, X positions of active blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import BlockView, Canvas
+from dinfer.core.commits import Commits
+from dinfer.core.stats import TokenStats
+from dinfer.kernels.canvas import padded
+
+TOP = 20  # alternatives that are told of a token
+LEVELS = 256  # of confidence
+ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
+
+
+class Told(IntEnum):
+    """What some row of a step is told. Each includes those before."""
+
+    NOTHING = 0
+    DRAFTS = 1
+    LOGPROBS = 2
+
+
+class TokenLogprob(NamedTuple):
+    """Natural logarithms of a token's probability, and of the most likely tokens', best first.
+
+    They are those of the model's own distribution at this position, the mask token included, before temperature,
+    penalties and nucleus, in the step that wrote the token.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Tellings:
+    """By slot and position. The last column is scratch, where padding is written."""
+
+    draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
+    logprob_NS: Tensor | None = None  # float32
+    top_NST: Tensor | None = None  # int64
+    top_logprob_NST: Tensor | None = None  # float32
+
+    @classmethod
+    def alloc(cls, canvas: Canvas) -> Tellings:
+        return cls(torch.zeros_like(canvas.tokens_NS))
+
+    def want_logprobs(self) -> None:
+        """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
+        if self.logprob_NS is None:
+            wide, device = (*self.draft_NS.shape, TOP), self.draft_NS.device
+            self.logprob_NS = torch.zeros(self.draft_NS.shape, device=device)
+            self.top_NST = torch.zeros(wide, dtype=torch.int64, device=device)
+            self.top_logprob_NST = torch.zeros(wide, device=device)
+
+    def tell(
+        self, slot_B: Tensor, live_B: Tensor, view: BlockView, stats: TokenStats, commits: Commits, vocab: int
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Notes drafts and their confidence. Returns where tokens were written, as an index, and their rows' tokens."""
+        rows_RL = live_B.repeat_interleave(len(view.pos_RL) // len(live_B))[:, None]
+        new_RL = ~commits.open_RL & (view.masked_RL | (commits.tokens_RL != view.tokens_RL)) & rows_RL
+        token_RL = torch.where(commits.open_RL, stats.token_RL, commits.tokens_RL).clamp(0, vocab - 1)
+        level_RL = (stats.confidence_RL.nan_to_num(0).clamp(0, 1) * (LEVELS - 1)).to(torch.int64)
+        told_RL = new_RL | (commits.open_RL & rows_RL)
+        self.draft_NS.index_put_(
+            self._index(slot_B, view, told_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)
+        )
+        return self._index(slot_B, view, new_RL), token_RL
+
+    def tell_logprobs(self, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
+        """Notes the log-probabilities of tokens that `tell` says were written."""
+        if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
+            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+        own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()
+        for logits, token in zip(logits_RLV.split(ROWS), token_RL.split(ROWS), strict=True):
+            logprob = logits.float().log_softmax(-1)
+            own.append(logprob.gather(-1, token[..., None])[..., 0])
+            best = logprob.topk(min(TOP, logprob.shape[-1]), dim=-1)
+            top.append(best.indices)
+            tops.append(best.values)
+        lanes, count = len(index[0]), top[0].shape[-1]
+        self.logprob_NS.index_put_(index, torch.cat(own).view(lanes, -1))
+        self.top_NST[..., :count].index_put_(index, torch.cat(top).view(lanes, -1, count))
+        self.top_logprob_NST[..., :count].index_put_(index, torch.cat(tops).view(lanes, -1, count))
+
+    def active(self, start_N: Tensor, width: int) -> Tensor:
+        """The drafts of every slot from its first active position on. int64 [N, X]"""
+        place_NX = start_N[:, None] + torch.arange(width, device=start_N.device)
+        return self.draft_NS.gather(1, place_NX.clamp_max(self.draft_NS.shape[1] - 1))
+
+    def logprobs(self, slot: int, start: int, end: int) -> list[TokenLogprob]:
+        """Of positions that hold tokens. Waits for the device."""
+        if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
+            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+        of = (slot, slice(start, end))
+        columns: Sequence[list] = [t[of].tolist() for t in (self.logprob_NS, self.top_NST, self.top_logprob_NST)]
+        return [TokenLogprob(own, [*zip(top, tops, strict=True)]) for own, top, tops in zip(*columns, strict=True)]
+
+    def _index(self, slot_B: Tensor, view: BlockView, flags_RL: Tensor) -> tuple[Tensor, Tensor]:
+        pos_BX = torch.where(flags_RL, view.pos_RL, -1).view(len(slot_B), -1)
+        return slot_B[:, None], padded(pos_BX, self.draft_NS.shape[1] - 1)

@@ -1,0 +1,120 @@
+"""The page as a browser shows it: a question is typed, the answer appears, and it is the library's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("selenium")
+
+import uvicorn
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from support.browser import PROGRAM, needs_chromium
+from support.serving import Client, served
+
+from dinfer.serving.app import application
+from dinfer.serving.run import listen
+from dinfer.serving.settings import Settings
+
+DRIVER = shutil.which("chromedriver")
+pytestmark = [needs_chromium, pytest.mark.skipif(DRIVER is None, reason="no chromedriver on this machine")]
+SECONDS = 30
+QUESTION = "Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served(Settings(port=0), careful={"decoder": {"name": "fixed", "steps": 32}, "cache": "none"}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(client: Client) -> Iterator[str]:
+    """A server in a thread."""
+    with listen(client.server.settings) as made:
+        web = uvicorn.Server(uvicorn.Config(application(client.server), log_config=None))
+        thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[made])))
+        thread.start()
+        yield f"http://127.0.0.1:{made.getsockname()[1]}/"
+        web.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(PROGRAM)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in (
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,1000",
+        f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
+    yield found
+    found.quit()
+
+
+def until(browser: Any, script: str) -> Any:
+    return WebDriverWait(browser, SECONDS, 0.05).until(lambda driver: driver.execute_script(f"return {script}"))
+
+
+def answers(browser: Any) -> list[str]:
+    return [found.text for found in browser.find_elements(By.CSS_SELECTOR, "#chat .answer")]
+
+
+def test_a_question_is_answered_as_the_library_does(client: Client, address: str, browser: Any) -> None:
+    (want,) = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=96)
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+    until(browser, "document.querySelectorAll('.canvas .cell.final').length > 20")
+    if shots := os.environ.get("DINFER_SCREENSHOTS"):  # for the documentation
+        browser.save_screenshot(str(Path(shots) / "serve_page.png"))
+    until(browser, "document.querySelector('.facts button') !== null")
+    assert answers(browser) == [want.text]
+    assert f"{want.counts.tokens} tokens in {want.counts.forwards} forwards" in browser.page_source
+
+
+def test_two_recipes_stand_side_by_side(client: Client, address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.ID, "compare").click()
+    browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+    until(browser, "document.querySelectorAll('.facts button').length === 2")
+    shown = [s.get_attribute("value") for s in browser.find_elements(By.CSS_SELECTOR, ".side select")]
+    assert shown == ["tiny", "tiny:careful"] and len(answers(browser)) == 2
+    if shots := os.environ.get("DINFER_SCREENSHOTS"):
+        browser.save_screenshot(str(Path(shots) / "serve_compare.png"))
+
+
+def test_gaps_are_filled_by_keyboard_alone(client: Client, address: str, browser: Any) -> None:
+    text = "<|user|>What is 12 + 5?<|assistant|>12 + 5 = [MASK:2]"
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.ID, "tab-chat").send_keys(Keys.ARROW_RIGHT)
+    browser.find_element(By.ID, "gaps").send_keys(text)
+    browser.switch_to.active_element.send_keys(Keys.TAB + Keys.ENTER)
+    browser.find_element(By.CSS_SELECTOR, "#fill button").send_keys(Keys.ENTER)
+    until(browser, "document.getElementById('filled').textContent !== ''")
+    assert browser.find_element(By.ID, "filled").text == client.pipe.infill(text).text.strip()
+
+
+def test_the_page_asks_nobody_else_and_breaks_no_rule(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded and all(name.startswith(address) for name in loaded)
+    said = [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]]
+    assert [entry["message"] for entry in said if entry["level"] == "SEVERE"] == []
