@@ -15,7 +15,7 @@ from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.parity import likelihood, uniform
+from dinfer.parity import likelihood, multi_block, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
@@ -280,6 +280,8 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = doc.rows("prompt_ids", int), doc.take("mask_id"), doc.take("eos_id")
+    if doc.fields("params").text("algorithm") in multi_block.PLANS:
+        return multi_block.run(golden, doc)
     plan = _plan(prompts, doc.fields("params"))
     if any(mask_id in prompt for prompt in prompts):
         raise Skip("prompts that hold mask tokens are not there yet")

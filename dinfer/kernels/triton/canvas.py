@@ -187,6 +187,7 @@ def attention_interval(
     _attention_interval[(lanes, triton.cdiv(width, PIECE))](
         pos_BW, end_B if start_B is None else start_B.contiguous(), end_B,
         end_B if prompt_B is None else prompt_B.contiguous(), start_BW, end_BW, width,
-        START=start_B is not None, PROMPT=prompt_B is not None, BLOCK=causal_block or 0, PIECE=PIECE, num_warps=WARPS, **early(pos_BW),
+        START=start_B is not None, PROMPT=prompt_B is not None, BLOCK=causal_block or 0, PIECE=PIECE,
+        num_warps=WARPS, **early(pos_BW),
     )  # fmt: skip
     return start_BW, end_BW

@@ -62,7 +62,7 @@ def window_positions(
     _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
         *(t.contiguous() for t in read), pos_BW, fits_B, logits_BX,
         *(pos_BW if made is None else made for made in (final_B, only_B)), width, active,
-        SHIFT=shift, BLOCK=block, PROMPT=from_prompt, BACK=back, AHEAD=ahead, KEEPS=keeps, RESPONSE=response, UNSEEN=unseen,
-        PREFILL=prefill, SETTLES=prefill or settles, PIECE=PIECE, num_warps=WARPS, **early(start_B),
+        SHIFT=shift, BLOCK=block, PROMPT=from_prompt, BACK=back, AHEAD=ahead, KEEPS=keeps, RESPONSE=response,
+        UNSEEN=unseen, PREFILL=prefill, SETTLES=prefill or settles, PIECE=PIECE, num_warps=WARPS, **early(start_B),
     )  # fmt: skip
     return pos_BW, fits_B, logits_BX, final_B, only_B
