@@ -214,7 +214,7 @@ def families() -> str:
     for family in MODELS.names():
         entries = [entry for entry in CATALOG if entry.family == family]
         attention = " and ".join(dict.fromkeys(entry.attention for entry in entries))
-        both_ways = attention == "bidirectional"
+        both_ways = attention.startswith("bidirectional")  # others are adapters of bidirectional models
         cells = [
             f"`{entries[0].checkpoint}`{f' and {len(entries) - 1} more' if entries[1:] else ''}",
             attention,

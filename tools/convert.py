@@ -30,7 +30,7 @@ from dinfer.layers.linear import format_of, formatted
 from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
 from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.hub import GGUF, locate
-from dinfer.loading.quantized import FIELD
+from dinfer.loading.packed import FIELD
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
 
 SHARD = 5 * 10**9  # bytes

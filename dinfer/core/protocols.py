@@ -97,7 +97,6 @@ class SelfConditioned(Protocol):
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,9 +211,11 @@ def open_stats(
 
 
 def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
-    """The logits, in place without the mask token where the decoder suppresses it."""
-    if recipe.decoder.suppress_mask and (mask_id := recipe.model.spec.mask_id) is not None:
-        logits_RLV[..., mask_id].fill_(float("-inf"))
+    """The logits, in place without the tokens that the decoder does not take."""
+    spec, decoder = recipe.model.spec, recipe.decoder
+    masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
+    for token in (*masks, *(() if decoder.moves else spec.moving_ids)):
+        logits_RLV[..., token].fill_(float("-inf"))
     return logits_RLV
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 
 from dinfer.engine.engine import Engine
@@ -19,14 +20,11 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, executor: Executor | None = None) -> None:
         """`executor`: where rounds run; engines that share a device may share a thread. None: the event loop's own."""
-        self._engine, self._executor = engine, executor
+        self.engine, self._executor = engine, executor
         self.failure: BaseException | None = None
+        self.observer: Callable[[float], None] | None = None  # is told how many seconds each round took
         self._queues: dict[int, asyncio.Queue[Update | BaseException]] = {}
         self._work: asyncio.Task[None] | None = None
-
-    def occupancy(self) -> dict[str, int]:
-        """How much of the engine is taken: requests that wait and run, pages in all and free."""
-        return self._engine.occupancy()
 
     async def stream(
         self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
@@ -40,7 +38,7 @@ class AsyncEngine:
         NonFiniteLogits or StalledRow.
         """
         queue: asyncio.Queue[Update | BaseException] = asyncio.Queue()
-        index = self._engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
+        index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
         self._queues[index] = queue
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())
@@ -57,12 +55,15 @@ class AsyncEngine:
                     return
         finally:
             del self._queues[index]
-            self._engine.cancel(index)
+            self.engine.cancel(index)
 
     async def _steps(self) -> None:
-        while self._queues and self._engine.busy:
-            loop = asyncio.get_running_loop()
-            for update in await loop.run_in_executor(self._executor, self._engine.step):
+        while self._queues and self.engine.busy:
+            loop, began = asyncio.get_running_loop(), time.perf_counter()
+            updates = await loop.run_in_executor(self._executor, self.engine.step)
+            if self.observer is not None:
+                self.observer(time.perf_counter() - began)
+            for update in updates:
                 if update.index in self._queues:
                     self._queues[update.index].put_nowait(update)
 

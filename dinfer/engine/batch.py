@@ -107,6 +107,20 @@ class Batch:
             self.pages.publish(row.prefix_keys[i], row.pages[i])
         row.published = max(row.published, ready)
 
+    def publish_answer(self, row: Row) -> None:
+        """Lets later requests share the pages of a finished row's answer, such as the next turn of a conversation.
+
+        Those of the last block have the keys of tokens that were still masked.
+        """
+        spec, page = self.recipe.model.spec, self.runtime.page
+        if not self.runtime.share or row.guided or not self.recipe.cache.prefilled(spec, row.request.length):
+            return
+        unit = spec.causal_block or 1
+        final = row.cursors.kept // unit * unit
+        keys = prompt_keys(row.canvas[:final], final, page, unit)
+        for i in range(row.published, len(keys)):
+            self.pages.publish(keys[i], row.pages[i])
+
     def release(self, row: Row) -> None:
         """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""
         if row.slot is not None and self.rows.get(row.slot) is row:

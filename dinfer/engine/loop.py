@@ -153,6 +153,7 @@ class Loop:
             elif ended:
                 row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)
             if ended:
+                self.batch.publish_answer(row)
                 self.batch.release(row)
             self._moved.append(row)
 

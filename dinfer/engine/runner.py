@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,15 +120,30 @@ class Runner:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Raises RuntimeError where the host would wait for the device. In a capture that would do lasting harm."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Raises RuntimeError if this thread has waited for the device. In a capture that would do lasting harm.
+
+    Torch's switch is for the whole process: other threads go on, and what it says of them is dropped.
+    """
+    thread, waits, before = threading.get_ident(), list[str](), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def heard(message: Warning | str, *place: Any, **more: Any) -> None:
+            if "synchronizing" not in str(message):
+                show(message, *place, **more)
+            elif threading.get_ident() == thread:
+                waits.append(str(message))
+
+        warnings.showwarning = heard
+        warnings.filterwarnings("always", ".*synchronizing")
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if waits:
+        raise RuntimeError(waits[0])
 
 
 @lru_cache(maxsize=4096)

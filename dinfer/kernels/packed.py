@@ -49,8 +49,13 @@ def _pack(weight_OK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     largest = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
     scale = (largest / -8).to(torch.bfloat16)
     values = (wide / torch.where(scale == 0, 1, scale).float()).round().clamp(-8, 7).to(torch.int8) + 8
-    low, high = values.to(torch.uint8).chunk(2, -1)
-    return (low | high << 4).flatten(-2), scale.squeeze(-1)
+    return halves(values.flatten(-2), group), scale.squeeze(-1)
+
+
+def halves(values: Tensor, group: int) -> Tensor:
+    """Values of 0 to 15, two in a byte as `pack` puts them. [..., K] -> uint8 [..., H]"""
+    low, high = values.to(torch.uint8).unflatten(-1, (-1, group)).chunk(2, -1)
+    return (low | high << 4).flatten(-2)
 
 
 def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

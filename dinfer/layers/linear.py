@@ -8,7 +8,7 @@ from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.types import Deferred, Inputs
-from dinfer.layers.formats.format import FORMATS, EightBits, Format, Weight
+from dinfer.layers.formats.format import FORMATS, Format, Weight
 from dinfer.layers.formats.plain import PLAIN
 
 
@@ -65,13 +65,13 @@ def format_of(name: str) -> Format:
     return FORMATS.get(name)()
 
 
-def taken(quantize: str | None) -> dict[str, EightBits]:
-    """The formats in which weights may stay as a checkpoint has them, by safetensors' name of their dtype.
+def taken(quantize: str | None) -> dict[str, Format]:
+    """The formats in which weights may stay as a checkpoint has them, by the name of what it has them in.
 
     With `quantize`, only what is in that format already stays.
     """
     formats = [format_of(name) for name in (roundings() if quantize is None else [quantize])]
-    return {known.stored: known for known in formats if isinstance(known, EightBits)}
+    return {known.stored: known for known in formats if known.stored is not None}
 
 
 def formatted(network: nn.Module) -> dict[str, tuple[Formatted, str]]:

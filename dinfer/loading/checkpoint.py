@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -24,8 +24,9 @@ from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.quantized import FIELD, Scales, scale_at, scale_block, scales_of
-from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
+from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
+from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
+from dinfer.loading.safetensors_io import FLOATS, Slices, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
 
@@ -48,7 +49,8 @@ def small_files(folder: Path) -> Folder:
 def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
     """The tensors of a checkpoint, those that the family does not use left out."""
     if folder.suffix != GGUF:
-        return {name: found for name, found in stored(folder).items() if not name.startswith(family.unused)}
+        found = packed(stored(folder), packing(read_object(folder / CONFIG)))
+        return {name: one for name, one in found.items() if not name.startswith(family.unused)}
     from dinfer.loading.gguf_file import gguf_file
 
     names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
@@ -103,22 +105,27 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(dtype for name in placements if (dtype := tensors[name].floats) is not None)
-    kept = scales.kept(tensors, placements, takes, adapter.pairs if adapter else ())
-    for held in set(kept.values()):
-        takes[held].check(device, f"{folder}: what it holds in {held}")
-    network = empty_network(family, spec, dtype, device, {name: takes[held] for name, held in kept.items()}, rank)
+    held = formats_of(tensors, placements, scales, takes, adapter.pairs if adapter else (), rank)
+    for format in {type(format): format for format in held.values()}.values():
+        format.check(device, f"{folder}: what it holds in {format.stored}")
+    network = empty_network(family, spec, dtype, device, held, rank)
     parameters, weights = dict(network.named_parameters()), linear.formatted(network)
     scale_of, wide = scales.read(), set()
-    pieces = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
+    every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
+    words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
+    whole = {name for name in words if placements[name].parameter in held.keys() & weights.keys()}
+    pieces = [piece for piece in every if piece[0] not in whole]
     parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
     with torch.no_grad():
+        for name, source, target in (piece for piece in every if piece[0] in whole):
+            _fill(tensors[name], source, target, *weights[placements[name].parameter])
         for (name, source, target), tensor in zip(pieces, read_slices(tensors, parts), strict=True):
             parameter = placements[name].parameter
             if name in scale_of:
                 scale = scale_at(scale_of[name].to(device), tensors[name].shape, block, source)
-                if parameter in kept and parameter in weights:
+                if parameter in held and parameter in weights:
                     module, own = weights[parameter]
-                    takes[kept[parameter]].take(module.weight_of(own), target, tensor, scale)
+                    held[parameter].take(module.weight_of(own), target, tensor, scale)
                     continue
                 tensor = tensor.to(device).float() * scale
                 wide.add(name)
@@ -126,13 +133,39 @@ def load_network(
             parameters[parameter].detach()[target].copy_(merged)
     if quantize is not None:
         linear.quantize(network, quantize)
-    elif wide:
+    elif wide := wide | words - whole:
         logging.getLogger(__name__).warning(
-            "%s: %d of %d rounded weights are widened to %s: their scales are of blocks, an adapter changes them, or "
-            "they share a matrix with others. quantize=fp8, int8 or int4 rounds them again.",
-            folder, len(wide), len(scale_of), dtype,
+            "%s: %d of %d rounded weights are widened to %s: no format holds their scales (of blocks), zeros or order "
+            "of inputs, an adapter changes them, or they share a matrix with others. quantize=fp8, int8 or int4 rounds "
+            "them again.",
+            folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
     return network
+
+
+def _fill(weight: Stored, source: Slices, target: Slices, module: Any, own: str) -> None:
+    """Puts a part of a packed weight into a format that holds it as it is."""
+    assert isinstance(weight, PackedWeight)
+    module.formats[own].take(module.weight_of(own), target, *weight.integers().part(source))
+
+
+def formats_of(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales, takes: Mapping[str, Any],
+    changed: Collection[str] = (), rank: Rank = WHOLE,
+) -> dict[str, Any]:  # fmt: skip
+    """The parameters that may hold bit for bit what the checkpoint does, and the formats that do, of those in `takes`.
+
+    `changed`: weights that an adapter changes.
+    """
+    from dinfer.layers.formats.int4 import Int4  # only here: networks are heavy to import
+
+    found: dict[str, Any] = {
+        name: takes[kind] for name, kind in scales.kept(tensors, placements, takes, changed).items()
+    }
+    for name, weight in kept(tensors, placements, changed, rank).items():
+        if weight.dtype in takes:
+            found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
+    return found
 
 
 def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:

@@ -22,10 +22,20 @@ from dinfer.core.registry import MODELS
 from dinfer.core.spec import ModelSpec, Placement
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import format_of, formatted, roundings, taken
-from dinfer.loading.checkpoint import differences, empty_network, family_of, layout, read_spec, small_files, tensors_of
+from dinfer.loading.checkpoint import (
+    differences,
+    empty_network,
+    family_of,
+    formats_of,
+    layout,
+    read_spec,
+    small_files,
+    tensors_of,
+)
 from dinfer.loading.files import CheckpointError, Folder, read_object
 from dinfer.loading.hub import GGUF
-from dinfer.loading.quantized import FIELD, SCALES, Block, Scales, scale_block, scales_of
+from dinfer.loading.packed import FIELD, packed, packed_names, packing
+from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 
@@ -59,6 +69,7 @@ class Inspection:
     family: str | None = None
     spec: ModelSpec | None = None
     dtype: torch.dtype | None = None  # of the weights
+    packing: str | None = None  # how several of them are packed in an integer
     parameters: int | None = None
     active: int | None = None  # parameters that one token meets
     memory: dict[str, int | None] = field(default_factory=dict)  # bytes of the loaded network, by `quantize`
@@ -118,7 +129,9 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
 def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
     """Parameters, memory, and what is wrong with the tensors."""
     stored, headers = _stored(found, family)
-    block = scale_block(config)
+    block, how = scale_block(config), packing(config)
+    stored, headers = packed_names(stored, how), packed(headers, how)
+    found.packing = how and str(how)
     if family is None or found.spec is None:
         return
     found.types = dict(Counter(tensor.dtype for tensor in headers.values()))
@@ -254,10 +267,10 @@ def _memory(
     network: Any = None
     now = None
     for name in ("none", *roundings()):
-        takes = taken(None if name == "none" else name)
-        kept = scales.kept(tensors, placements, takes, ())
+        held = formats_of(tensors, placements, scales, taken(None if name == "none" else name))
+        kept = {path: (type(format), vars(format)) for path, format in held.items()}
         if kept != now:
-            held, now = {path: takes[dtype] for path, dtype in kept.items()}, kept
+            now = kept
             network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         try:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dinfer.core.spec import Placement
 from dinfer.loading.files import CheckpointError
+from dinfer.loading.packed import FIELD, packing
 from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
-FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # not used: rows are rounded at scales of their own
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
@@ -34,14 +34,16 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
         return None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"config.json: {FIELD}={found!r:.80} must be an object")
+    if packing(config) is not None:
+        return None
     method = found.get("quant_method")
     if method == "fp8":
         _expect(found, "", {"fmt": (None, "e4m3", "float8_e4m3fn")})
         return _block(found.get("weight_block_size"), "weight_block_size")
     if method != "compressed-tensors":
         raise CheckpointError(
-            f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8' is, and 'compressed-tensors' "
-            "with 8 bits. Load the checkpoint that this one was made from, with quantize=fp8, int8 or int4."
+            f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8', 'gptq', 'awq' and "
+            "'compressed-tensors' are. Load the checkpoint that it was made from, with quantize=fp8, int8 or int4."
         )
     _expect(found, "", {"format": FORMATS, "kv_cache_scheme": (None,)})
     groups = found.get("config_groups")

@@ -21,6 +21,8 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+"""What several weights are packed in, and their shapes and orders (`dinfer.loading.packed`)."""
 Slices = tuple[slice, ...]
 Reader = Callable[["Stored", str, Slices | None], Tensor]
 """Takes a tensor, its name, and the part of it that is wanted; None: all of it."""
@@ -48,7 +50,11 @@ class Stored:
     def bytes_of(self, part: Slices | None) -> int:
         """Bytes of some slices of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
-        return math.prod(sizes) * (FLOATS | NARROW)[self.dtype].itemsize
+        return math.prod(sizes) * (FLOATS | NARROW | INTEGERS)[self.dtype].itemsize
+
+    def beside(self, other: Stored) -> bool:
+        """Whether what reads the other can read it too."""
+        return type(self) is type(other) and self.path == other.path
 
     @contextmanager
     def opened(self) -> Iterator[Reader]:
@@ -82,9 +88,9 @@ def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices
     """Parts of tensors on the CPU, in order, as `read` gives tensors. Of a slice no other bytes are read; None: all."""
     most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
     while parts:
-        path, taken, size = tensors[parts[0][0]].path, 0, 0
-        with tensors[parts[0][0]].opened() as reader:
-            while taken < len(parts) and tensors[parts[taken][0]].path == path and (not taken or size < most):
+        first, taken, size = tensors[parts[0][0]], 0, 0
+        with first.opened() as reader:
+            while taken < len(parts) and tensors[parts[taken][0]].beside(first) and (not taken or size < most):
                 name, part = parts[taken]
                 yield reader(tensors[name], name, part)
                 taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well

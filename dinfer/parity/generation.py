@@ -17,7 +17,7 @@ from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.parity import likelihood, multi_block, uniform
 from dinfer.parity.compare import at_most, same
-from dinfer.parity.decoders import translate
+from dinfer.parity.decoders import insert_delete, translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
 from dinfer.parity.references import build
@@ -234,6 +234,14 @@ def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, keep_masks=until_eos)
 
 
+def _indel(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA2.2's own as SGLang has it. A prefill is not counted there, but the pass that stores a finished block is."""
+    new_tokens, moving = params.take("gen_length"), ("delete", "split")
+    plan = _aligned(prompts, params, insert_delete(params), "block")
+    plan.spec.update({f"{name}_id": params.take(f"{name}_token_id") for name in moving})
+    return replace(plan, answer=new_tokens, every_step=True)
+
+
 # Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
 ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockWise": _blockwise,
@@ -251,6 +259,7 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "sdar_block_diffusion": _sdar,
     "dream_diffusion_generate": _dream,
     "d2cache_vanilla": _d2cache,
+    "sglang_joint_threshold_indel": _indel,
 }
 
 
@@ -322,8 +331,10 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if plan.every_step:
         for row, got in enumerate(trail):
             found = snapshots(doc, row, prompts[row] + [mask_id] * plan.new_tokens)
-            changes = [now for last, now in pairwise(found) if now != last]
-            same(f"steps of row {row}", changes, got)
+            changes, ours = (
+                [now for last, now in pairwise(canvases) if now != last] for canvases in (found, [found[0], *got])
+            )
+            same(f"steps of row {row}", changes, ours)
     if plan.answer is not None:
         rows = [answer(row, len(prompt), plan.answer, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
     if doc.take("final_array", None) is not None:
@@ -342,7 +353,11 @@ def snapshots(doc: Fields, row: int, before: list[int]) -> list[list[int]]:
     if "snapshots" in doc:
         return [before, *(snapshot[row] for snapshot in doc.take("snapshots"))]
     found = [before]
-    for step in doc.items("steps"):
+    for block in doc.items("blocks") if "blocks" in doc else ():
+        start = block.take("start")
+        for tokens in (*block.take("inputs"), block.take("result")):
+            found.append(found[-1][:start] + tokens + found[-1][start + len(tokens) :])
+    for step in doc.items("steps") if "steps" in doc else ():
         found.append(found[-1].copy())
         for position, token in step.take("committed"):
             found[-1][position] = token

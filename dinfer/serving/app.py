@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from contextlib import aclosing
@@ -33,6 +34,8 @@ from dinfer.serving.protocol import (
 from dinfer.serving.rows import Wanted, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
+
+LOG = logging.getLogger("dinfer.serving")
 
 
 def application(server: Server) -> FastAPI:
@@ -129,6 +132,9 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def generated(
         served: Served, body: Generation, prompts: list[list[int]], top: int | None, *, chat: bool
     ) -> Response:
+        if server.settings.log_prompts:
+            for prompt in prompts:
+                LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
         rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
         stream = bool(body.stream)
         wanted = Wanted(body.stops, body.dinfer.drafts, top is not None)

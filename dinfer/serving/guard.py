@@ -22,6 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 LOG = logging.getLogger("dinfer.serving")
 OPEN = ("/", "/health", "/ready")  # need no key: the page asks for one, and probes have none
+QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
 SAFE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -70,8 +71,9 @@ class Guard:
             message = f"the request {request_id} failed in the server, whose log says why"
             await respond(ApiError(500, message, code="internal_error"), sending)
         finally:
-            LOG.info(
-                "%s %s %s", scope["method"], scope["path"], status,
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            LOG.log(
+                level, "%s %s %s", scope["method"], scope["path"], status,
                 extra={
                     "method": scope["method"], "path": scope["path"], "status": status,
                     "seconds": round(time.perf_counter() - began, 4),

@@ -10,6 +10,18 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # what a record may have beside its message
 
 
+def log_as_json() -> None:
+    """Writes what dinfer and uvicorn log as JSON, a line each, to stderr; of the server's requests too, but with -q."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    for name in ("dinfer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+    serving = logging.getLogger("dinfer.serving")
+    if serving.isEnabledFor(logging.WARNING):
+        serving.setLevel(logging.INFO)
+
+
 class JsonFormatter(logging.Formatter):
     """One object a line: time, level, logger, message, the request's id, and what the record has of `FIELDS`."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from dinfer.core.protocols import StepShape
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.serving.admission import Admission
 from dinfer.serving.rows import Event
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 1)
 
 
 class Metrics:
@@ -36,6 +39,12 @@ class Metrics:
         self.first = seconds("time_to_first_text", "From the request to its first text")
         self.between = seconds("inter_commit", "Between two pieces of text of a row")
         self.whole = seconds("request", "From the request to the end of a row")
+        rounds = Histogram(
+            "dinfer_round_seconds", "Rounds of steps, by the shape of their largest step, rounded up to powers of two",
+            ("model", "phase", "rows", "width"), buckets=STEP_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        for name, engine in engines.items():
+            _Rounds(name, engine, rounds)
 
     def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
         """An event of a row: seconds since its last text, or since the request if it is the first, and since then."""
@@ -46,6 +55,26 @@ class Metrics:
             self.tokens.labels(model).inc(event.tokens)
             self.forwards.labels(model).inc(event.counts.forwards)
             self.whole.labels(model).observe(whole)
+
+
+class _Rounds:
+    """Notes which steps each round launches, and tells how long it took."""
+
+    def __init__(self, model: str, engine: AsyncEngine, rounds: Histogram) -> None:
+        self._model, self._rounds, self._launched = model, rounds, list[StepShape]()
+        engine.engine.runner.observer, engine.observer = self._note, self._tell
+
+    @contextmanager
+    def _note(self, shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
+        self._launched.append(shape)
+        yield
+
+    def _tell(self, seconds: float) -> None:
+        launched, self._launched = self._launched, []
+        if launched:
+            largest = max(launched, key=lambda shape: shape.lanes * shape.width)
+            rows, width = (1 << (count - 1).bit_length() for count in (largest.lanes, largest.width))
+            self._rounds.labels(self._model, largest.phase.name.lower(), rows, width).observe(seconds)
 
 
 class _Gauges(Collector):
@@ -65,5 +94,5 @@ class _Gauges(Collector):
         ):
             family = GaugeMetricFamily(f"dinfer_{name}", text, labels=["model"])
             for model, engine in self._engines.items():
-                family.add_metric([model], engine.occupancy()[name])
+                family.add_metric([model], engine.engine.occupancy()[name])
             yield family

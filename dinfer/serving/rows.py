@@ -15,6 +15,7 @@ from dinfer.core.told import TokenLogprob
 from dinfer.engine.request import Counts, Request, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
+from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.served import Served
 from dinfer.serving.text import StoppableText
 
@@ -79,7 +80,8 @@ def failure(error: Exception) -> ApiError:
             code="out_of_memory", retry_after=5,
         )  # fmt: skip
     LOG.error("a row failed", exc_info=error)
-    return ApiError(500, f"the request failed: {type(error).__name__}", code="row_failed")
+    message = f"the request {REQUEST_ID.get()} failed: {type(error).__name__}. The server's log says more."
+    return ApiError(500, message, code="row_failed")
 
 
 def partial(update: Update, tokens: int) -> Counts:

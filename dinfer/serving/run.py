@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 import uvicorn
 
 from dinfer.serving.app import application
-from dinfer.serving.log import JsonFormatter
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
@@ -61,7 +59,6 @@ def listen(settings: Settings) -> socket.socket:
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
     """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed."""
     settings = server.settings
-    log_as_json()
     config = uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
         limit_concurrency=settings.max_connections, timeout_keep_alive=30,
@@ -89,12 +86,3 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     asyncio.run(run())
     if server.failure is not None:
         raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
-
-
-def log_as_json() -> None:
-    """Writes what dinfer and uvicorn log as JSON, a line each, to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
-    for name in ("dinfer", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False

@@ -45,14 +45,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.gguf_tokenizer": {"loading.files"},
     "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
-    "loading.quantized": {"loading.files", "loading.safetensors_io", "core.spec"},
+    "loading.packed": {"loading.files", "loading.safetensors_io", "core.spec"},
+    "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
         "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
+        "loading.packed",
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
-        "loading.hub", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
+        "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
     "core.state": {"core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
@@ -85,7 +87,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "core.told", "analysis.trace", "core.recipe", "core.registry", "engine", "pipeline", "pipeline.streaming",
+        "core.protocols", "core.told", "analysis.trace", "core.recipe", "core.registry", "engine", "pipeline",
+        "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
@@ -33,19 +36,21 @@ def recipe_for(combination: Combination):
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came up once is captured in the second run, if at all; from then on nothing is captured or compiled."""
+    """What came up once is captured when it comes again. After a few runs nothing is captured or compiled any more.
+
+    Lookahead learns from run to run, so a shape may come up late.
+    """
     monkeypatch.setenv(VARIABLE, kernels)
     recipe = recipe_for(combination)
     requests = requests_for(recipe)
     want = [outcome(c) for c in completions(engine_for(recipe, rows=3), requests)]
     engine = engine_for(recipe, rows=3, graphs=True)
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    captured, compiled = engine.runner.captured, compiles["unique_graphs"]
-    assert captured > 0
-    assert [outcome(c) for c in completions(engine, requests)] == want
-    assert (engine.runner.captured, compiles["unique_graphs"]) == (captured, compiled)
-    assert engine.runner.refused == {}
+    made = [(0, 0)]
+    while len(made) < 3 or made[-1] != made[-2]:
+        assert [outcome(c) for c in completions(engine, requests)] == want
+        made.append((engine.runner.captured, compiles["unique_graphs"]))
+        assert len(made) <= 6, made
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -98,6 +103,29 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(caplog: pytest
     assert engine.runner.captured == 0 and len(engine.runner.refused) == len(caplog.messages) > 0
     assert all("runs eagerly" in text and "synchroniz" in text for text in caplog.messages)
     torch.rand(3, device="cuda")  # no capture was left open
+
+
+def test_other_threads_may_wait_for_the_device_while_graphs_are_captured() -> None:
+    model = tiny_model(dtype=torch.float32, device="cuda", head_dim=16)
+    recipe = compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
+    requests = requests_for(recipe)
+    engine, done = engine_for(recipe, graphs=True), threading.Event()
+
+    def wait() -> int:
+        waits = 0
+        while not done.is_set():
+            torch.ones(3, device="cuda").sum().item()
+            waits += 1
+        return waits
+
+    with ThreadPoolExecutor() as pool:
+        waited = pool.submit(wait)
+        try:
+            for _ in range(3):
+                completions(engine, requests)
+        finally:
+            done.set()
+    assert waited.result() > 0 and engine.runner.captured > 0 and engine.runner.refused == {}
 
 
 def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
-from support.models import UNIFORM, VARIANTS, tiny_model
+from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"
@@ -56,6 +56,7 @@ class Combination:
 
     def recipe(self, model: Any = None, **model_fields: Any) -> Recipe:
         model = tiny_model(self.variant, **model_fields) if model is None else model
+        model = fitted(model, dict(self.decoder)["name"])
         return compose(model, iteration=dict(self.iteration), decoder=dict(self.decoder), cache=dict(self.cache))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.host import Host
 from support.matrix import engine_for
-from support.models import tiny_model
+from support.models import fitted, tiny_model
 from torch import Tensor
 
 from dinfer.core.canvas import Cursors, Phase
@@ -150,8 +150,8 @@ def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
     for name in DECODERS.names():
         if DECODERS.get(name).edits:
             with pytest.raises(IncompatibleRecipe, match=r"judges decoded tokens.* Use cache=dual"):
-                compose(tiny_model(), iteration="blockwise", decoder=name, cache="delayed")
-            compose(tiny_model(), iteration="blockwise", decoder=name, cache="adaptive")
+                compose(fitted(tiny_model(), name), iteration="blockwise", decoder=name, cache="delayed")
+            compose(fitted(tiny_model(), name), iteration="blockwise", decoder=name, cache="adaptive")
 
 
 def test_what_caches_say_of_their_exactness() -> None:

@@ -215,7 +215,7 @@ def broken(folder: Path, how: str) -> None:
         ('{"rope": "yes"}', "rope='yes' is not supported"),
         ('{"mask_token_id": -1}', "mask_token_id=-1"),
         ('{"eos_token_id": {}}', "eos_token_id={}"),
-        ('{"quantization_config": {"quant_method": "awq"}}', "quant_method='awq' is not supported"),
+        ('{"quantization_config": {"quant_method": "hqq"}}', "quant_method='hqq' is not supported"),
     ],
 )
 def test_what_is_broken_is_a_problem(how: str, problem: str, tmp_path: Path) -> None:

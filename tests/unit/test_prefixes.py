@@ -48,6 +48,35 @@ def test_tokens_are_the_same_and_prefills_fewer(iteration: str, block: int, page
     assert sum(c.counts.prefills for c in got) < sum(c.counts.prefills for c in alone)
 
 
+@pytest.mark.parametrize("page", [2, 4, 6])
+@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("iteration", ["block_diffusion", "smooth"])
+def test_the_next_turn_shares_the_blocks_of_the_last_answer(iteration: str, block: int, page: int) -> None:
+    recipe = recipe_of(block, iteration)
+    engine = engine_for(recipe, rows=2, page=page, share=True, max_length=160)
+    alone = engine_for(recipe, page=page, share=True, max_length=160)
+    turns, shared = SYSTEM, []
+    for turn in range(3):
+        request = Request([*turns, 7, turn], 24, recipe.resolve({}))
+        (said,), (want,) = completions(engine, [request]), completions(engine_for(recipe), [request])
+        assert said.canvas == want.canvas
+        turns = said.canvas
+        keys = prompt_keys(turns, len(turns), page, block)
+        shared.append(len(engine.loop.batch.pages.published(keys)) * page)
+        # All but the last block, whose keys are those of tokens that were still masked.
+        assert len(turns) - shared[-1] <= 2 * 8 + page + block
+    assert engine.free_pages == engine.loop.batch.room.pages
+    # Keys of an answer are those that a prefill of the same text makes.
+    completions(alone, [Request([*turns, 1, 2, 3], 8, recipe.resolve({}))])
+    count = shared[-1] // page
+    keys = prompt_keys(turns, len(turns), page, block)[:count]
+    held = [(e.runner.state.kv, e.loop.batch.pages.published(keys)) for e in (engine, alone)]
+    assert len(held[0][1]) == len(held[1][1]) == count
+    for name in ("k_JPTGE", "v_JPTGE"):
+        mine, yours = (getattr(pool, name)[:, pages] for pool, pages in held)
+        torch.testing.assert_close(mine, yours, atol=1e-5, rtol=1e-5)
+
+
 def test_shared_keys_are_those_of_a_prefill() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe, rows=2, page=4, share=True)

@@ -151,11 +151,11 @@ def _broken(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"quant_method": "gptq", "bits": 4}, r"quant_method='gptq' is not supported; 'fp8' is, and 'compressed-tensors'"),
+    ({"quant_method": "hqq"}, r"quant_method='hqq' is not supported; 'fp8', 'gptq', 'awq' and 'compressed-tensors'"),
     ("fp8", r"quantization_config='fp8' must be an object"),
     (FP8 | {"fmt": "e5m2"}, r"quantization_config.fmt='e5m2' is not supported"),
     (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two sizes"),
-    (CHANNELS | {"format": "pack-quantized"}, r"format='pack-quantized' is not supported; use 'float-quantized'"),
+    (CHANNELS | {"format": "marlin-24"}, r"format='marlin-24' is not supported; use 'float-quantized'"),
     (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not supported; use None"),
     (CHANNELS | {"config_groups": {}}, r"config_groups={} must be an object that is not empty"),
     (_broken(num_bits=4), r"config_groups.group_0.weights.num_bits=4 is not supported; use 8"),

@@ -120,6 +120,7 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
         "parameters": found.parameters,
         "active_parameters": found.active,
         "dtype": None if found.dtype is None else str(found.dtype).removeprefix("torch."),
+        "packing": found.packing,
         "memory": found.memory,  # bytes
         "attention": None if spec is None else attention(spec),
         "block": None if spec is None else spec.causal_block,
@@ -170,6 +171,8 @@ def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
     if found.parameters is not None and found.active is not None:
         active = f", {found.active:,} of them for each token" if found.active < found.parameters else ""
         yield "parameters", f"{found.parameters:,}{active}"
+    if found.packing:
+        yield "weights", found.packing
     if found.memory:
         dtype = str(found.dtype).removeprefix("torch.")
         sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]

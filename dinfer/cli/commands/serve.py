@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -54,11 +55,13 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     for name, other in others.items():
         if other["model"] != config["model"]:
             raise ValueError(f"recipes: {name} is for another model: serve that with a dinfer serve of its own")
+    from dinfer.serving.log import log_as_json
     from dinfer.serving.run import listen, serve
     from dinfer.serving.server import Server
 
     with listen(settings) as socket:
-        server = Server(served(config, others, pipeline(config)), settings)
+        server = Server(served(config, others, fitted(pipeline(config))), settings)
+        log_as_json()
         serve(server, socket, announced(server.catalogue))
 
 
@@ -72,6 +75,16 @@ def announced(catalogue: Catalogue) -> Any:
         say("Ctrl-C ends it.")
 
     return ready
+
+
+def fitted(pipe: Pipeline) -> Pipeline:
+    """The pipeline with room for no longer canvases than its model has positions."""
+    from dinfer.pipeline import Pipeline
+
+    runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
+    if runtime.max_length is None or runtime.max_length <= most:
+        return pipe
+    return Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
 
 
 def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipeline) -> Catalogue:

@@ -26,6 +26,7 @@ class Format(ABC):
     """How a weight is held: a matrix [O, K] of a linear layer, or one for each expert, [X, O, K]."""
 
     beside: ClassVar[tuple[str, ...]] = ()  # what the names of the buffers end in that belong to a parameter
+    stored: ClassVar[str | None] = None  # what a checkpoint's weights are in that it may hold as they are
     takes: ClassVar[Inputs] = "plain"  # "rounded": whatever makes the inputs may round them to float8
 
     def check(self, device: torch.device, what: str) -> None:
@@ -48,6 +49,13 @@ class Format(ABC):
     def experts(self, weight: Weight) -> ExpertWeight:
         """How tiles of rows are multiplied with the matrices of experts."""
 
+    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
+        """Fills a part of a weight with a checkpoint's values [..., O, K], around 0, and their scales [..., O, G].
+
+        Only for formats with `stored`.
+        """
+        raise NotImplementedError
+
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Bytes that a weight takes."""
         with torch.device("meta"):
@@ -59,7 +67,6 @@ class EightBits(Format):
 
     beside = ("_scale",)
     values: ClassVar[torch.dtype]
-    stored: ClassVar[str]  # as safetensors calls the dtype
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)

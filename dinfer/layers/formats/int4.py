@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.packed import PackedExperts, group_of, pack, packed_linear
+from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear
 from dinfer.kernels.types import Deferred
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 
@@ -17,14 +17,25 @@ class Int4(Format):
     """Groups of 128 inputs at a scale, or of 64 or 32 where the width is no multiple; inputs stay as they are."""
 
     beside = ("_scale",)
+    stored = "I4"
+
+    def __init__(self, group: int | None = None, scales: torch.dtype = torch.bfloat16) -> None:
+        """`group` and the dtype of scales are those of a checkpoint whose weights it holds; None: as said above."""
+        self.group, self.scales = group, scales
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         *lead, width = shape
-        scale = torch.empty((*lead, width // group_of(width)), dtype=torch.bfloat16)
+        scale = torch.empty((*lead, width // (self.group or group_of(width))), dtype=self.scales)
         return torch.empty((*lead, width // 2), dtype=torch.uint8), scale
 
     def make(self, weight: Tensor) -> Weight:
         return pack(weight)
+
+    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
+        group = values.shape[-1] // scale.shape[-1]
+        inputs = at[-1]
+        weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
+        weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
 
     @torch.compiler.disable  # the compiler would trace the slow reference
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:

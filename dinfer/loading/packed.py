@@ -1,0 +1,261 @@
+"""Checkpoints whose weights are integers of 4 or 8 bits, several in each int32, with a scale for a group of inputs.
+
+Read are GPTQ (AutoGPTQ, GPTQModel; formats "gptq" and "gptq_v2"), AWQ (AutoAWQ, version "gemm") and compressed-tensors
+"pack-quantized" (llm-compressor; W4A16 and W8A16). A weight is (value - zero) * scale. A float32 holds the product
+exactly, so what a network gets is rounded once, to its dtype, as the packers' own code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.spec import Placement, Rank
+from dinfer.loading.files import CheckpointError, refuse
+from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored, read
+
+FIELD = "quantization_config"
+Method = Literal["gptq", "awq", "compressed-tensors"]
+VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+BESIDE = {
+    "gptq": {"scale": "scales", "zero": "qzeros", "index": "g_idx"},
+    "awq": {"scale": "scales", "zero": "qzeros"},
+    "compressed-tensors": {
+        "scale": "weight_scale", "zero": "weight_zero_point", "index": "weight_g_idx", "shape": "weight_shape",
+    },
+}  # fmt: skip
+"""How the names of the tensors end that make a weight."""
+WORD = 32  # bits
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each 4 bits of an int32 hold
+
+
+class Packing(NamedTuple):
+    """What a `quantization_config` says of all packed weights."""
+
+    method: Method
+    bits: int
+    group: int  # inputs that share a scale; -1: all
+    symmetric: bool  # zero is the middle of the range
+    ordered: bool  # inputs are in groups in another order than they stand in (act-order)
+    lag: int = 0  # what is added to the zeros that are stored
+
+    def __str__(self) -> str:
+        group = "a scale an output" if self.group < 0 else f"groups of {self.group}"
+        rest = f"{'' if self.symmetric else 'a'}symmetric{', act-order' if self.ordered else ''}"
+        return f"{self.method} in {self.bits} bits, {group}, {rest}"
+
+
+class Integers(NamedTuple):
+    """A weight as it is packed: (values - zero) * scale, by group."""
+
+    values: Tensor  # int16 [O, K]
+    scale: Tensor  # float [O, G]
+    zero: Tensor  # int16 [O, G]
+    group_K: Tensor  # int64: which group each input is in
+
+    def part(self, at: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Values around 0 and scales of a part that is made of whole groups."""
+        group = self.values.shape[1] // self.scale.shape[1]
+        zero = self.zero.index_select(1, self.group_K)
+        groups = slice(at[1].start // group, at[1].stop // group)
+        return (self.values - zero).to(torch.int8)[at], self.scale[at[0], groups]
+
+    def widened(self) -> Tensor:
+        """The weight in float32. [O, K]"""
+        zero, scale = (part.index_select(1, self.group_K) for part in (self.zero, self.scale.float()))
+        return (self.values - zero).float() * scale
+
+
+@dataclass(frozen=True)
+class PackedWeight(Stored):
+    """A weight whose values, scales and zeros are tensors of their own."""
+
+    name: str
+    packing: Packing
+    parts: Mapping[str, tuple[str, Stored]]  # "values" and what is beside them, by role, with their own names
+
+    @property
+    def floats(self) -> torch.dtype | None:
+        return self.parts["scale"][1].floats
+
+    @property
+    def scales(self) -> torch.dtype:
+        """The dtype of its scales."""
+        return FLOATS[self.parts["scale"][1].dtype]
+
+    def bytes_of(self, part: Slices | None) -> int:
+        return sum(one.size for _, one in self.parts.values())  # all of it is read
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] if self.packing.group < 0 else self.packing.group
+
+    def symmetric_groups(self, place: Placement, rank: Rank) -> bool:
+        """Whether a format of ours can hold the part of it that a rank has."""
+        if not self.packing.symmetric or self.packing.ordered:
+            return False
+        if self.packing.bits == 8:
+            return self.group == self.shape[1]
+        inputs = [piece[0][-1] for piece in place.pieces(rank)]
+        whole = all(part.start % self.group == 0 and part.stop % self.group == 0 for part in inputs)
+        return whole and self.group % 32 == 0 and self.group.bit_count() == 1
+
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        yield lambda one, _, part: _read(one, part)
+
+    def integers(self) -> Integers:
+        """Reads it. CheckpointError for parts that do not fit one another."""
+        (outputs, width), bits = self.shape, self.packing.bits
+        roles = {own: role for role, (own, _) in self.parts.items()}
+        found = {roles[own]: tensor for own, tensor in read(dict(self.parts.values()))}
+        values, scale, zero = found["values"], found["scale"], found.get("zero")
+        middle = 1 << (bits - 1)
+        if self.packing.method == "compressed-tensors":
+            values, zero = unpacked(values, bits), None if zero is None else unpacked(zero.T, bits).T
+        elif self.packing.method == "gptq":
+            values, scale = unpacked(values.T, bits), scale.T
+            zero = None if zero is None else unpacked(zero, bits).T + self.packing.lag
+        else:
+            values, scale, zero = _awq(values).T, scale.T, None if zero is None else _awq(zero).T
+        zero = torch.full(scale.shape, middle, dtype=torch.int16) if zero is None else zero
+        group_K = found.get("index")
+        if group_K is None:
+            group_K = torch.arange(width) // (width // scale.shape[1])
+        if (
+            values.shape != self.shape or zero.shape != scale.shape or scale.shape[0] != outputs
+            or scale.shape[1] * self.group != width or group_K.shape != (width,)
+            or not 0 <= int(group_K.min()) <= int(group_K.max()) < scale.shape[1]
+        ):  # fmt: skip
+            raise CheckpointError(
+                f"{self.name}: values {tuple(values.shape)}, scales {tuple(scale.shape)} and zeros {tuple(zero.shape)} "
+                f"do not fit {self.packing}"
+            )
+        if self.packing.symmetric and not bool((zero == middle).all()):
+            raise CheckpointError(f"{self.name}: config.json calls it symmetric, but its zeros are not all {middle}")
+        return Integers(values, scale, zero, group_K.long())
+
+
+def _read(weight: Stored, part: tuple[slice, ...] | None) -> Tensor:
+    assert isinstance(weight, PackedWeight)
+    whole = weight.integers().widened()
+    return whole if part is None else whole[part]
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The values that each int32 of the last dimension holds, the lowest bits first. [..., W] -> int16 [..., N]"""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2).to(torch.int16)
+
+
+def _awq(words: Tensor) -> Tensor:
+    """Values along the last dimension, in AWQ's order of outputs."""
+    order = torch.tensor(AWQ_ORDER).argsort()
+    return unpacked(words, 4).unflatten(-1, (-1, 8))[..., order].flatten(-2)
+
+
+def packing(config: Mapping[str, Any]) -> Packing | None:
+    """How the weights of a checkpoint are packed; None: they are not. CheckpointError for what is not supported."""
+    found = config.get(FIELD)
+    if not isinstance(found, Mapping):
+        return None
+    method = found.get("quant_method")
+    if method == "gptq":
+        _expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)})
+        lag = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
+        return Packing("gptq", found["bits"], _group(found), bool(found.get("sym")), bool(found.get("desc_act")), lag)
+    if method == "awq":
+        _expect(found, {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True, None)})
+        return Packing("awq", 4, _group(found), False, False)
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        groups = found.get("config_groups")
+        made = {_scheme(group) for group in groups.values()} if isinstance(groups, Mapping) else set()
+        if len(made) != 1:
+            raise CheckpointError(
+                f"config.json: {FIELD}.config_groups must say one thing of all weights, not {len(made)}"
+            )
+        return made.pop()
+    return None
+
+
+def _scheme(group: Any) -> Packing:
+    """What one of `config_groups` says."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"config.json: {FIELD}.config_groups: weights={weights!r:.80} must be an object")
+    _expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")})
+    size = _group(weights) if weights["strategy"] == "group" else -1
+    ordered = weights.get("actorder") in (True, "group")
+    return Packing("compressed-tensors", weights["num_bits"], size, weights.get("symmetric") is not False, ordered)
+
+
+def _expect(found: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+    for field, allowed in fields.items():
+        if (value := found.get(field)) not in allowed:
+            known = ", ".join(repr(one) for one in allowed)
+            raise CheckpointError(f"config.json: {FIELD}: {field}={value!r} is not supported; use {known}")
+
+
+def _group(found: Mapping[str, Any]) -> int:
+    size = found.get("group_size")
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(f"config.json: {FIELD}: group_size={size!r} must be a number of inputs, or -1 for all")
+    return size
+
+
+def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stored]:
+    """The tensors, those of each packed weight as one. CheckpointError for a weight that lacks one of its parts."""
+    if how is None:
+        return dict(tensors)
+    found, ending, absent = dict(tensors), f".{VALUES[how.method]}", []
+    needed = {"scale"} | ({"zero"} if how.method != "compressed-tensors" or not how.symmetric else set())
+    needed |= {"index"} if how.ordered else set()
+    for name in [name for name in tensors if name.endswith(ending)]:
+        base = name.removesuffix(ending)
+        beside = {role: f"{base}.{end}" for role, end in BESIDE[how.method].items()}
+        absent += [own for role, own in beside.items() if role in needed and own not in tensors]
+        parts = {"values": (name, found.pop(name))}
+        parts |= {role: (own, found.pop(own)) for role, own in beside.items() if own in found}
+        values = parts["values"][1]
+        if len(values.shape) != 2 or values.dtype != "I32":
+            raise CheckpointError(f"{name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
+        (first, second), many = values.shape, WORD // how.bits
+        shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
+        found[f"{base}.weight"] = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
+    refuse([f"missing: {name}" for name in absent], f"config.json says {how}, and these are not there")
+    return found
+
+
+def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]:
+    """The names of the weights that these tensors make."""
+    if how is None:
+        return names
+    endings = {f".{end}" for end in BESIDE[how.method].values()}
+    weight = f".{VALUES[how.method]}"
+    rest = (name for name in names if not any(name.endswith(end) for end in endings))
+    return [f"{name.removesuffix(weight)}.weight" if name.endswith(weight) else name for name in rest]
+
+
+def kept(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str], rank: Rank
+) -> dict[str, PackedWeight]:
+    """The parameters whose formats can hold what the checkpoint does, each with one of its weights.
+
+    Those are symmetric values in 4 bits whose groups are neighbours, and in 8 bits with a scale for each output. All
+    that goes into a parameter is packed alike. `changed`: weights that an adapter changes.
+    """
+    found: dict[str, PackedWeight | None] = {}
+    for name, place in placements.items():
+        weight = tensors[name]
+        fits = isinstance(weight, PackedWeight) and name not in changed and weight.symmetric_groups(place, rank)
+        one = weight if isinstance(weight, PackedWeight) and fits else None
+        other = found.setdefault(place.parameter, one)
+        if one is None or other is None or one.floats != other.floats:
+            found[place.parameter] = None
+    return {parameter: weight for parameter, weight in found.items() if weight is not None}

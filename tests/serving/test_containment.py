@@ -1,0 +1,216 @@
+"""What goes wrong for one request goes wrong for no other; and how the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+from support.serving import QUESTION, Client, served
+
+import dinfer
+from dinfer.engine.batch import Batch
+from dinfer.engine.engine import Engine
+from dinfer.engine.pages import prompt_keys
+from dinfer.engine.request import NonFiniteLogits
+from dinfer.engine.row import Row
+from dinfer.serving import run
+from dinfer.serving.app import application
+from dinfer.serving.settings import Settings
+
+BAD, GOOD = 33, 64  # tokens of answers
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served() as found:
+        yield found
+
+
+def body(tokens: int = GOOD, **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": tokens, **more}
+
+
+def text_of(response: httpx.Response) -> str:
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def fails_for_the_bad(patch: pytest.MonkeyPatch, owner: type, name: str, error: Exception, row_of: Callable) -> None:
+    right = getattr(owner, name)
+
+    def method(self: Any, *given: Any) -> Any:
+        if row_of(self, *given).request.new_tokens == BAD:
+            if name == "failure":
+                return error
+            raise error
+        return right(self, *given)
+
+    patch.setattr(owner, name, method)
+
+
+def nan(patch: pytest.MonkeyPatch) -> None:
+    fails_for_the_bad(patch, Row, "failure", NonFiniteLogits("NaN"), lambda row, *_: row)
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    fails_for_the_bad(patch, Batch, "admit", MemoryError("full"), lambda _, row: row)
+
+
+@pytest.mark.parametrize(
+    ("goes_wrong", "status", "code"), [(nan, 500, "row_failed"), (no_memory, 503, "out_of_memory")]
+)
+def test_a_row_fails_alone(
+    client: Client, goes_wrong: Callable, status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = text_of(client.ask(PATH, body()))
+    goes_wrong(monkeypatch)
+
+    async def both() -> list[httpx.Response]:
+        return await asyncio.gather(
+            *(client.http.post(PATH, json=b) for b in (body(), body(BAD), body(), body(BAD, stream=True)))
+        )
+
+    good, bad, also, streamed = client.loop.run(both())
+    assert text_of(good) == text_of(also) == want
+    assert bad.status_code == status and bad.json()["error"]["code"] == code
+    assert "Traceback" not in bad.text
+    if status == 500:
+        assert bad.headers["x-request-id"] in bad.json()["error"]["message"]
+    told = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert told["error"]["code"] == code and told["request_id"] == streamed.headers["x-request-id"]
+    assert free(client)
+
+
+def free(client: Client) -> bool:
+    taken = client.pipe.engine.occupancy()
+    return taken["running"] == taken["waiting"] == 0 and taken["pages"] == taken["pages_free"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row(client: Client, stream: bool) -> None:
+    """As a server of ASGI says so: the body, and later that there is nobody any more."""
+    app, engine = application(client.server), client.pipe.engine
+    content = json.dumps(body(stream=stream)).encode()
+    running = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not running.is_set():
+            running.set()
+            return {"type": "http.request", "body": content, "more_body": False}
+        while engine.occupancy()["running"] == 0:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    async def main() -> tuple[httpx.Response, int]:
+        scope = {
+            "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+            "client": ("test", 1), "server": ("test", 80), "asgi": {"version": "3.0", "spec_version": "2.4"},
+        }  # fmt: skip
+        left = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        stays = asyncio.create_task(client.http.post(PATH, json=body()))
+        await left
+        admitted = client.server.admission.requests
+        return await stays, admitted
+
+    stayed, admitted = client.loop.run(main())
+    assert stayed.status_code == 200 and admitted <= 1
+    assert free(client)
+
+
+def test_a_request_ends_with_its_deadline(client: Client) -> None:
+    late = client.ask(PATH, body(dinfer={"deadline": 0.01}))
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline"
+    refused = client.ask(PATH, body(dinfer={"deadline": 1e9}))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "dinfer.deadline"
+    assert client.ask(PATH, body()).status_code == 200 and free(client)
+
+
+def test_the_next_turn_shares_the_keys_of_the_last() -> None:
+    pipe = dinfer.load(
+        "tiny-llada2", iteration="block_diffusion", decoder="threshold", cache="block", device="cpu",
+        runtime=dinfer.Runtime(rows=4, max_length=256, share=True),
+    )  # fmt: skip
+    with served(pipe=pipe) as client:
+        turns = [{"role": "user", "content": "Start with 78: add 114, add 59, then add 96. What is the result?"}]
+        first = text_of(client.ask(PATH, body(96, messages=turns)))
+        turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "And what is 2 + 3?"}]
+        next_prompt = client.ask("/v1/tokenize", {"model": "tiny", "messages": turns}).json()["tokens"]
+        (want,) = dinfer.Pipeline(pipe.recipe, pipe.tokenizer, dinfer.Runtime(rows=1)).generate([turns])
+        pages, unit = pipe.engine.loop.batch.pages, pipe.model.spec.causal_block
+        shared = len(pages.published(prompt_keys(next_prompt, len(next_prompt), 16, unit))) * 16
+        assert shared > len(pipe.encode(turns[:1])) + unit, "a block of the answer is among them"
+        assert text_of(client.ask(PATH, body(128, messages=turns))) == want.text
+
+
+def serving(client: Client, talk: Callable[[str], None]) -> list[BaseException]:
+    """Runs the server as the command does, in this thread, and a client in another. Returns the client's errors."""
+    errors: list[BaseException] = []
+
+    def spoken(address: str) -> None:
+        try:
+            talk(address)
+        except BaseException as error:
+            errors.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def ready(address: str) -> None:
+        threads.append(threading.Thread(target=spoken, args=(address,)))
+        threads[0].start()
+
+    threads: list[threading.Thread] = []
+    with run.listen(client.server.settings) as made:
+        run.serve(client.server, made, ready)
+    threads[0].join()
+    return errors
+
+
+def test_sigterm_lets_running_answers_finish() -> None:
+    said: list[str] = []
+
+    def talk(address: str) -> None:
+        with (
+            httpx.Client(base_url=address, timeout=30) as http,
+            http.stream("POST", PATH, json=body(stream=True)) as got,
+        ):
+            for line in got.iter_lines():
+                if not said:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.05)
+                said.append(line)
+
+    with served(Settings(port=0)) as client:
+        assert serving(client, talk) == []
+        assert free(client)
+    assert [line for line in said if line][-1] == "data: [DONE]"
+
+
+def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[httpx.Response] = []
+
+    def talk(address: str) -> None:
+        with httpx.Client(base_url=address, timeout=30) as http:
+            assert http.get("/health").status_code == 200
+            monkeypatch.setattr(Engine, "step", lambda engine: (_ for _ in ()).throw(RuntimeError("a defect")))
+            told.append(http.post(PATH, json=body()))
+            told.extend(http.get(path) for path in ("/health", "/ready"))
+            told.append(http.post(PATH, json=body()))
+
+    monkeypatch.setattr(run, "FAREWELL", 0.5)
+    with served(Settings(port=0)) as client, pytest.raises(run.EngineFailed, match="a defect"):
+        assert serving(client, talk) == []
+    assert [response.status_code for response in told] == [500, 503, 503, 503]

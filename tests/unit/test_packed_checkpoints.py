@@ -1,0 +1,179 @@
+"""Checkpoints of GPTQ, AWQ and llm-compressor: integers packed in int32, held as they are or widened bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import random_model
+from support.models import CONFIG
+from torch import Tensor
+
+from dinfer.core.spec import Rank
+from dinfer.kernels.packed import unpack
+from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.inspect import inspect
+from dinfer.models.llada import Llada
+
+CPU = torch.device("cpu")
+WIDE = CONFIG | {"d_model": 128, "mlp_hidden_size": 256, "n_kv_heads": 4}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+W4A16 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": GROUPS}}}
+
+
+def scheme(**fields: Any) -> dict[str, Any]:
+    return W4A16 | {"config_groups": {"g": {"weights": GROUPS | fields}}}
+
+
+def word(values: Tensor, bits: int) -> Tensor:
+    """Neighbours along the last dimension in one int32, the first in its lowest bits."""
+    each = values.to(torch.int64).unflatten(-1, (-1, 32 // bits))
+    total = sum(each[..., i] << bits * i for i in range(32 // bits))
+    assert isinstance(total, Tensor)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+def awq_word(values: Tensor) -> Tensor:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    return word(values.unflatten(-1, (-1, 8))[..., order].flatten(-2), 4)
+
+
+def pack(how: dict[str, Any], shape: tuple[int, int], seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a random weight, and the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, width = shape
+    method = how["quant_method"]
+    own = how if method != "compressed-tensors" else how["config_groups"]["g"]["weights"]
+    bits, size = own.get("bits") or own["num_bits"], own.get("group_size", -1)
+    size = width if size is None or size < 0 or own.get("strategy") == "channel" else size
+    symmetric = own.get("sym", own.get("symmetric", False))
+    values = torch.randint(1 << bits, shape, generator=generator)
+    zero = torch.randint(1, 1 << bits, (outputs, width // size), generator=generator)
+    zero = torch.full_like(zero, 1 << (bits - 1)) if symmetric else zero
+    scale = (torch.rand(zero.shape, generator=generator) * 0.01 + 0.001).half()
+    index = torch.arange(width) // size
+    if own.get("desc_act") or own.get("actorder"):
+        index = index[torch.randperm(width, generator=generator)]
+    weight = (values - zero[:, index]).float() * scale[:, index].float()
+    if method == "gptq":
+        lag = 0 if own.get("checkpoint_format") == "gptq_v2" else 1
+        parts = {"qweight": word(values, bits).T, "scales": scale.T}
+        parts |= {"qzeros": word((zero - lag).T, bits), "g_idx": index.int()}
+    elif method == "awq":
+        parts = {"qweight": awq_word(values.T), "scales": scale.T, "qzeros": awq_word(zero.T)}
+    else:
+        parts = {"weight_packed": word(values, bits), "weight_scale": scale, "weight_shape": torch.tensor(shape)}
+        parts |= {} if symmetric else {"weight_zero_point": word(zero.T, bits).T}
+        parts |= {"weight_g_idx": index.int()} if own.get("actorder") == "group" else {}
+    return {name: tensor.contiguous() for name, tensor in parts.items()}, weight
+
+
+def checkpoint(folder: Path, how: dict[str, Any]) -> dict[str, Tensor]:
+    """A checkpoint of random integers; head and embedding as they were. Its weights by name."""
+    save_network(random_model("llada", torch.float16, **WIDE), Llada(), folder, WIDE)
+    found, weights = load_file(folder / "model.safetensors"), {}
+    for seed, name in enumerate([name for name in found if "blocks" in name and found[name].dim() == 2]):
+        parts, weights[name] = pack(how, tuple(found.pop(name).shape), seed)
+        found |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in parts.items()}
+    save_file(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(WIDE | {"quantization_config": how}))
+    return weights
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_network(folder, Llada(), **{"dtype": torch.float32, "device": CPU} | options)
+
+
+def joined(weights: dict[str, Tensor], *names: str) -> Tensor:
+    return torch.cat([weights[f"model.transformer.blocks.1.{name}.weight"] for name in names])
+
+
+WIDENED = {
+    "gptq, zeros": GPTQ | {"sym": False},
+    "gptq_v2, zeros": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "group_size": -1},
+    "gptq, act-order": GPTQ | {"desc_act": True},
+    "gptq, 8 bits in groups": GPTQ | {"bits": 8, "group_size": 64},
+    "awq": AWQ,
+    "awq, groups of 32": AWQ | {"group_size": 32},
+    "w4a16, zeros": scheme(symmetric=False),
+    "w4a16, act-order": scheme(actorder="group", group_size=32),
+    "w8a16, groups": scheme(num_bits=8, group_size=32),
+}
+
+
+@pytest.mark.parametrize("what", WIDENED)
+def test_what_no_format_holds_is_widened(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The float32 product of integer and scale is exact; a network of the scales' dtype rounds it once."""
+    weights = checkpoint(tmp_path, WIDENED[what])
+    with caplog.at_level(logging.WARNING):
+        network = load(tmp_path)
+    assert torch.equal(network.blocks[1].qkv.weight, joined(weights, "q_proj", "k_proj", "v_proj"))
+    assert torch.equal(network.blocks[1].mlp.down.weight, joined(weights, "ff_out"))
+    assert "14 of 14 rounded weights are widened to torch.float32" in caplog.text
+    assert torch.equal(load(tmp_path, dtype=None).blocks[1].out.weight, joined(weights, "attn_out").half())
+
+
+@pytest.mark.parametrize("how", [GPTQ, GPTQ | {"group_size": 128}, scheme(), scheme(group_size=64)], ids=str)
+def test_symmetric_groups_of_4_bits_stay(how: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = checkpoint(tmp_path, how)
+    with caplog.at_level(logging.WARNING):
+        network = load(tmp_path)
+    assert not caplog.text
+    linear = network.blocks[1].mlp.gate_up
+    values, scale = linear.weight_of("weight")
+    assert values.dtype == torch.uint8 and torch.equal(unpack(values, scale), joined(weights, "ff_proj", "up_proj"))
+    share = load(tmp_path, rank=Rank(1, 2)).blocks[1].mlp.down
+    got = unpack(*share.weight_of("weight"))
+    assert torch.equal(got, joined(weights, "ff_out")[:, 128:])
+    found = inspect(tmp_path, {"checkpoint": str(tmp_path)})
+    network = load(tmp_path, dtype=None)
+    held = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    assert not found.problems and found.memory["none"] == held and "4 bits, groups of" in str(found.packing)
+
+
+def test_8_bits_with_a_scale_for_each_output_stay(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path, scheme(num_bits=8, strategy="channel", group_size=None))
+    values, scale = load(tmp_path).blocks[1].qkv.weight_of("weight")
+    assert values.dtype == torch.int8
+    assert torch.equal(values.float() * scale[:, None], joined(weights, "q_proj", "k_proj", "v_proj"))
+
+
+def test_rounding_again_takes_the_values(tmp_path: Path) -> None:
+    checkpoint(tmp_path, AWQ)
+    assert load(tmp_path, quantize="int4").blocks[0].out.weight.dtype == torch.uint8
+
+
+BAD = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' is not supported"),
+    "3 bits": (GPTQ | {"bits": 3}, "bits=3 is not supported; use 4, 8"),
+    "a group of no size": (GPTQ | {"group_size": 0}, "group_size=0 must be"),
+    "gemv": (AWQ | {"version": "gemv"}, "version='gemv' is not supported"),
+    "a scheme of floats": (scheme(type="float"), "type='float' is not supported"),
+    "zeros that are missing": (scheme(symmetric=False), "weight_zero_point"),
+    "an order that is missing": (scheme(actorder="group"), "weight_g_idx"),
+    "groups of another size": (scheme(group_size=64), "do not fit compressed-tensors in 4 bits, groups of 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_read_is_named(what: str, tmp_path: Path) -> None:
+    how, message = BAD[what]
+    checkpoint(tmp_path, W4A16)
+    (tmp_path / "config.json").write_text(json.dumps(WIDE | {"quantization_config": how}))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_symmetric_in_name_only(tmp_path: Path) -> None:
+    checkpoint(tmp_path, GPTQ | {"sym": False})
+    (tmp_path / "config.json").write_text(json.dumps(WIDE | {"quantization_config": GPTQ}))
+    with pytest.raises(CheckpointError, match="its zeros are not all 8"):
+        load(tmp_path)
