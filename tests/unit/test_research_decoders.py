@@ -312,6 +312,28 @@ def test_a_suppressed_mask_token_keeps_no_position_from_its_commit() -> None:
     assert len(plain) < len(decoded({"name": "entropy_bound", "bound": 2.0}, table)) == 12
 
 
+# Prophet
+
+
+@pytest.mark.parametrize("late", [1, 5, 9])
+def test_prophet_commits_all_that_is_left_once_the_answer_is_sure(late: int) -> None:
+    """A lead of 3 logits at the answer, from step `late` on of 12, and none elsewhere."""
+    table = script(12, 24, seed=2, scale=0.5)
+    table[late:, PROMPT + 9 : PROMPT + 14, 3] = table[late:, PROMPT + 9 : PROMPT + 14].amax(-1) + 3.0
+    decoder = {"name": "prophet", "steps": 12, "sub_block": 8, "answer": 9, "early": 2.5, "mid": 2.5, "late": 2.5}
+    found = decoded(decoder, table)
+    assert [len(positions) for positions in found] == [2 * (step + 1) for step in range(late)] + [24]
+    assert all(max(positions) < 8 * (step // 4 + 1) for step, positions in enumerate(found[:-1]))
+
+
+def test_prophet_asks_less_as_its_steps_run_out() -> None:
+    """Without an answer all that is masked counts: a lead of 3 logits everywhere is enough in the last third alone."""
+    table = script(1, 24, seed=2, scale=0.0)
+    table[..., 5] = 3.0
+    sizes = [len(positions) for positions in decoded({"name": "prophet", "steps": 12}, table)]
+    assert sizes == [2 * (step + 1) for step in range(8)] + [24]  # 9 of 12 is the first above 0.67
+
+
 # Calibrated
 
 
