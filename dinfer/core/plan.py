@@ -5,8 +5,6 @@ it on Python integers, to know how wide a step must be; the reference of `kernel
 Triton kernel compiles the same source. So host and device cannot disagree about the width of a window.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product

@@ -9,8 +9,6 @@ Shape suffixes (one letter a dimension, in order):
     W  query positions of one forward         D  hidden size       V  vocabulary size
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Puts four components together and refuses, before any work, those that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What a model is: plain data. Differences between model families are fields here, not classes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

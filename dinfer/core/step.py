@@ -5,8 +5,6 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

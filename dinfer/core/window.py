@@ -1,7 +1,5 @@
 """The window of a step, as the plan of the cache policy says it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 With `split=block` and a threshold it is the schedule of LLaDA2.0 (arXiv:2512.15745) and SDAR (arXiv:2510.06303).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

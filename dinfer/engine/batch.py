@@ -1,11 +1,9 @@
 """The rows that run, and their place on the device: slots, pages, and the state of every component."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -28,7 +26,7 @@ class Room(NamedTuple):
     branches: int  # 2 if a request may be guided
     pages: int  # of keys and values, in all
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: Self) -> bool:
         return all(map(int.__ge__, self, other))
 
 

@@ -4,8 +4,6 @@ Sizes, ids and block lengths are those of the configs and cards on the hub; `tes
 against our networks. A checkpoint that is not here loads just as well, if its family is known.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
