@@ -14,11 +14,11 @@ from dinfer.iterations._sweep import BlockSweep
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
 class MultiBlock(BlockSweep):
-    """Decodes up to `blocks` neighbouring blocks in the same forwards; a finished one leaves once all before it have.
+    """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The decoded share of a block decides: the next block opens when that of the last one reaches `add_at`, one at a
-    step. A block must commit a token at every step once that of the block before it has reached `force_at`; until then
-    it commits only what the decoder is sure of. A block that leaves keeps its place for one step more, which makes its
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. A block must commit a
+    token at every step once the block before it has reached `force_at`; until then it commits only what the decoder is
+    sure of. A block that leaves keeps its place for one step more, which makes its
     keys final. After a stop token no block opens, and the row ends when the blocks up to that token are finished. With
     blocks=1 it is blockwise.
 
