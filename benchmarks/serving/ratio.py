@@ -1,6 +1,6 @@
 """What guidellm measured of a server, beside its engine alone (benchmarks.serving.full_size).
 
-    python -m benchmarks.serving.ratio engine.json guidellm-1.json guidellm-64.json --out benchmarks/results/serving.json
+    python -m benchmarks.serving.ratio engine.json guidellm-1.json guidellm-64.json --out serving.json
 
 Throughput is that of all finished requests, from the first one's start to the last one's end, on both sides.
 """
