@@ -41,7 +41,8 @@ def words(spec: ModelSpec) -> PreTrainedTokenizerFast:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **how)
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompts-to", type=Path)
