@@ -96,6 +96,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        stable_BK=stability(stats, view).view(by_block) if iteration.reads_stability else None,
         next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
@@ -234,6 +235,14 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def stability(stats: TokenStats, view: BlockView) -> Tensor:
+    """The share of the tokens decoded before this step that it predicted again; 1 of none. float64 [R]"""
+    decoded_RL = ~view.masked_RL & ~view.given_RL
+    again_RL = decoded_RL & (stats.token_RL == view.tokens_RL) & ~stats.declined_RL
+    count_R = decoded_RL.sum(-1)
+    return torch.where(count_R > 0, again_RL.sum(-1).to(torch.float64) / count_R.clamp_min(1), 1.0)
 
 
 def fresh_rows(moved: Moved) -> Tensor:

@@ -53,6 +53,7 @@ CATALOG: tuple[Published, ...] = (
         {"SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora": "8.0B"},
         **LLADA, preset="d2f_llada_8b_instruct", eos_ids=(126081, 126348), block=32, prompt_block=True,
     ),
+    *_all({"d3LLM/d3LLM_LLaDA": "8.0B"}, **LLADA, preset="d3llm_llada", eos_ids=(126081, 126348)),
     *_all(
         {f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}": "7.4B-A1.4B" for kind in ("Instruct", "Instruct-TD", "Base")},
         **INCLUSION, family="llada_moe", preset="llada_moe_7b_instruct",
@@ -81,6 +82,7 @@ CATALOG: tuple[Published, ...] = (
         {"SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora": "7.6B"},
         **DREAM, preset="d2f_dream_7b_base", eos_ids=(151643,), block=32, prompt_block=True,
     ),
+    *_all({"d3LLM/d3LLM_Dream": "7.6B", "d3LLM/d3LLM_Dream_Coder": "7.6B"}, **DREAM, preset="d3llm_dream", eos_ids=QWEN),
     *_all(
         {"JetLM/SDAR-8B-Chat": "8.2B", "JetLM/SDAR-1.7B-Chat": "2.03B", "JetLM/SDAR-4B-Chat": "4.41B",
          "JetLM/SDAR-30B-A3B-Chat": "30B-A3B", "Gen-Verse/TraDo-4B-Instruct": "4.41B",

@@ -46,7 +46,9 @@ def _diffulex(prompt: list[int], params: Fields, doc: Fields, decoder: dict[str,
     names = {"blocks": "buffer_size", "block": "block_size", "add_at": "add_block_threshold"}
     iteration = {ours: params.take(theirs) for ours, theirs in names.items()}
     stop = "off" if params.take("ignore_eos") else "block"
-    iteration |= {"name": "multi_block", "align": True, "stop": stop, "force_at": params.take("semi_complete_threshold")}
+    iteration |= {"name": "multi_block", "reference": "diffulex", "align": True, "stop": stop}
+    iteration |= {"force_at": params.take("semi_complete_threshold")}
+    iteration |= {"stable_at": params.take("token_stability_threshold", 0.0)}
     block, end = iteration["block"], doc.take("decoded_end")
     new_tokens = end + block * iteration["blocks"] - len(prompt)
     return Plan(iteration, decoder, ("none", "block"), new_tokens, {"causal_block": block})
@@ -55,6 +57,13 @@ def _diffulex(prompt: list[int], params: Fields, doc: Fields, decoder: dict[str,
 def _multi_bd(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     decoder = {"name": "threshold", "reference": "diffulex", "threshold": params.take("accept_threshold")}
     return _diffulex(prompt, params, doc, decoder)
+
+
+def _multi_bd_edit(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    names = {"threshold": "accept_threshold", "edit_threshold": "edit_threshold", "post_edits": "max_post_edit_steps"}
+    decoder = {"name": "joint_threshold", "reference": "diffulex", **{a: params.take(b) for a, b in names.items()}}
+    plan = _diffulex(prompt, params, doc, decoder)
+    return replace(plan, sweep={"forces": False})
 
 
 def _d2f(prompt: list[int], params: Fields, doc: Fields) -> Plan:
@@ -83,6 +92,7 @@ def _full_attention(prompt: list[int], params: Fields, doc: Fields) -> Plan:
 PLANS: dict[str, Callable[[list[int], Fields, Fields], Plan]] = {
     "d2f": _d2f,
     "diffulex_multi_bd": _multi_bd,
+    "diffulex_multi_bd_edit": _multi_bd_edit,
     "sglang_full_attn_multi_block": _full_attention,
 }
 
