@@ -3,10 +3,8 @@
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
-Shape suffixes (one letter a dimension, in order):
-    N  slots                B  lanes: the rows of one step         K  active blocks of a row
-    R  B * K, rows of blocks         L  block length               S  canvas length
-    W  query positions of one forward         D  hidden size       V  vocabulary size
+Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
+B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +52,7 @@ class StepShape:
     guided: bool = False  # some row has a second branch, without the prompt
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
-    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 

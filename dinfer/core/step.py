@@ -192,7 +192,7 @@ def proposed_tokens(
 def open_stats(
     recipe: Recipe, shape: StepShape, lanes: RowCursors, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
 ) -> tuple[TokenStats, Tensor]:
-    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    """The statistics where the LM head runs on open positions alone, and the lanes whose open positions all fit."""
     (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
     flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
     index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)

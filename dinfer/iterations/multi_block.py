@@ -14,13 +14,13 @@ from dinfer.iterations._sweep import BlockSweep
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
 class MultiBlock(BlockSweep):
-    """Decodes up to `blocks` neighbouring blocks in the same forwards; a finished one leaves once all before it have.
+    """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The decoded share of a block decides: the next block opens when that of the last one reaches `add_at`, one at a
-    step, and, for decoders that edit, when the share `stable_at` of its tokens is predicted again. A block must commit
-    a token at every step once that of the block before it has reached `force_at`; until then it commits only what the
-    decoder is sure of. A block that leaves keeps its place for one step more, which makes its keys final. After a stop
-    token no block opens, and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`; with decoders that
+    edit, also only when the share `stable_at` of its tokens is predicted again. A block must commit a token at every
+    step once the block before it has reached `force_at`; until then it commits only what the decoder is sure of. A
+    block that leaves keeps its place for one step more, which makes its keys final. After a stop token no block opens,
+    and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
 
     D2F and d3LLM: align=false. Diffulex on block-causal models: align=true. Pays where a forward costs little more for
     more positions, and the model tolerates unfinished blocks before the one that it decodes.
