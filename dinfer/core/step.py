@@ -121,8 +121,9 @@ def seen(
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        start_B, end_B = recipe.cache.visible(lanes)
-        return attention_interval(pos_BW, start_B, end_B if stop_B is None else stop_B, spec.causal_block), None, None
+        (start_B, end_B), prompt_B = recipe.cache.visible(lanes), lanes.prompt_B if spec.prompt_block else None
+        end_B = end_B if stop_B is None else stop_B
+        return attention_interval(pos_BW, start_B, end_B, spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW
@@ -196,7 +197,7 @@ def proposed_tokens(
 def open_stats(
     recipe: Recipe, shape: StepShape, lanes: RowCursors, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
 ) -> tuple[TokenStats, Tensor]:
-    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    """The statistics where the LM head runs on open positions alone, and the lanes whose open positions all fit."""
     (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
     flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
     index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)

@@ -14,7 +14,7 @@ from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import Runtime
-from dinfer.parity import likelihood, uniform
+from dinfer.parity import likelihood, multi_block, uniform
 from dinfer.parity.compare import at_most, same
 from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
@@ -223,6 +223,8 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = doc.rows("prompt_ids", int), doc.take("mask_id"), doc.take("eos_id")
+    if doc.fields("params").text("algorithm") in multi_block.PLANS:
+        return multi_block.run(golden, doc)
     plan = _plan(prompts, doc.fields("params"))
     if any(mask_id in prompt for prompt in prompts):
         raise Skip("prompts that hold mask tokens are not there yet")

@@ -22,7 +22,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What has become certain of a row. The last event of a row has `finish` and `counts`."""
+    """What has become certain of a row. The last one has `finish` and `counts`; with usage, all have counts."""
 
     row: int
     text: str = ""
@@ -30,7 +30,7 @@ class Event:
     logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # tokens whose text is told by now, if asked
     finish: str | None = None  # "stop" or "length"
     counts: Counts | None = None
-    tokens: int = 0  # of the answer, in the last event
+    tokens: int = 0  # of the answer, where there are counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Wanted:
     stops: Sequence[str] = ()
     drafts: bool = False
     logprobs: bool = False
+    usage: bool = False  # the counts so far with every event
 
 
 async def row_events(served: Served, index: int, request: Request, wanted: Wanted) -> AsyncGenerator[Event]:
@@ -64,7 +65,9 @@ async def row_events(served: Served, index: int, request: Request, wanted: Wante
                     yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens)
                     return
                 if piece or shown or scored:
-                    yield Event(index, piece, shown, scored)
+                    tokens = text.tokens if wanted.usage else 0
+                    so_far = partial(update, tokens) if wanted.usage else None
+                    yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
     except Exception as error:
         raise failure(error) from error
 
