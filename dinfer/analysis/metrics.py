@@ -1,16 +1,13 @@
 """What a set of answers was worth and what it cost: the one place where these figures are defined and computed.
 
-Tokens are generated tokens before the first stop token (or stop string, where a task has some): never the prompt,
-padding, or what comes behind. Everything else is built on them and on forwards. `docs/metrics.md` says the same at
-leisure, and why.
+Tokens are generated tokens before the first stop token, or stop string where a task has some. Prompt, padding and what
+comes behind never count. `docs/metrics.md` defines every figure.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -41,7 +38,7 @@ class Sample:
             raise ValueError(f"score={self.score} of a sample must be between 0 and 1")
 
     @classmethod
-    def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Sample:
+    def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Self:
         """The sample of a `Result` or a `Completion`."""
         return cls(counts.forwards, counts.refreshes, counts.tokens, counts.seconds, stopped, score)
 

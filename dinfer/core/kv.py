@@ -13,7 +13,7 @@ largest, 448, becomes 448.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class KVPool:
     @classmethod
     def alloc(
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
-    ) -> KVPool:
+    ) -> Self:
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
 
         def pool(layers: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,6 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -118,7 +116,8 @@ def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, I
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block), None, None
+        prompt_B = lanes.prompt_B if spec.prompt_block else None
+        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW
@@ -192,7 +191,7 @@ def proposed_tokens(
 def open_stats(
     recipe: Recipe, shape: StepShape, lanes: RowCursors, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
 ) -> tuple[TokenStats, Tensor]:
-    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    """The statistics where the LM head runs on open positions alone, and the lanes whose open positions all fit."""
     (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
     flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
     index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)
@@ -210,9 +209,11 @@ def open_stats(
 
 
 def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
-    """The logits, in place without the mask token where the decoder suppresses it."""
-    if recipe.decoder.suppress_mask and (mask_id := recipe.model.spec.mask_id) is not None:
-        logits_RLV[..., mask_id].fill_(float("-inf"))
+    """The logits, in place without the tokens that the decoder does not take."""
+    spec, decoder = recipe.model.spec, recipe.decoder
+    masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
+    for token in (*masks, *(() if decoder.moves else spec.moving_ids)):
+        logits_RLV[..., token].fill_(float("-inf"))
     return logits_RLV
 
 

@@ -4,8 +4,6 @@ Published code: conf_threshold=0.9, kl_threshold=0.01, kl_history_length=2, and,
 quota of LLaDA's fixed schedule; here `least`, which is that quota for as many steps as tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,9 +22,9 @@ TINY = 1e-12  # added to probabilities before the logarithm, as published
 class Klass(Decoder):
     """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
 
-    If no position qualifies, the `least` most confident are committed. What was seen before a block was entered does
-    not count, whereas the reference, which computes all logits at every step, lets it: from the second block on it
-    may commit one step sooner. Keeps a float32 per position and vocabulary entry.
+    If no position qualifies, the `least` most confident are committed. Only steps of the block count. The reference
+    computes all logits at every step and counts earlier ones too, so from the second block on it may commit one step
+    sooner. Keeps a float32 per position and vocabulary entry.
     """
 
     paper = "KLASS, arXiv:2511.05664"

@@ -47,8 +47,8 @@ def rounded(x: Deferred) -> Rounded:
 def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False) -> Tensor | Parts:
     """x times the weight's transpose. [..., K] -> [..., O]
 
-    With `parts` the consumer adds up: of a small weight each program then takes a part of the inputs. One
-    multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
+    With `parts` the consumer adds up: each program of a small weight takes a part of the inputs. A multiprocessor reads
+    only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
     if not (few(x) and use_triton(x, "linear")):

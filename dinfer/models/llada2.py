@@ -56,6 +56,9 @@ class Llada2(BlockFamily):
                 "rotates contradict each other"
             )
         capacity = config.get("expert_capacity")
+        delete_id, split_id = config.get("delete_token_id"), config.get("split_token_id")
+        if (delete_id is None) != (split_id is None):
+            raise ValueError("config.json: delete_token_id and split_token_id must be there both, or neither")
         return ModelSpec(
             family="llada2",
             mlp=config["intermediate_size"],
@@ -76,5 +79,7 @@ class Llada2(BlockFamily):
                 shared=config["moe_intermediate_size"] * config["num_shared_experts"],
                 dense=tuple(range(config["first_k_dense_replace"])),
             ),
+            delete_id=delete_id,
+            split_id=split_id,
             **fields,
         )

@@ -34,8 +34,10 @@ class Rule:
 
     config: dict[str, Any]  # name and options of the decoder; `reference`: whose rule it has, see `references`
     decay: float | None = None  # the least confidence is 1 - step * decay as long as that is above the threshold
-    given: int | None = None  # the first so many positions are given; None: all but the masked ones
-    done: Literal["unmasked before", "idle after"] = "unmasked before"  # what the reference's flags `done` mean
+    # Which positions are given: the first so many, all but the masked ones, or all before the first masked one.
+    given: int | Literal["unmasked", "prefix"] = "unmasked"
+    # What the reference's flags `done` mean; "idle by": it may say so later.
+    done: Literal["unmasked before", "idle after", "idle by"] = "unmasked before"
     part: int | None = None  # so many positions are decoded before the next; None: all together
     shift: int = 0  # logits predict the token so many positions to the right
     first: int | None = None  # what stands at position 0, if that is masked
@@ -92,8 +94,9 @@ def _joint_threshold(params: Fields) -> Rule:
         "penalty_lambda": "penalty",
     }  # fmt: skip
     config = {ours: params.take(theirs) for theirs, ours in names.items()}
-    given = {"derived": None, "first2": 2}[params.take("prompt")]
-    return Rule({"name": "joint_threshold", "reference": "sglang", **config}, given=given, done="idle after")
+    given: dict[str, Any] = {"derived": "unmasked", "first2": 2}
+    config |= {"name": "joint_threshold", "reference": "sglang"}
+    return Rule(config, given=given[params.take("prompt")], done="idle after")
 
 
 def _eb_sampling(params: Fields) -> Rule:
@@ -116,6 +119,19 @@ def _renoise(params: Fields) -> Rule:
     return Rule(renoise(params), given=0, done="idle after")
 
 
+def _insert_delete(params: Fields) -> Rule:
+    params.take("block_length")  # of the sequence, too
+    prompt: str = params.take("prompt")
+    given: Any = "prefix" if prompt == "derived" else int(prompt.removeprefix("first"))
+    return Rule(insert_delete(params), given=given, done="idle by")
+
+
+def insert_delete(params: Fields) -> dict[str, Any]:
+    """The decoder of insertions and deletions, of decoder cases and of generations."""
+    names = {"threshold": "threshold", "edit_threshold": "edit_threshold", "max_post_edit_steps": "post_edits"}
+    return {"name": "insert_delete"} | {ours: params.take(name) for name, ours in names.items()}
+
+
 # Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
 TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "dinfer_threshold": _dinfer_threshold,
@@ -133,6 +149,7 @@ TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "sglang_entropy_threshold": _entropy_threshold,
     "sglang_hierarchy_block": _hierarchy_block,
     "sglang_gemma4_renoise": _renoise,
+    "sglang_joint_threshold_indel": _insert_delete,
 }
 
 
@@ -166,7 +183,7 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
     decoder, params = doc.take("decoder"), case.fields("params")
     params.where = f"decoder {decoder!r}"  # one reason for all cases that lack the same
     rule = translate(decoder, params)
-    sequences, name = inputs(path), case.take("sequence")
+    sequences, name = inputs(path, doc.take("sequences_file", "sequences")), case.take("sequence")
     logits_SBLV, x0_BL = read_tensors(sequences, [f"{name}.logits", f"{name}.x0"])
     if (row := case.take("row", None)) is not None:
         logits_SBLV, x0_BL = logits_SBLV[:, row : row + 1], x0_BL[row : row + 1]
@@ -183,7 +200,10 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
         sampling, mask_id = Recorded(canvas_XBC=random_canvases(case, x0_BL)), None
     elif rule.shift:  # the last logits predict the first position behind the block
         x0_BL = torch.nn.functional.pad(x0_BL, (0, 1), value=mask_id)
-    model = ScriptedModel(logits_SBLV, mask_id=mask_id, eos_id=doc.take("eos_id"), shift=rule.shift)
+    moving = {f"{name}_id": doc.take(f"{name}_token_id", None) for name in ("delete", "split")}
+    model = ScriptedModel(logits_SBLV, mask_id=mask_id, eos_id=doc.take("eos_id"), shift=rule.shift, **moving)
+    flags = f"{case.take('case')}.original_mask"
+    original_SBL = read_tensors(path.with_suffix(".safetensors"), [flags])[0] if "post_edit_steps" in case else None
     recipe, state = begin(model, rule, x0_BL, sampling)
     shape = StepShape(Phase.FULL, batch, x0_BL.shape[1], 1, state.block, -(-x0_BL.shape[1] // PAGE))
 
@@ -197,16 +217,21 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
         same(f"step {s}: tokens", want_BL.tolist(), [row[:length] for row in step(s)])
         if done_SB is not None:
             idle_B = state.canvas.lanes(torch.arange(batch), Phase.IDLE).live_B
-            done_B = idle_B if rule.done == "idle after" else ~open_BL.any(-1)
-            same(f"step {s}: done", done_SB[s], done_B.tolist())
+            done_B = ~open_BL.any(-1) if rule.done == "unmasked before" else idle_B
+            told_B = torch.tensor(done_SB[s])
+            same(f"step {s}: done", done_SB[s], (done_B & told_B if rule.done == "idle by" else done_B).tolist())
+        if original_SBL is not None:
+            kept = state.decoder.rows
+            same(f"step {s}: original masks", original_SBL[s].bool().tolist(), kept["original"][:batch].tolist())
+            same(f"step {s}: steps of editing", case.take("post_edit_steps")[s], kept["post"][:batch].tolist())
     if rule.shift and following is not None:
         same("next_inherited_token", following, step(len(want_SBL))[0][length])
     return f"{len(want_SBL)} steps"
 
 
-def inputs(path: Path) -> Path:
+def inputs(path: Path, stem: str) -> Path:
     """The file of the logits: beside the cases, or in the folder `goldens` beside theirs, which later sets build on."""
-    name = "sequences.safetensors"
+    name = f"{stem}.safetensors"
     for folder in (path.parent, path.parents[2] / "goldens" / "decoders"):
         if (folder / name).is_file():
             return folder / name
@@ -246,7 +271,10 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
         masked_BL[:, 0] = False
     place_L = torch.arange(length)
     for slot in range(batch):
-        given_L = ~masked_BL[slot] if rule.given is None else place_L < rule.given
+        if isinstance(rule.given, int):
+            given_L = place_L < rule.given
+        else:
+            given_L = ~masked_BL[slot] if rule.given == "unmasked" else masked_BL[slot].cumsum(0) == 0
         masked_L = masked_BL[slot] & ~given_L
         options = recipe.resolve({"seed": slot})
         state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0, options=options)

@@ -1,6 +1,7 @@
 """A model that says what was recorded, so that decoders run in the real step on the reference's very logits."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ class ScriptedModel:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, logits_SBLV: Tensor, *, mask_id: int | None, eos_id: int, shift: int = 0) -> None:
+    def __init__(self, logits_SBLV: Tensor, *, mask_id: int | None, eos_id: int, shift: int = 0, **fields: Any) -> None:
         self.logits_SBLV, self.step = logits_SBLV, 0
         length, vocab = logits_SBLV.shape[-2:]
         self.spec = ModelSpec(
             family="scripted", vocab=vocab, hidden=vocab, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1,
             norm_eps=1.0, rope_theta=1.0, max_length=length + 1, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,),
-            shift=shift,
+            shift=shift, **fields,
         )  # fmt: skip
 
     def embed(self, tokens_BW: Tensor) -> Tensor:

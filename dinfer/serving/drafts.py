@@ -3,8 +3,6 @@
 docs/serving.md documents the messages.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

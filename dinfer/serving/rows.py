@@ -1,7 +1,5 @@
 """One row of a request as a stream of events: certain text, drafts if asked for, and how it ended."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -24,7 +22,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What has become certain of a row. The last event of a row has `finish` and `counts`."""
+    """What has become certain of a row. The last one has `finish` and `counts`; with usage, all have counts."""
 
     row: int
     text: str = ""
@@ -32,7 +30,7 @@ class Event:
     logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # tokens whose text is told by now, if asked
     finish: str | None = None  # "stop" or "length"
     counts: Counts | None = None
-    tokens: int = 0  # of the answer, in the last event
+    tokens: int = 0  # of the answer, where there are counts
     completion: Completion | None = None  # in the last event, unless a stop string ended the row
 
 
@@ -43,6 +41,7 @@ class Wanted:
     stops: Sequence[str] = ()
     drafts: bool = False
     logprobs: bool = False
+    usage: bool = False  # the counts so far with every event
 
 
 async def row_events(
@@ -71,7 +70,9 @@ async def row_events(
                     yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens, done)
                     return
                 if piece or shown or scored:
-                    yield Event(index, piece, shown, scored)
+                    tokens = text.tokens if wanted.usage else 0
+                    so_far = partial(update, tokens) if wanted.usage else None
+                    yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
     except Exception as error:
         raise failure(error) from error
 

@@ -22,7 +22,7 @@ from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
-from support.models import UNIFORM, VARIANTS, tiny_model
+from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"
@@ -38,6 +38,7 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("decoder", "threshold"): [{"least": 2}],
     ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
     ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
+    ("decoder", "prophet"): [{"sub_block": 3, "answer": 2, "early": 2.0, "mid": 1.0, "late": 0.5}],
     ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],
 }
 
@@ -56,6 +57,7 @@ class Combination:
 
     def recipe(self, model: Any = None, **model_fields: Any) -> Recipe:
         model = tiny_model(self.variant, **model_fields) if model is None else model
+        model = fitted(model, dict(self.decoder)["name"])
         return compose(model, iteration=dict(self.iteration), decoder=dict(self.decoder), cache=dict(self.cache))
 
 

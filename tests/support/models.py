@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dinfer.core.protocols import ModelSpec
+from dinfer.core.registry import DECODERS
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import random_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.models.llada import Llada
 
 VOCAB, EOS, MASK = 40, 38, 39
+DELETE, SPLIT = 33, 34  # of models that predict them
 
 # Every field that `Llada.spec` reads or checks. Grouped heads, and a head that is not the embedding.
 CONFIG: dict[str, Any] = {
@@ -95,3 +98,12 @@ def tiny_model(
             block.qkv.weight[: (spec.heads + spec.kv_heads) * spec.head_dim].mul_(2.5)
         network.norm.weight.mul_(sharpness)
     return network.to(dtype=dtype, device=device)
+
+
+def fitted(model: Any, decoder: str) -> Any:
+    """The model, with a delete and a split token for decoders that take them."""
+    if not DECODERS.get(decoder).moves or model.spec.mask_id is None:
+        return model
+    model = copy.copy(model)  # shares the weights
+    model.spec = replace(model.spec, delete_id=DELETE, split_id=SPLIT)
+    return model

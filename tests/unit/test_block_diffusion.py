@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.host import Host
 from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, observed, requests_for
-from support.models import EOS, MASK, tiny_model
+from support.models import EOS, MASK, fitted, tiny_model
 
 from dinfer.core.canvas import ACTIVE, CURSORS, Phase
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
@@ -43,9 +43,8 @@ def decoder(name: str) -> dict[str, Any]:
 
 
 def recipe_of(cache: str, *, model: str = "block", sweep: str = "block_diffusion", name: str = "threshold") -> Recipe:
-    return compose(
-        tiny_model("block_causal", **MODELS[model]), iteration=SWEEPS[sweep], decoder=decoder(name), cache=cache
-    )
+    network = fitted(tiny_model("block_causal", **MODELS[model]), name)
+    return compose(network, iteration=SWEEPS[sweep], decoder=decoder(name), cache=cache)
 
 
 def run(recipe: Recipe, **runtime: Any) -> list[Completion]:

@@ -1,0 +1,173 @@
+"""Fill, edit, insert and delete in the same step (LLaDA2.2; SGLang's JointThresholdInDel, 0.5.23).
+
+The model predicts two tokens that are no text. DELETE at a position takes it out, and what follows in the block moves
+to the left. SPLIT puts a mask before the token there, and what follows moves to the right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import DECODERS, check_probability, check_range, option
+from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.rows import moved
+
+LONGEST = 128  # steps of editing; what a block remembers grows with them
+
+
+@DECODERS.register("insert_delete")
+@dataclass(frozen=True, kw_only=True)
+class InsertDelete(Decoder):
+    """Fills masks where c > threshold, rewrites, deletes and splits tokens where another has c > edit_threshold.
+
+    A mask that the block began with is an original one, others were introduced by an insertion, behind a deletion or
+    by an edit. A step that finds fewer than n sure masks fills the n best, where n is 1 and one for each introduced
+    mask; with no original mask left it fills all. A block that has been there before takes another token at its least
+    sure change. A block ends when a step changes nothing, or with a cleanup: after `post_edits` steps that began
+    without original masks, or after block length + `post_edits` steps, all masks are filled and nothing moves.
+    post_edits=0 makes the step that fills the last original mask the cleanup. What is pushed over the end of the block
+    is lost.
+    """
+
+    paper = "LLaDA2.2; SGLang's JointThresholdInDel"
+    edits: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
+    moves: ClassVar[bool] = True
+
+    threshold: float = option(0.7, "fill masks above this", per_request=True)
+    edit_threshold: float = option(
+        0.5, "rewrite, delete or split tokens where the prediction is above this", per_request=True
+    )
+    post_edits: int = option(16, "steps of editing once no original mask is left; 0: none", per_request=True)
+
+    def __post_init__(self) -> None:
+        check_probability("decoder", self, "threshold", "edit_threshold")
+        check_range("decoder", self, "post_edits", least=0, most=LONGEST)
+
+    def incompatibility(self, spec: ModelSpec) -> str | None:
+        if None not in (spec.mask_id, spec.delete_id, spec.split_id):
+            return None
+        return (
+            "decoder=insert_delete needs a model that predicts a delete and a split token (LLaDA2.2), and this one's "
+            "config names none. Use decoder=joint_threshold."
+        )
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        steps = block + LONGEST + 2
+        return {
+            "special": torch.tensor([spec.mask, spec.delete_id or 0, spec.split_id or 0]),
+            "step": torch.zeros((), dtype=torch.int64),
+            "post": torch.zeros((), dtype=torch.int64),
+            "over": torch.zeros((), dtype=torch.bool),
+            "original": torch.zeros(block, dtype=torch.bool),
+            "seen": torch.tensor(-1, dtype=torch.int32).expand(steps, block),  # the block before each step
+            "taken": torch.tensor(-1, dtype=torch.int32).expand(block, steps),  # the token taken at each place and step
+        }
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        state["logits"] = logits_RLV  # for `select`, which takes them out again
+        return logits_RLV
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        logits_RLV = state.pop("logits")
+        masked_RL, budget_R1 = view.masked_RL, view.options["post_edits"]
+        mask_R1, delete_R1, split_R1 = state["special"].split(1, -1)
+        state["original"] |= masked_RL & (state["step"] == 0)[:, None]
+        original_RL = state["original"] & masked_RL
+        filled_R1 = ~original_RL.any(-1, keepdim=True)
+        state["step"] += 1
+        state["post"] += filled_R1[:, 0]
+        size_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
+        late_R1 = torch.where(budget_R1 > 0, state["post"][:, None] >= budget_R1, filled_R1)
+        cleanup_R1 = late_R1 | (state["step"][:, None] > size_R1 + budget_R1)
+
+        # An original mask is not filled with the mask token; all others may be.
+        own_RL = stats.declined_RL & ~(original_RL & ~cleanup_R1)
+        token_RL = torch.where(own_RL, mask_R1, stats.token_RL)
+        score_RL = torch.where(own_RL, stats.mask_confidence_RL, stats.confidence_RL)
+        fill_RL = self.fills(score_RL, original_RL, view)
+        last_R1 = (budget_R1 == 0) & ~filled_R1 & ~(original_RL & ~fill_RL).any(-1, keepdim=True)
+        cleanup_R1 = cleanup_R1 | last_R1
+        fill_RL = torch.where(cleanup_R1 | filled_R1, masked_RL, fill_RL)
+        edit_RL = ~masked_RL & ~view.given_RL & (score_RL > view.options["edit_threshold"])
+        chosen_RL = (fill_RL | (edit_RL & (token_RL != view.tokens_RL))) & ~state["over"][:, None]
+
+        moves_RL = (token_RL == delete_R1) | (token_RL == split_R1)
+        barred_RL = cleanup_R1 & (moves_RL | (token_RL == mask_R1))
+        token_RL = torch.where(barred_RL, textual(logits_RLV, state["special"]), token_RL)
+        again_RL = repeats(token_RL, score_RL, chosen_RL, view, state)
+        other_R1 = untaken(logits_RLV, again_RL, original_RL, state)
+        token_RL = torch.where(again_RL & ~cleanup_R1, other_R1, token_RL)
+        remember(token_RL, chosen_RL, view, state)
+        state["over"] |= (cleanup_R1 | ~chosen_RL.any(-1, keepdim=True))[:, 0]
+
+        gone_RL, split_RL = chosen_RL & (token_RL == delete_R1), chosen_RL & (token_RL == split_R1)
+        source_RL = sources(gone_RL, split_RL, size_R1)
+        state["original"].copy_(moved(state["original"], source_RL, False))
+        written_RL, blank_RL = chosen_RL & ~gone_RL & ~split_RL, token_RL == mask_R1
+        return Proposal(
+            moved(written_RL & ~blank_RL, source_RL, False),
+            moved(token_RL, source_RL, -1),
+            busy_R=~state["over"],
+            remask_RL=moved(written_RL & blank_RL & ~masked_RL, source_RL, False),
+            source_RL=source_RL,
+        )
+
+    def fills(self, score_RL: Tensor, original_RL: Tensor, view: BlockView) -> Tensor:
+        """The masks to fill as long as there are original ones. bool [R, L]"""
+        need_R1 = 1 + (view.masked_RL & ~original_RL).sum(-1, keepdim=True)
+        sure_RL = view.masked_RL & (score_RL > view.bar(view.options["threshold"]))
+        best_RL = descending_rank(score_RL.masked_fill(~view.masked_RL, -1.0)) < need_R1
+        return torch.where(sure_RL.sum(-1, keepdim=True) >= need_R1, sure_RL, best_RL & view.masked_RL)
+
+
+def textual(logits_RLV: Tensor, special_R3: Tensor) -> Tensor:
+    """The most likely token that is neither the mask nor one that moves others. int64 [R, L]"""
+    best_RLC = logits_RLV.topk(4, -1).indices  # one of four is none of the three
+    fine_RLC = ~(best_RLC[..., None] == special_R3[:, None, None]).any(-1)
+    return best_RLC.gather(-1, fine_RLC.to(torch.int64).argmax(-1, keepdim=True))[..., 0]
+
+
+def repeats(token_RL: Tensor, score_RL: Tensor, chosen_RL: Tensor, view: BlockView, state: State) -> Tensor:
+    """The least sure change of a block that was the same before an earlier step. bool [R, L]"""
+    same_R1 = (state["seen"] == view.tokens_RL[:, None]).all(-1).any(-1, keepdim=True)
+    change_RL = chosen_RL & (token_RL != view.tokens_RL) & same_R1
+    return change_RL & (descending_rank((-score_RL).masked_fill(~change_RL, float("-inf"))) == 0)
+
+
+def untaken(logits_RLV: Tensor, where_RL: Tensor, original_RL: Tensor, state: State) -> Tensor:
+    """The most likely token never taken at the marked place, nor the mask at an original mask. int64 [R, 1]"""
+    place_R1 = where_RL.to(torch.int64).argmax(-1, keepdim=True)
+    logits_RV = logits_RLV.gather(1, place_R1[..., None].expand(-1, 1, logits_RLV.shape[-1]))[:, 0]
+    taken_RH = state["taken"].gather(1, place_R1[..., None].expand(-1, 1, state["taken"].shape[-1]))[:, 0].long()
+    bars_RX = torch.cat((taken_RH >= 0, original_RL.gather(1, place_R1)), 1)
+    token_RX = torch.cat((taken_RH.clamp_min(0), state["special"][:, :1]), 1)
+    limit_RX = torch.where(bars_RX, float("-inf"), float("inf")).to(logits_RV.dtype)
+    return logits_RV.scatter_reduce(1, token_RX, limit_RX, "amin").argmax(-1, keepdim=True)
+
+
+def remember(token_RL: Tensor, chosen_RL: Tensor, view: BlockView, state: State) -> None:
+    """Notes the block and what was taken where, if anything was."""
+    steps = state["seen"].shape[1]
+    step_R11 = (state["step"] - 1).clamp_max(steps - 1)[:, None, None]
+    any_R11 = chosen_RL.any(-1)[:, None, None]
+    block_R1L = torch.where(any_R11, view.tokens_RL[:, None], -1).to(torch.int32)
+    state["seen"].scatter_(1, step_R11.expand(-1, 1, chosen_RL.shape[1]), block_R1L)
+    taken_RL1 = torch.where(chosen_RL, token_RL, -1).to(torch.int32)[..., None]
+    state["taken"].scatter_(2, step_R11.expand(-1, chosen_RL.shape[1], 1), taken_RL1)
+
+
+def sources(gone_RL: Tensor, split_RL: Tensor, size_R1: Tensor) -> Tensor:
+    """Which place of the block each place takes its token from; -1: a new mask. int64 [R, L]"""
+    rows, length = gone_RL.shape
+    place_RL = torch.arange(length, device=gone_RL.device).expand(rows, -1)
+    width_RL = 1 - gone_RL.to(torch.int64) + split_RL.to(torch.int64)
+    to_RL = width_RL.cumsum(-1) - 1  # of a split, the token is the second of two
+    lost_RL = gone_RL | (to_RL >= size_R1) | (place_RL >= size_R1)
+    source_RX = torch.full_like(place_RL[:, :1], -1).expand(-1, length + 1).clone()
+    return source_RX.scatter_(1, to_RL.masked_fill(lost_RL, length), place_RL)[:, :length]
