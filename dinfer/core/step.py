@@ -42,12 +42,15 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, spec, shape, cache_state)
     pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
-    interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
+    place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
+    attend = state.kv.attend(
+        slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
+    )
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
-        model, fed = guided(recipe, state, slot_B, pos_BW, tokens_BW, status_BW, interval_BW, shape.pages)
+        model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
@@ -113,12 +116,15 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     state.cache.store(slot_B, cache_state, lanes.live_B)
 
 
-def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, Interval | None, Tensor | None]:
+def seen(
+    recipe: Recipe, lanes: RowCursors, pos_BW: Tensor, stop_B: Tensor | None = None
+) -> tuple[Interval, Interval | None, Tensor | None]:
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        prompt_B = lanes.prompt_B if spec.prompt_block else None
-        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block, prompt_B), None, None
+        (start_B, end_B), prompt_B = recipe.cache.visible(lanes), lanes.prompt_B if spec.prompt_block else None
+        end_B = end_B if stop_B is None else stop_B
+        return attention_interval(pos_BW, start_B, end_B, spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu.linear import int4_linear, use_native
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
@@ -67,8 +68,9 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of a weight in 4 bits; the rows stay as they are. [..., K] -> [..., O]"""
     if not use_triton(x, "packed"):
-        out = F.linear(x.float(), unpack(weight_OH, scale_OG), None if bias_O is None else bias_O.float())
-        return out.to(x.dtype)
+        native = use_native(x, "packed")
+        out = int4_linear(x, weight_OH, scale_OG) if native else F.linear(x.float(), unpack(weight_OH, scale_OG))
+        return (out if bias_O is None else out + bias_O).to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
 
     if x.numel() // x.shape[-1] <= FEW:
