@@ -1,9 +1,8 @@
 """How far a recipe's cached logits are from those of a pass without a cache, at every step.
 
 The recipe runs as it always does (`runtime.kv` included), one request at a time. Beside each of its forwards the
-network computes the whole canvas once more, fed the same, with nothing kept; compared are the positions that are still
-masked, since these are what the step decides. A library function: `audit(pipeline, prompts)`; on the command line
-`dinfer audit`.
+network computes the whole canvas once more, with the same input and without a cache. The positions that are still
+masked are compared, since the step decides these.
 """
 
 import json
@@ -110,7 +109,7 @@ def audit(
         total += request.new_tokens
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
     spec = recipe.model.spec
-    exact = recipe.cache.exact(spec.shift, spec.attention_block, recipe.iteration.grain)
+    exact = recipe.cache.exact(spec.frame, recipe.grain)
     if kv != "model":
         names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))

@@ -8,9 +8,9 @@ with equality for L = 1 (LLaDA, arXiv:2502.09992, eq. 14; `get_log_likelihood.py
 model allows a tighter bound of the same kind: the chain rule over its blocks, each of them bounded like this with all
 earlier blocks clean (BD3-LM, arXiv:2503.09573). One pass holds the clean text and a noised copy of every block.
 
-Masks are functions of (seed, sample, block, position): a bound does not depend on the batch it was computed in, and
-texts of equal length see the same masks, so that differences between the choices of a question are less noisy. The
-counts k of the samples are spread evenly over 1..L from a random start. No cache, no decoder.
+Masks are functions of (seed, sample, block, position), so a bound does not depend on its batch. Texts of equal length
+see the same masks, which makes differences between the choices of a question less noisy. The counts k of the samples
+are spread evenly over 1..L from a random start. No cache and no decoder take part.
 
 Shape suffixes: X samples, L answer positions, W positions of a pass, B passes of a batch, N scored positions.
 """
@@ -104,10 +104,10 @@ def log_likelihoods(
 @torch.inference_mode()
 @on_own_device
 def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool]:
-    """Whether a model, filling as many masks as the answer has tokens, writes the answer: one token a step, the most
-    confident first, block after block if the model is block-causal. A text is left at its first wrong token.
+    """Whether a model writes the answer when it fills as many masks as that has tokens.
 
-    That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
+    It commits one token a step, the most confident first, and block after block if it is block-causal. A text is left
+    at its first wrong token. That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
     """
     spec, found = model.spec, [True] * len(pairs)
     for index, pair in enumerate(pairs):
@@ -247,6 +247,11 @@ def _check(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], what: 
         raise ValueError(f"{spec.family} was trained on uniform noise, not on masks: it has no bound here yet")
     if spec.experts is not None and spec.experts.capacity is not None:
         raise ValueError("a model with expert_capacity routes whole blocks, clean or noised: it has no bound here yet")
+    if spec.prompt_block:
+        raise ValueError(
+            "a model whose attention blocks are counted from the prompt's end has no bound here yet: score the model "
+            "without its adapter, with model.block=null"
+        )
     if spec.shift and not prompt and answer:
         raise ValueError(f"{what}: this model predicts a token from the one before it, so the prompt must not be empty")
     if (length := len(prompt) + len(answer)) > spec.max_length:

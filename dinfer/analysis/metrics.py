@@ -1,8 +1,7 @@
 """What a set of answers was worth and what it cost: the one place where these figures are defined and computed.
 
-Tokens are generated tokens before the first stop token (or stop string, where a task has some): never the prompt,
-padding, or what comes behind. Everything else is built on them and on forwards. `docs/metrics.md` says the same at
-leisure, and why.
+Tokens are generated tokens before the first stop token, or stop string where a task has some. Prompt, padding and what
+comes behind never count. `docs/metrics.md` defines every figure.
 """
 
 import math

@@ -3,10 +3,8 @@
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
-Shape suffixes (one letter a dimension, in order):
-    N  slots                B  lanes: the rows of one step         K  active blocks of a row
-    R  B * K, rows of blocks         L  block length               S  canvas length
-    W  query positions of one forward         D  hidden size       V  vocabulary size
+Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
+B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +52,7 @@ class StepShape:
     guided: bool = False  # some row has a second branch, without the prompt
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
-    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
 
 
@@ -122,6 +120,7 @@ class BlockAfter:
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
@@ -283,22 +282,21 @@ class CachePolicy(Component):
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
 
-    def exact(self, shift: int, block: int, grain: int = 1) -> bool:
+    def exact(self, frame: tuple[int, int, bool], grain: int = 1) -> bool:
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
-        `shift` and `block` say what the model is (`ModelSpec.shift`, `ModelSpec.attention_block`), `grain` where active
-        blocks begin and end (`Iteration.grain`).
+        `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
         """
-        return not self.reuses or self.plan(Phase.WINDOW).exact(shift, block, grain)
+        return not self.reuses or self.plan(Phase.WINDOW).exact(frame, grain)
 
     def width(self, spec: ModelSpec, now: Cursors) -> int:
         """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
         A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
         plan = self.plan(Phase(now.phase))
         if now.phase == Phase.PREFILL:
-            first, _, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+            first, _, settled = plan.bounds(now.place, spec.frame)
             return settled - first
-        return plan.width(now.place, now.forwards, spec.shift, spec.attention_block)
+        return plan.width(now.place, now.forwards, spec.frame)
 
     def narrow(self, spec: ModelSpec, now: Cursors) -> int | None:
         """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
@@ -307,7 +305,7 @@ class CachePolicy(Component):
         """
         if not (plan := self.plan(Phase.WINDOW)).keeps:
             return None
-        _, stop, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+        _, stop, settled = plan.bounds(now.place, spec.frame)
         return max(stop - settled, spec.attention_block or 1)
 
     def prefilled(self, spec: ModelSpec, start: int) -> int:
@@ -316,7 +314,7 @@ class CachePolicy(Component):
         They are functions of the tokens before them alone: requests whose prompts begin alike may share them.
         """
         plan, place = self.plan(Phase.PREFILL), (start, start, start, 0, start)
-        return plan.bounds(place, spec.shift, spec.attention_block)[2] if plan.keeps else 0
+        return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
 
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""
@@ -354,6 +352,11 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    @property
+    def reads_stability(self) -> bool:
+        """Reads `BlockAfter.stable_BK`: the share of a block's decoded tokens that this step predicted again."""
+        return False
 
     @property
     def grain(self) -> int:

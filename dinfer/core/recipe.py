@@ -73,6 +73,17 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
+        if self.iteration.reads_stability and not self.decoder.edits:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} asks how much of a block is predicted again, and "
+                f"{type(self.decoder).__name__} never looks at decoded tokens. Use iteration.stable_at=0, or a decoder "
+                "that edits, such as joint_threshold."
+            )
+        if spec.prompt_block and self.iteration.grain > 1:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} counts blocks from position 0, and this model counts its attention "
+                "blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
+            )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(
                 f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
@@ -142,6 +153,11 @@ class Recipe:
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def grain(self) -> int:
+        """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
+        return self.iteration.block if self.model.spec.prompt_block else self.iteration.grain
 
     @property
     def scores_open(self) -> bool:

@@ -89,6 +89,8 @@ class Batch:
                 recipe, slot, tokens, masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
             )  # fmt: skip
+            if row.drafts:
+                self.state.tellings.admit(slot)
             if row.told == Told.LOGPROBS:
                 self.state.tellings.want_logprobs()
             row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
@@ -129,7 +131,8 @@ class Batch:
         """Published pages that hold the beginning of the row's prompt. None: a running row is computing more."""
         spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
         unit = spec.causal_block or 1
-        if not row.prefix_keys and self.runtime.share and not recipe.guided(request.options):
+        own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
+        if not row.prefix_keys and self.runtime.share and not own:
             first, _ = recipe.iteration.first_region(request.start, request.length)
             end = recipe.cache.prefilled(spec, first)
             row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu.linear import int8_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
@@ -47,8 +48,8 @@ def rounded(x: Deferred) -> Rounded:
 def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False) -> Tensor | Parts:
     """x times the weight's transpose. [..., K] -> [..., O]
 
-    With `parts` the consumer adds up: of a small weight each program then takes a part of the inputs. One
-    multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
+    With `parts` the consumer adds up: each program of a small weight takes a part of the inputs. A multiprocessor reads
+    only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
     if not (few(x) and use_triton(x, "linear")):
@@ -65,5 +66,8 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
-    out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
+    if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and use_native(x, "linear"):
+        out = int8_linear(x, weight_OK, scale_O)
+    else:
+        out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

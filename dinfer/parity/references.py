@@ -1,5 +1,6 @@
 """The rules of the references where they differ from what dinfer documents, as components that only parity uses."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,9 @@ from dinfer.decoders.joint_threshold import JointThreshold
 from dinfer.decoders.threshold import Threshold
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
+from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.thresholding import confident
 
 
@@ -51,6 +54,33 @@ class SglangThreshold(Threshold):
         return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1, above=True))
 
 
+class DiffulexThreshold(SglangThreshold):
+    """The same, with the mask token taken as impossible."""
+
+    suppress_mask = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class D2fThreshold(Threshold):
+    """A token must be surer than the threshold. Where none is, the best one by another score is committed."""
+
+    score: str = "default"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return {"default": (), "neg_entropy": ("entropy",), "margin_confidence": ("margin",)}[self.score]
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        sure_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), least=0, above=True)
+        if self.score == "neg_entropy":
+            score_RL = -stats.of("entropy")
+        else:
+            score_RL = stats.of("margin") if self.score == "margin_confidence" else stats.top_RL
+        score_RL = score_RL.masked_fill(~view.masked_RL, -math.inf)
+        needy_R1 = view.at_least(view.options["least"]) * ~sure_RL.any(-1, keepdim=True)
+        return Proposal(sure_RL | (descending_rank(score_RL) < needy_R1) & view.masked_RL)
+
+
 class SglangJointThreshold(JointThreshold):
     """A block that changed in its last step of editing makes one more forward, which is idle."""
 
@@ -58,6 +88,51 @@ class SglangJointThreshold(JointThreshold):
         found = super().select(stats, view, state)
         assert found.remask_RL is not None
         return replace(found, busy_R=(found.commit_RL | found.remask_RL).any(-1))
+
+
+class DiffulexJointThreshold(JointThreshold):
+    """A block is ready once nothing is left to write, or when its time is up, and then everything is written."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        full_R = ~view.masked_RL.any(-1)
+        state["post_edits"] += full_R
+        budget_R, begun_R = view.options["post_edits"][:, 0], (view.given_RL & (view.pos_RL >= 0)).any(-1)
+        late_R = view.step_R + begun_R >= view.pos_RL.shape[1] + budget_R
+        fill_RL = confident(stats, view.masked_RL, view.options["threshold"], least=1, above=True)
+        fill_RL = fill_RL | (late_R[:, None] & view.masked_RL & ~stats.declined_RL)
+        edit_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
+        remask_RL, edit_RL = edit_RL & stats.declined_RL, edit_RL & (stats.token_RL != view.tokens_RL)
+        edit_RL = edit_RL & ~stats.declined_RL
+        spent_R1 = (full_R & (state["post_edits"] > budget_R) & ~late_R)[:, None]
+        chosen_RL, remask_RL = (fill_RL | edit_RL) & ~spent_R1, remask_RL & ~spent_R1
+        busy_R = (chosen_RL | remask_RL).any(-1) & ~late_R
+        return Proposal(chosen_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=torch.ones_like(full_R))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffulexMultiBlock(MultiBlock):
+    """A stop token ends a row as soon as no mask is left, whatever the decoder would still edit.
+
+    Behind what was the last block when there was a stop token, none opens before all have left, even if the token was
+    edited away. `forces`: where no token is sure, the best one is committed, even if the mask token wins.
+    """
+
+    forces: bool = True
+
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
+        must_BK = super().must_progress(lanes, open_BKL)
+        return must_BK if self.forces else torch.zeros_like(must_BK)
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"last": torch.zeros((), dtype=torch.int64)}
+
+    def ends(self, after: BlockAfter, leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
+        ended_B, stopped_B = super().ends(after, leaves_BK)
+        return ended_B | (stopped_B & ~after.open_BKL.flatten(1).any(-1)), stopped_B
+
+    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor, stopped_B: Tensor, state: State) -> Tensor:
+        state["last"].copy_(torch.where(stopped_B, lanes.end_B, state["last"]))
+        return super().opens(lanes, after, last_B1, stopped_B, state) & (state["last"] != lanes.end_B)
 
 
 class FastdllmFactor(Factor):
@@ -126,9 +201,13 @@ class DinferVicinity(VicinityCache):
 REFERENCES: dict[tuple[str, str], type] = {
     ("threshold", "dinfer"): DinferThreshold,
     ("threshold", "sglang"): SglangThreshold,
+    ("threshold", "diffulex"): DiffulexThreshold,
+    ("threshold", "d2f"): D2fThreshold,
     ("credit", "dinfer"): DinferCredit,
     ("factor", "fastdllm"): FastdllmFactor,
     ("joint_threshold", "sglang"): SglangJointThreshold,
+    ("joint_threshold", "diffulex"): DiffulexJointThreshold,
+    ("multi_block", "diffulex"): DiffulexMultiBlock,
     ("blockwise", "dinfer"): DinferBlockwise,
     ("smooth", "dinfer"): DinferSmooth,
     ("vicinity", "dinfer"): DinferVicinity,

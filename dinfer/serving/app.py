@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -27,6 +28,7 @@ from dinfer.serving.protocol import (
     DetokenizeRequest,
     Generation,
     InfillRequest,
+    StreamOptions,
     TokenizeRequest,
 )
 from dinfer.serving.rows import Wanted, failure
@@ -134,16 +136,19 @@ def add_generation(app: FastAPI, server: Server) -> None:
             for prompt in prompts:
                 LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
         rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
+        if body.ignore_eos:
+            rows = [replace(row, stops=False) for row in rows]
         stream = bool(body.stream)
-        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None)
+        streamed = body.stream_options or StreamOptions()
+        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None, streamed.continuous_usage_stats)
         job = server.job(served, rows, body.dinfer, wanted, stream=stream)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=served.name,
             chat=chat, prompt_tokens=sum(map(len, prompts)), rows=len(rows),
             logprobs=None if top is None else Logprobs(served.pieces, top, chat=chat),
+            running_usage=streamed.continuous_usage_stats,
         )  # fmt: skip
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return await server.answer(job, answer, stream=stream, usage=usage)
+        return await server.answer(job, answer, stream=stream, usage=streamed.include_usage)
 
     @app.post("/v1/trace")
     async def trace(body: ChatRequest) -> Response:
@@ -170,12 +175,10 @@ def add_generation(app: FastAPI, server: Server) -> None:
             served.pipe.engine.check(request)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
+        job = server.job(served, [request], body.dinfer, Wanted(), stream=False)
         with server.admission.admit([request.length]):
-            try:
-                async with aclosing(served.engine.stream(request)) as updates:
-                    (done,) = [u.completion async for u in updates if u.completion is not None]
-            except Exception as error:
-                raise failure(error) from error
+            async with aclosing(server.events(job)) as events:
+                (done,) = [event.completion async for event in events if event.completion is not None]
         found = served.pipe.infilled(request, done)
         tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
         return {

@@ -39,7 +39,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.recipe": {"core.protocols", "core.registry"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},
-    "loading.catalog": set(),
     "loading.hub": {"loading.files", "core.registry"},
     "loading.token_ids": {"loading.files"},
     "loading.gguf_tokenizer": {"loading.files"},
@@ -97,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.catalog", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
+        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
         "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
         "serving",

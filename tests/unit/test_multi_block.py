@@ -67,7 +67,7 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
         return (size - sum(p // length == block for p in open_)) / size
 
     active = [1]
-    if blocks > 1 and share(1) >= add_at:
+    if blocks > 1 and share(1) >= add_at:  # the prompt overlaps block 1
         active.append(2)
     for step, update in enumerate(updates):
         assert update.region == (active[0] * length, min((active[-1] + 1) * length, end_of_all))
@@ -82,11 +82,12 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
         last = active[-1]
         opens = share(last) >= add_at and (last + 1) * length < end_of_all
         assert len(active) <= blocks
+        room = len(active) < blocks
         while active and share(active[0]) == 1:
             active.pop(0)
         if not active and opens:
             active = [last + 1]
-        elif active and opens and len(active) < blocks:
+        elif active and opens and room:
             active.append(last + 1)
     assert not open_ and not active
 
@@ -129,6 +130,24 @@ def test_a_stop_token_ends_the_row_when_all_before_it_is_there(stop: str) -> Non
         answer = done.canvas[len(request.prompt) :]
         assert MASK not in answer
         assert (done.counts.committed == request.new_tokens) or (stop != "off" and EOS in answer)
+
+
+def test_a_block_opens_only_once_the_last_one_is_stable() -> None:
+    """Its tokens are rewritten at every step while two tables take turns, and then no more."""
+    table = torch.zeros(8, 1, VOCAB, dtype=torch.float64)
+    table[[0, 2, 4], :, 3], table[[1, 3, 5, 6, 7], :, 4] = 6.0, 6.0
+    rule = {"name": "joint_threshold", "threshold": 0.999, "edit_threshold": SURE, "post_edits": 20}
+    opened = []
+    for stable_at in (0.0, 1.0):
+        recipe = multi(Scripted(table), rule, block=4, add_at=0.5, stable_at=stable_at, stop="off")
+        updates = engine_for(recipe).run([Request([1], 12, recipe.resolve({}))])
+        opened.append(next(step for step, update in enumerate(updates) if update.region[1] > 5))
+    assert opened == [2, 7]
+
+
+def test_stability_needs_a_decoder_that_edits() -> None:
+    with pytest.raises(IncompatibleRecipe, match=r"Threshold never looks at decoded tokens. Use iteration.stable_at=0"):
+        multi(tiny_model(), stable_at=0.5)
 
 
 def test_a_model_with_an_encoder_is_refused() -> None:
