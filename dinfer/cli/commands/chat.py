@@ -50,6 +50,7 @@ def chat(config: dict[str, Any], _text: str | None, *, folder: str | None) -> No
         for line in piped():
             talk.take(line)
         return
+    survived: tuple[type[Exception], ...] = (ValueError, OSError, *failures())
     say("Ctrl-C ends an answer, Ctrl-D the chat. /help explains the commands.")
     with interruptible() as interrupts:
         for line in typed_lines():
@@ -57,7 +58,7 @@ def chat(config: dict[str, Any], _text: str | None, *, folder: str | None) -> No
                 talk.take(line, interrupts)
             except Ended:
                 return
-            except (ValueError, OSError, *failures()) as error:
+            except survived as error:
                 if debugging():
                     raise
                 say(f"dinfer: {message(error)}")
