@@ -190,6 +190,10 @@ class Decoder(Component):
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 
     @property
+    def softmax_dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
