@@ -137,11 +137,11 @@ class Update:
 
     @property
     def drafts(self) -> list[tuple[int, float, bool]]:
-        """Of each position of `region`: the token that stands there or was proposed last, the probability at which it
-        was, and whether it stands there. Empty unless drafts are asked for."""
+        """Of each position of `region`: the token that stands there or was proposed last, -1 before any was, the
+        probability at which it was, and whether it stands there. Empty unless drafts are asked for."""
         pairs = zip(self.active or [], self.offers or [], strict=True)
         return [
-            (offer // LEVELS if token < 0 else token, offer % LEVELS / (LEVELS - 1), token >= 0)
+            (offer // LEVELS if token < 0 else token, max(offer, 0) % LEVELS / (LEVELS - 1), token >= 0)
             for token, offer in pairs
         ]
 

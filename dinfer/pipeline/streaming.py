@@ -6,7 +6,7 @@ from contextlib import closing
 from dinfer.engine.request import Completion, Update
 
 Decode = Callable[[list[int]], str]
-WINDOW = 64  # tokens that are decoded again with those that follow
+WINDOW = 16  # tokens that are decoded again with those that follow
 
 
 class GrowingText:

@@ -175,12 +175,10 @@ def add_generation(app: FastAPI, server: Server) -> None:
             served.pipe.engine.check(request)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
+        job = server.job(served, [request], body.dinfer, Wanted(), stream=False)
         with server.admission.admit([request.length]):
-            try:
-                async with aclosing(served.engine.stream(request)) as updates:
-                    (done,) = [u.completion async for u in updates if u.completion is not None]
-            except Exception as error:
-                raise failure(error) from error
+            async with aclosing(server.events(job)) as events:
+                (done,) = [event.completion async for event in events if event.completion is not None]
         found = served.pipe.infilled(request, done)
         tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
         return {

@@ -81,6 +81,7 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
         finally:
             watcher.cancel()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
+        loop.run(run())
     if server.failure is not None:
         raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
