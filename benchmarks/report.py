@@ -213,7 +213,7 @@ def families() -> str:
     ]
     for family in MODELS.names():
         entries = [entry for entry in CATALOG if entry.family == family]
-        attention = " and ".join(dict.fromkeys(entry.attention for entry in entries))
+        attention = " and ".join(dict.fromkeys(entry.attention for entry in entries if not entry.prompt_block))
         both_ways = attention == "bidirectional"
         cells = [
             f"`{entries[0].checkpoint}`{f' and {len(entries) - 1} more' if entries[1:] else ''}",

@@ -1,13 +1,11 @@
 """dinfer as a model of lm-eval: generation in batches through the engine, likelihoods as Monte-Carlo bounds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
@@ -83,7 +81,7 @@ class DinferLM(TemplateLM):
         self._rank, self._world_size, self._device = self.among.rank, self.among.size, self.among.device
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> DinferLM:
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """From `--model_args` of lm-eval's command line, as dinfer's has them: `model=tiny`, `decoder.threshold=0.8`.
 
         Also `likelihood.samples=32`, `dtype`, `max_new_tokens`, and `rows`, the requests in flight: by default
@@ -101,7 +99,7 @@ class DinferLM(TemplateLM):
         return cls(pipe, likelihood=Likelihood(**likelihood), among=among, max_new_tokens=length)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DinferLM:
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     # What lm-eval asks for: answers.

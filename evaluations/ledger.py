@@ -4,8 +4,6 @@ A run has one file a rank. A later session reads the files of all ranks, however
 session says what it ran with: sessions that would answer differently do not share a file. A session locks its file.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -14,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dinfer.analysis.metrics import Sample
 from dinfer.analysis.outputs import check_folder, naming
@@ -78,7 +76,7 @@ class Ledger:
                 self._answers[answer.key] = answer
         self._write({"session": self._session, "setup": setup or {}})
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

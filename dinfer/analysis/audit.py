@@ -110,7 +110,7 @@ def audit(
         total += request.new_tokens
     names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
     spec = recipe.model.spec
-    exact = recipe.cache.exact(spec.shift, spec.attention_block, recipe.iteration.grain)
+    exact = recipe.cache.exact(spec.frame, recipe.grain)
     if kv != "model":
         names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))

@@ -247,6 +247,11 @@ def _check(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], what: 
         raise ValueError(f"{spec.family} was trained on uniform noise, not on masks: it has no bound here yet")
     if spec.experts is not None and spec.experts.capacity is not None:
         raise ValueError("a model with expert_capacity routes whole blocks, clean or noised: it has no bound here yet")
+    if spec.prompt_block:
+        raise ValueError(
+            "a model whose attention blocks are counted from the prompt's end has no bound here yet: score the model "
+            "without its adapter, with model.block=null"
+        )
     if spec.shift and not prompt and answer:
         raise ValueError(f"{what}: this model predicts a token from the one before it, so the prompt must not be empty")
     if (length := len(prompt) + len(answer)) > spec.max_length:

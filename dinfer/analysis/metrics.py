@@ -5,12 +5,10 @@ padding, or what comes behind. Everything else is built on them and on forwards.
 leisure, and why.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -41,7 +39,7 @@ class Sample:
             raise ValueError(f"score={self.score} of a sample must be between 0 and 1")
 
     @classmethod
-    def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Sample:
+    def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Self:
         """The sample of a `Result` or a `Completion`."""
         return cls(counts.forwards, counts.refreshes, counts.tokens, counts.seconds, stopped, score)
 

@@ -5,14 +5,12 @@ candidate counts only if it keeps the bound on held-out problems too. `Objective
 any task can be tuned on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from dinfer.analysis.metrics import Metrics
 from dinfer.core.recipe import IncompatibleRecipe
@@ -51,7 +49,7 @@ class Drop:
     high: float
 
     @classmethod
-    def between(cls, reference: Measured, other: Measured) -> Drop:
+    def between(cls, reference: Measured, other: Measured) -> Self:
         lost = [100 * (a - b) for a, b in zip(reference.scores, other.scores, strict=True)]
         seen = [*lost, 100.0, -100.0]  # as if one problem more had been lost, and one won
         middle = sum(seen) / len(seen)

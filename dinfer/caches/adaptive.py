@@ -12,8 +12,6 @@ possible distance, those whose token has changed since. (That is what the simila
 which depend on the token alone.) Nothing but keys and values is kept.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan

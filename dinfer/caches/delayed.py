@@ -4,8 +4,6 @@ Keys change most in the step after the token appears, the first one that sees it
 refresh every 8 steps, dKV-Cache-Greedy with one every 2 and a local window of 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

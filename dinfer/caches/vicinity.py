@@ -1,7 +1,5 @@
 """Vicinity refresh: recompute the block and its neighbourhood against a stale cache (dInfer, arXiv:2510.08666)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ A refresh is a pass over the whole canvas, which decodes too. Keys and values ou
 refresh left them: exact for none, an approximation for bidirectional models otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -9,12 +9,10 @@ Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows 
 S canvas length, W query positions of one forward.
 """
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -144,7 +142,7 @@ class Canvas:
     stop_X: Tensor  # int64, ids that end a generation
 
     @classmethod
-    def alloc(cls, slots: int, length: int, blocks: int, stop_ids: tuple[int, ...], device) -> Canvas:
+    def alloc(cls, slots: int, length: int, blocks: int, stop_ids: tuple[int, ...], device) -> Self:
         """A canvas for `slots` requests of at most `length` positions, `blocks` active blocks each."""
         n, s = slots + 1, length + 1
         return cls(

@@ -3,8 +3,6 @@
 Every decoder may rely on these promises, so they are kept here and not in the decoders. `dinfer.core.step` says when.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

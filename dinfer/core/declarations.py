@@ -4,7 +4,7 @@ The source stays the one place where options are written, so nothing can be out 
 so, since its classes need more than annotated fields, is imported instead.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # `compile` inherits it, so that no type of a class has to be there
 
 import ast
 import importlib.util

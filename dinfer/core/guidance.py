@@ -5,8 +5,6 @@ second branch is a second lane of the same forward, with keys and values in page
 it does for the first. Steps in which no row is guided have one lane a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

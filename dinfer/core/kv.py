@@ -13,7 +13,7 @@ largest, 448, becomes 448.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class KVPool:
     def alloc(
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device,
         candidates: int = 0, window: int = 0,
-    ) -> KVPool:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """`pages` for requests, and as many beside as `candidates` of each slot need for a window of `window`."""
         fork = min(-(-(window - 1) // page) + 1, -(-length // page)) if candidates else 0
         pages += (slots + 1) * candidates * fork

@@ -5,8 +5,6 @@ it on Python integers, to know how wide a step must be; the reference of `kernel
 Triton kernel compiles the same source. So host and device cannot disagree about the width of a window.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product
@@ -16,21 +14,27 @@ from torch import Tensor
 
 SHARES = 10**6  # `WindowPlan.share` is in parts of this
 Position = TypeVar("Position", int, Tensor)
+Frame = tuple[int, int, bool]  # see `ModelSpec.frame`
 Place = tuple[Position, Position, Position, Position, Position]  # cursors of a row: start, end, length, kept, prompt
 
 
-def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN):
+def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN):
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
-    `SHIFT`: of the model, `BLOCK`: length of its attention blocks, 0 for bidirectional attention; the others are those
-    of a `WindowPlan`, -1 for None. Three languages run this source, so minima and maxima are products with comparisons.
+    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.frame`; the others are those of a `WindowPlan`, -1 for None. Three languages
+    run this source, so minima and maxima are products with comparisons.
     """
     grain = BLOCK + (BLOCK == 0)
-    settled = (start - SHIFT) * (start > SHIFT) // grain * grain
+    query = (start - SHIFT) * (start > SHIFT)  # the first one that decodes a position of the region
+    settled = query // grain * grain
+    if PROMPT:
+        settled = (prompt + (start - prompt) // grain * grain) * (start >= prompt)
     stop = length
     if BLOCK > 0 and not UNSEEN:
         last = (end - SHIFT - 1) * (end > SHIFT + 1)  # the last query that decodes a position of the region
         seen = (last // grain + 1) * grain
+        if PROMPT:
+            seen = prompt + (last - prompt + grain) // grain * grain * (last >= prompt)
         stop = length + (seen - length) * (seen < length)
     if AHEAD >= 0:
         near = end + AHEAD - SHIFT
@@ -39,6 +43,7 @@ def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, BACK, AHEAD, K
     first = start - start
     if KEEPS:
         first = settled + (kept - settled) * (kept < settled)
+        first = first + (query - first) * (query < first)
     elif BACK >= 0:
         first = (start - BACK) * (start > BACK)
     if RESPONSE:
@@ -52,7 +57,7 @@ class WindowPlan:
 
     Where logits predict the next token (`shift` 1), the window lies one position to the left: the last position of
     the region decodes nothing in it. Positions that no query of the region sees are left out.
-    `shift` and `block` of the methods: as in `window_bounds`.
+    `frame` of the methods: `ModelSpec.frame`.
     """
 
     back: int | None = 0  # positions before the region; None: all
@@ -73,13 +78,13 @@ class WindowPlan:
         back = -1 if self.back is None else max(self.back, shift)
         return back, -1 if self.ahead is None else self.ahead, self.keeps, self.response, self.unseen
 
-    def bounds(self, place: Place[Position], shift: int, block: int) -> tuple[Position, Position, Position]:
+    def bounds(self, place: Place[Position], frame: Frame) -> tuple[Position, Position, Position]:
         """What `window_bounds` returns."""
-        return window_bounds(*place, shift, block, *self.numbers(shift))
+        return window_bounds(*place, *frame, *self.numbers(frame[0]))
 
-    def width(self, place: Place[Position], forwards: Position, shift: int, block: int) -> Position:
+    def width(self, place: Place[Position], forwards: Position, frame: Frame) -> Position:
         """How many positions a step must have room for. int or int64 [B]"""
-        first, stop, _ = self.bounds(place, shift, block)
+        (first, stop, _), shift = self.bounds(place, frame), frame[0]
         width, (start, end, length, _, prompt) = stop - first, place
         if self.share is not None:
             most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
@@ -91,19 +96,20 @@ class WindowPlan:
         count = response * (self.share or 0) // SHARES
         return count + (response - count) * (forwards % self.every == 0) if self.every else count
 
-    def exact(self, shift: int, block: int, grain: int) -> bool:
+    def exact(self, frame: Frame, grain: int) -> bool:
         """Whether no key outside the window changes while the row stays in its region.
 
         So it is if the window reaches from the beginning of the attention block that the region begins in to the last
         position that is seen. `grain`: regions begin and end at its multiples.
         """
+        _, block, from_prompt = frame
         if not block or self.chosen:
             return False
         step = math.gcd(grain, block)
         for start, size in product(range(block, 2 * block, step), range(step, block + 1, step)):
-            place = start, start + size, 5 * block, start, start
-            first, stop, _ = self.bounds(place, shift, block)
-            _, seen, _ = WindowPlan(None, None).bounds(place, shift, block)
+            place = start, start + size, 5 * block, start, block if from_prompt else start
+            first, stop, _ = self.bounds(place, frame)
+            _, seen, _ = WindowPlan(None, None).bounds(place, frame)
             if first > start // block * block or stop < seen:
                 return False
         return True

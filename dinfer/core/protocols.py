@@ -9,8 +9,6 @@ Shape suffixes (one letter a dimension, in order):
     W  query positions of one forward         D  hidden size       V  vocabulary size
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -289,22 +287,21 @@ class CachePolicy(Component):
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
 
-    def exact(self, shift: int, block: int, grain: int = 1) -> bool:
+    def exact(self, frame: tuple[int, int, bool], grain: int = 1) -> bool:
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
-        `shift` and `block` say what the model is (`ModelSpec.shift`, `ModelSpec.attention_block`), `grain` where active
-        blocks begin and end (`Iteration.grain`).
+        `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
         """
-        return not self.reuses or self.plan(Phase.WINDOW).exact(shift, block, grain)
+        return not self.reuses or self.plan(Phase.WINDOW).exact(frame, grain)
 
     def width(self, spec: ModelSpec, now: Cursors) -> int:
         """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
         A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
         plan = self.plan(Phase(now.phase))
         if now.phase == Phase.PREFILL:
-            first, _, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+            first, _, settled = plan.bounds(now.place, spec.frame)
             return settled - first
-        return plan.width(now.place, now.forwards, spec.shift, spec.attention_block)
+        return plan.width(now.place, now.forwards, spec.frame)
 
     def narrow(self, spec: ModelSpec, now: Cursors) -> int | None:
         """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
@@ -313,7 +310,7 @@ class CachePolicy(Component):
         """
         if not (plan := self.plan(Phase.WINDOW)).keeps:
             return None
-        _, stop, settled = plan.bounds(now.place, spec.shift, spec.attention_block)
+        _, stop, settled = plan.bounds(now.place, spec.frame)
         return max(stop - settled, spec.attention_block or 1)
 
     def prefilled(self, spec: ModelSpec, start: int) -> int:
@@ -322,7 +319,7 @@ class CachePolicy(Component):
         They are functions of the tokens before them alone: requests whose prompts begin alike may share them.
         """
         plan, place = self.plan(Phase.PREFILL), (start, start, start, 0, start)
-        return plan.bounds(place, spec.shift, spec.attention_block)[2] if plan.keeps else 0
+        return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
 
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
         """What a request needs first whose active region begins at `start`. Host side."""

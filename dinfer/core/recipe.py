@@ -1,7 +1,5 @@
 """Puts four components together and refuses, before any work, those that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
@@ -75,6 +73,11 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
+        if spec.prompt_block and self.iteration.grain > 1:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} counts blocks from position 0, and this model counts its attention "
+                "blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
+            )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(
                 f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
@@ -144,6 +147,11 @@ class Recipe:
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def grain(self) -> int:
+        """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
+        return self.iteration.block if self.model.spec.prompt_block else self.iteration.grain
 
     @property
     def scores_open(self) -> bool:

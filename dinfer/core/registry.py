@@ -6,8 +6,6 @@ central list is edited. Other distributions add components through entry points 
 `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

@@ -1,7 +1,5 @@
 """What a model is: plain data. Differences between model families are fields here, not classes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -90,6 +88,7 @@ class ModelSpec:
     split_id: int | None = None  # predicted where a mask is to be put in
     shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
     causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
+    prompt_block: bool = False  # the prompt is one attention block, and the others are counted from its end (D2F)
     encoder: bool = False  # before the active region it is causal, with scalars of its own, and sees nothing behind it
     self_conditioning: bool = False  # it was trained to be told what it expected one step before
 
@@ -111,6 +110,8 @@ class ModelSpec:
             raise ValueError(f"{self.family}: local layers are there for models with an encoder only")
         if self.encoder and (self.shift or self.causal_block is not None):
             raise ValueError(f"{self.family}: an encoder goes with neither shift nor causal_block")
+        if self.prompt_block and (self.causal_block is None or (self.experts and self.experts.capacity)):
+            raise ValueError(f"{self.family}: prompt_block needs causal_block, and experts without a capacity")
         masks = [] if self.mask_id is None else [("mask_id", self.mask_id)]
         masks += [(name, getattr(self, name)) for name in ("delete_id", "split_id")] if self.moving_ids else []
         for name, token in (*masks, *(("stop_ids", token) for token in self.stop_ids)):
@@ -136,6 +137,11 @@ class ModelSpec:
     def attention_block(self) -> int:
         """Positions of an attention block, which see each other and all blocks before; 0: all positions do."""
         return 1 if self.encoder else self.causal_block or 0
+
+    @property
+    def frame(self) -> tuple[int, int, bool]:
+        """What the window of a row depends on: shift, `attention_block`, and whether the prompt is such a block."""
+        return self.shift, self.attention_block, self.prompt_block
 
     @property
     def mask(self) -> int:

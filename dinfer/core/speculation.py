@@ -8,9 +8,8 @@ Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of t
 present state among them, G = C * B lanes of the forward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class Drafts:
     confidence_NX: Tensor  # float32; -1: nothing is proposed
 
     @classmethod
-    def alloc(cls, slots: int, active: int, device) -> Drafts:
+    def alloc(cls, slots: int, active: int, device) -> Self:
         token_NX = torch.zeros(slots, active, dtype=torch.int64, device=device)
         return cls(token_NX, torch.full((slots, active), -1.0, device=device))
 
@@ -103,7 +102,7 @@ class Candidates:
     states_CBX: Tensor  # int64, tokens of the active region
 
     @classmethod
-    def of(cls, drafts: Drafts, canvas: Canvas, lanes: RowCursors, shape: StepShape) -> Candidates:
+    def of(cls, drafts: Drafts, canvas: Canvas, lanes: RowCursors, shape: StepShape) -> Self:
         """The present state of each lane, and `shape.candidates` others."""
         pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
         states_CBX = drafts.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], shape.candidates)

@@ -5,8 +5,6 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,7 +160,8 @@ def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, I
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block), None, None
+        prompt_B = lanes.prompt_B if spec.prompt_block else None
+        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW

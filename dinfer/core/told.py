@@ -3,12 +3,10 @@
 Shape suffixes: N slots, S canvas length, R rows of blocks, L block length, V vocabulary, X positions of active blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class Tellings:
     top_logprob_NST: Tensor | None = None  # float32
 
     @classmethod
-    def alloc(cls, canvas: Canvas) -> Tellings:
+    def alloc(cls, canvas: Canvas) -> Self:
         return cls(torch.zeros_like(canvas.tokens_NS))
 
     def want_logprobs(self) -> None:

@@ -1,7 +1,5 @@
 """The window of a step, as the plan of the cache policy says it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +26,18 @@ def window(
     cache: CachePolicy, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State
 ) -> Window:
     """The positions that a step computes; changes the cache's `state` in place."""
-    plan, shift, block, active = cache.plan(shape.phase), spec.shift, spec.attention_block, shape.blocks * shape.block
+    plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
         pos_BW, fits_B, logits_BX, kept_B, settled_B = window_positions(
-            plan, lanes.place_B, shift, block, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
+            plan, lanes.place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
             settles=shape.settles,
         )  # fmt: skip
         return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B)
     flags_BS = cache.choose(lanes, canvas, spec, shape.phase, state)
-    first_B, stop_B, _ = plan.bounds(lanes.place_B, shift, block)
+    first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.frame)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
     pos_BW, place_BS = compact(flags_BS & (pos_S >= first_B[:, None]) & (pos_S < stop_B[:, None]), shape.width)
     pos_BX = span(lanes.start_B, lanes.end_B, active)
-    logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - shift).clamp_min(0)), -1)
-    fits_B = plan.width(lanes.place_B, lanes.forwards_B, shift, block) <= shape.width
+    logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
+    fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.frame) <= shape.width
     return Window(pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))

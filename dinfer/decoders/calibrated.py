@@ -4,8 +4,6 @@ Certainty prior: arXiv:2509.23094. PC-Sampler: arXiv:2508.13021, as the reposito
 weight by position out and takes the certainty prior in its place.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Credit decoding: a token that keeps being predicted earns credit, fused into its logit (arXiv:2510.06133)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

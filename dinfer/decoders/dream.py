@@ -3,8 +3,6 @@
 Published: `diffusion_generate` with steps=512, eps=1e-3, alg="origin", alg_temp=0; its examples take alg="entropy".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

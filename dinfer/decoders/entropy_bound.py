@@ -4,8 +4,6 @@ Published with three error proxies, by which positions are ordered: confidence, 
 EBSampling is score=entropy with suppress_mask=true, its EntropyThreshold is limits=each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

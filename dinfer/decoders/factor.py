@@ -1,7 +1,5 @@
 """Dynamic threshold: the n-th most confident token must be surer the larger n is (Fast-dLLM, arXiv:2505.22618)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

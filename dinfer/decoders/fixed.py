@@ -3,8 +3,6 @@
 With `split=block` and a threshold it is the schedule of LLaDA2.0 (arXiv:2512.15745) and SDAR (arXiv:2510.06303).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +13,7 @@ from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStat
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.timesteps import quota
 
 
 @DECODERS.register("fixed")
@@ -59,7 +58,7 @@ class Fixed(Decoder):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, step_R1 = view.options["steps"], view.step_R[:, None]
         total_R1 = ((view.pos_RL >= 0).sum(-1) if self.split == "block" else view.quota_R)[:, None]
-        count_R1 = torch.div(total_R1, steps_R1, rounding_mode="floor") + (step_R1 < total_R1 % steps_R1)
+        count_R1 = quota(total_R1, steps_R1, step_R1)
         score_RL = self.scores(stats, view).masked_fill(~view.masked_RL, float("-inf"))
         sure_RL = stats.top_RL > view.bar(view.options["threshold"])
         return Proposal(((descending_rank(score_RL) < count_R1) | sure_RL) & ~stats.declined_RL)

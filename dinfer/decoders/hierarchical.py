@@ -1,7 +1,5 @@
 """Hierarchical decoding: the best token of every run of masks, so that runs are split (dInfer, arXiv:2510.08666)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676; SGLang's JointThreshold)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

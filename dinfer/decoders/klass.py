@@ -4,8 +4,6 @@ Published code: conf_threshold=0.9, kl_threshold=0.01, kl_history_length=2, and,
 quota of LLaDA's fixed schedule; here `least`, which is that quota for as many steps as tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Hierarchical decoding that masks doubtful tokens again (dInfer, arXiv:2510.08666)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ whose published settings the defaults are, and SGLang, `Gemma4Renoise`. There to
 sampling.temperature=1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Confidence threshold: commit every token whose probability reaches it (Fast-dLLM, arXiv:2505.22618)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -12,8 +12,6 @@ repeat what they see, which makes this test the weaker one: it finds tokens that
 those that are merely unlikely.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """An engine for asyncio: any number of callers, each of whom sees his own request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable

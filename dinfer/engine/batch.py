@@ -1,11 +1,9 @@
 """The rows that run, and their place on the device: slots, pages, and the state of every component."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -28,7 +26,7 @@ class Room(NamedTuple):
     branches: int  # 2 if a request may be guided
     pages: int  # of keys and values, in all
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: Self) -> bool:
         return all(map(int.__ge__, self, other))
 
 
@@ -131,7 +129,8 @@ class Batch:
         """Published pages that hold the beginning of the row's prompt. None: a running row is computing more."""
         spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
         unit = spec.causal_block or 1
-        if not row.prefix_keys and self.runtime.share and not recipe.guided(request.options):
+        own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
+        if not row.prefix_keys and self.runtime.share and not own:
             first, _ = recipe.iteration.first_region(request.start, request.length)
             end = recipe.cache.prefilled(spec, first)
             row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)

@@ -5,8 +5,6 @@ scheduler plans, and reads one small tensor of cursors. All else stays on the de
 launched as soon as the cursors are there, so that it overlaps whatever the host does with the last one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence

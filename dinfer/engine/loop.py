@@ -1,7 +1,5 @@
 """Rounds of steps: admit requests, launch what the scheduler plans, take over where it leaves them. One thread."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections import deque

@@ -1,7 +1,5 @@
 """Which pages of the key/value pool belong to which request, and which prompt's keys they hold. Host side."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Reads what the host needs to know of every slot: the one place where the host waits for the device."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What goes into the engine and what comes out. Token ids only; the engine knows nothing of text."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """What the host knows of a request while it waits or runs."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Launches denoising steps, eagerly or as CUDA graphs, one per `StepShape`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """How the engine runs, whatever the recipe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """What iterations that go through the canvas from left to right have in common."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

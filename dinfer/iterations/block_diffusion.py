@@ -1,7 +1,5 @@
 """Block diffusion: one block after the other of a block-causal model (arXiv:2503.09573; LLaDA2.0, SDAR)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dinfer.core.protocols import ModelSpec

@@ -1,7 +1,5 @@
 """Semi-autoregressive sweep: one block after the other, masks fed as they are (LLaDA, arXiv:2502.09992)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dinfer.core.registry import ITERATIONS

@@ -1,7 +1,5 @@
 """Whole canvas at once: any position may be decoded at any step (MaskGIT, arXiv:2202.04200; LLaDA without blocks)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors, State

@@ -1,6 +1,7 @@
-"""Several blocks at once: the next one opens before the last one is finished (D2F, arXiv:2508.09192)."""
+"""Several blocks at once: the next one opens before the last one is finished (D2F, Diffulex, d3LLM)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ class MultiBlock(BlockSweep):
     """Decodes up to `blocks` neighbouring blocks in the same forwards; a finished one leaves once all before it have.
 
     The decoded share of a block decides: the next block opens when that of the last one reaches `add_at`, one at a
-    step; and a block must commit a token at every step once that of the block before it has reached `force_at`. Until
-    then it commits only what the decoder is sure of. After a stop token no block opens or leaves, and the row ends when
-    all open ones are finished. With blocks=1 it is blockwise. Pays where a forward costs little more for more
-    positions, and the model tolerates unfinished blocks before the one that it decodes.
+    step. A block must commit a token at every step once that of the block before it has reached `force_at`; until then
+    it commits only what the decoder is sure of. A block that leaves keeps its place for one step more, which makes its
+    keys final. After a stop token no block opens, and the row ends when the blocks up to that token are finished. With
+    blocks=1 it is blockwise.
+
+    D2F and d3LLM: align=false. Diffulex on block-causal models: align=true. Pays where a forward costs little more for
+    more positions, and the model tolerates unfinished blocks before the one that it decodes.
     """
 
     paper = "D2F, arXiv:2508.09192"
@@ -27,6 +31,9 @@ class MultiBlock(BlockSweep):
     blocks: int = option(2, "blocks that are decoded at once, at most")
     add_at: float = option(0.1, "open the next block once this share of the last one is decoded")
     force_at: float = option(0.95, "commit a token at every step once this share of the block before is decoded")
+    force: Literal["each", "first"] = option(
+        "each", "which blocks that `force_at` names must commit: each of them, or the first with masks (d3LLM)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,12 +50,15 @@ class MultiBlock(BlockSweep):
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start, end = super().first_region(prompt, length)
-        opens = self.blocks > 1 and (prompt - start) / (end - start) >= self.add_at
+        opens = self.blocks > 1 and start < prompt and (prompt - start) / (end - start) >= self.add_at
         return start, min(end + self.block * opens, length)
 
     def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
-        must_BK = self._decoded(lanes, open_BKL).roll(1, 1) >= self.force_at
+        must_BK = self.decoded(lanes, open_BKL).roll(1, 1) >= self.force_at
         must_BK[:, 0].fill_(True)
+        if self.force == "first":
+            must_BK &= open_BKL.any(-1)
+            must_BK &= must_BK.cumsum(-1) == 1
         return must_BK
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
@@ -56,23 +66,16 @@ class MultiBlock(BlockSweep):
         block_K = torch.arange(self.blocks, device=start_B.device)
         active_B = -((start_B - end_B) // self.block)
         finished_BK = after.finished_BK | (block_K >= active_B[:, None])
-        all_B = finished_BK.all(-1)
-        stopped_B = cut_B = torch.zeros_like(all_B)
-        if self.stop != "off":
-            ends_BX = (after.stop_BKL & ~after.given_BKL).flatten(1)
-            stopped_B = ends_BX.any(-1)
-            if self.stop == "cut":
-                cut_B = (ends_BX & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
-        done_B = cut_B | (all_B & (stopped_B | (after.next_B >= length_B)))
+        left_B = finished_BK.to(torch.int64).cumprod(-1).sum(-1).minimum(active_B)
+        all_B, stay_B = left_B == active_B, active_B - left_B
+        ended_B, stopped_B = self.ends(after, block_K < left_B[:, None])
+        done_B = ended_B | (all_B & (after.next_B >= length_B))
 
-        # Blocks leave at the beginning, or all of them, for the block of the next open position.
+        # Where all blocks left, the row goes on in the one with the next open position.
         jumps_B = all_B & ~done_B
-        left_B = finished_BK.to(torch.int64).cumprod(-1).sum(-1).minimum(active_B).masked_fill(stopped_B & ~done_B, 0)
-        stay_B = active_B - left_B
         next_start_B, next_end_B = self.grid.block_at(after.next_B)
-        last_B1 = (active_B - 1).clamp_min(0)[:, None]  # an empty slot has no active block
-        opens_B = self._decoded(lanes, after.open_BKL).gather(1, last_B1)[:, 0] >= self.add_at
-        opens_B = opens_B & ~all_B & ~stopped_B & (stay_B < self.blocks) & (after.next_B < length_B)
+        opens_B = ~all_B & ~stopped_B & (active_B < self.blocks) & (after.next_B < length_B)
+        opens_B = opens_B & self.opens(lanes, after, (active_B - 1).clamp_min(0)[:, None])
 
         lanes.start_B = torch.where(jumps_B, next_start_B, torch.where(all_B, start_B, start_B + left_B * self.block))
         more_B = torch.minimum(end_B + opens_B * self.block, length_B)
@@ -81,7 +84,22 @@ class MultiBlock(BlockSweep):
         entered_BK = (block_K >= stay_B[:, None]) & (block_K < (stay_B + (opens_B | jumps_B))[:, None])
         return Moved(entered_BK, done_B, left_B)
 
-    def _decoded(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
+    def ends(self, after: BlockAfter, leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that a stop token ends, and rows that hold one in an active block. `leaves_BK`: blocks that leave."""
+        if self.stop == "off":
+            no_B = torch.zeros_like(leaves_BK[:, 0])
+            return no_B, no_B
+        ends_BKL = after.stop_BKL & ~after.given_BKL
+        ended_B = (ends_BKL.any(-1) & leaves_BK).any(-1)
+        if self.stop == "cut":
+            ended_B = ended_B | (ends_BKL.flatten(1) & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
+        return ended_B, ends_BKL.flatten(1).any(-1)
+
+    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor) -> Tensor:
+        """Rows whose last block is decoded far enough for the next one to open. bool [B]"""
+        return self.decoded(lanes, after.open_BKL).gather(1, last_B1)[:, 0] >= self.add_at
+
+    def decoded(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
         """The share of each active block that is not open any more; 1 behind the last. float64 [B, K]"""
         size_B = (lanes.end_B - lanes.start_B)[:, None]
         block_K = torch.arange(open_BKL.shape[1], device=size_B.device)

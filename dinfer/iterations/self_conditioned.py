@@ -3,8 +3,6 @@
 Self-conditioning: Chen et al., arXiv:2208.04202. As DiffusionGemma has it: transformers 5.23, `diffusion_gemma`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 

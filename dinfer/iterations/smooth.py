@@ -1,7 +1,5 @@
 """Iteration smoothing: a masked position is fed the mask plus what it expects to become (dInfer, arXiv:2510.08666)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

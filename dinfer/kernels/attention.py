@@ -84,20 +84,23 @@ def paged_attention(
 
 
 def attention_interval(
-    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None
+    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None, prompt_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The interval each query sees, of the row's visible positions `[start, end)`; None: from 0 on.
 
-    `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions counted from 0. Padding
-    (position -1) gets the first visible key, so that its softmax is defined; nothing reads what comes out.
+    `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions. They are counted from 0, or
+    from `prompt_B`, and what stands before is one more block. Padding (position -1) gets the first visible key, so that
+    its softmax is defined; nothing reads what comes out.
     """
     if use_triton(pos_BW, "canvas"):
         from dinfer.kernels.triton.canvas import attention_interval as kernel
 
-        return kernel(pos_BW, start_B, end_B, causal_block)
+        return kernel(pos_BW, start_B, end_B, causal_block, prompt_B)
     start_B = torch.zeros_like(end_B) if start_B is None else start_B
     start_BW, end_BW = start_B[:, None].expand_as(pos_BW), end_B[:, None].expand_as(pos_BW)
     if causal_block is not None:
-        own_BW = (torch.div(pos_BW, causal_block, rounding_mode="floor") + 1) * causal_block
+        origin_B1 = 0 if prompt_B is None else prompt_B[:, None]
+        own_BW = (torch.div(pos_BW - origin_B1, causal_block, rounding_mode="floor") + 1) * causal_block
+        own_BW = own_BW.clamp_min(0) + origin_B1
         end_BW = torch.minimum(end_BW, own_BW)
     return start_BW, torch.maximum(end_BW, start_BW + 1)

@@ -1,7 +1,5 @@
 """How much of a position's neighbourhood is decoded (certainty density of d2Cache, arXiv:2509.23094)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,4 +1,4 @@
-"""Timesteps of a diffusion schedule, equal to the bit to those that samplers take from `torch.linspace`."""
+"""Schedules: how many tokens a step commits, and timesteps, equal to the bit to those of `torch.linspace`."""
 
 import torch
 from torch import Tensor
@@ -15,3 +15,8 @@ def linear_timesteps(index: Tensor, steps: Tensor, eps: Tensor) -> Tensor:
     early = 1 + width * index
     late = eps32.to(torch.float64) - width * (steps - index)
     return torch.where(index < torch.div(steps + 1, 2, rounding_mode="floor"), early, late).to(torch.float32)
+
+
+def quota(total: Tensor, steps: Tensor, step: Tensor) -> Tensor:
+    """Tokens to commit at a step of LLaDA's schedule: equal shares of `total`, the first with one more of the rest."""
+    return torch.div(total, steps, rounding_mode="floor") + (step < total % steps)

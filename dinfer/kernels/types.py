@@ -4,10 +4,8 @@ Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token
 B lanes, W positions, X query, key and value heads, E head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ class Parts(NamedTuple):
             return self.values.shape[1:]
         return torch.Size((self.weights_NC.shape[0], self.values.shape[-1]))
 
-    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Parts:
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Self:
         """Splits a dimension of the sum, counted from the last; only without weights."""
         return self._replace(values=self.values.unflatten(dim, sizes))
 

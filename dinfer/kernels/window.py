@@ -6,7 +6,7 @@ Shape suffixes: B lanes, W query positions, X positions of the active region.
 import torch
 from torch import Tensor
 
-from dinfer.core.plan import Place, WindowPlan
+from dinfer.core.plan import Frame, Place, WindowPlan
 from dinfer.kernels.dispatch import use_triton
 
 
@@ -17,7 +17,7 @@ def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
 
 
 def window_positions(
-    plan: WindowPlan, place_B: Place[Tensor], shift: int, block: int, *, width: int, active: int, prefill: bool,
+    plan: WindowPlan, place_B: Place[Tensor], frame: Frame, *, width: int, active: int, prefill: bool,
     settles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """All positions of the window of each row, and what becomes of the row.
@@ -33,18 +33,21 @@ def window_positions(
     if use_triton(place_B[0], "canvas"):
         from dinfer.kernels.triton.window import window_positions as kernel
 
-        return kernel(place_B, width, active, shift, block, plan.numbers(shift), prefill, settles)
-    (start_B, end_B, *_), grain = place_B, block or 1
-    first_B, stop_B, settled_B = plan.bounds(place_B, shift, block)
+        return kernel(place_B, width, active, frame, plan.numbers(frame[0]), prefill, settles)
+    (start_B, end_B, *_), (shift, block, from_prompt) = place_B, frame
+    first_B, stop_B, settled_B = plan.bounds(place_B, frame)
+    grain = block or 1
     fits_B, only_B = stop_B - first_B <= width, None
     if prefill or settles:
         decodes_B = fits_B & (not prefill)
         piece_B = torch.minimum(first_B + width // grain * grain, settled_B)
+        if prefill and from_prompt:  # the prompt is one attention block
+            piece_B = torch.where(first_B + width >= settled_B, settled_B, first_B)
         stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
         fits_B = decodes_B | (piece_B > first_B)
     pos_BX = span(start_B, end_B, active)
     logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
     final_B = None
     if plan.keeps:  # what was finished when the step began is computed once more in it
-        final_B = settled_B if prefill else start_B // grain * grain
+        final_B = settled_B if prefill or from_prompt else start_B // grain * grain
     return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), final_B, only_B

@@ -7,8 +7,6 @@ scalar that a layer's output is multiplied with, which is all that encoder and d
 Shape suffixes: B rows, W positions, T prompt, C canvas, D hidden, X heads or experts, E head size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

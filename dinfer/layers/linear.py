@@ -1,7 +1,5 @@
 """Linear layers whose weights any format of `dinfer.layers.formats` holds, and rounding a network to one."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from dinfer.kernels.deferred import close

@@ -1,7 +1,5 @@
 """What follows the attention in a block: a gated MLP, or a mixture of them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

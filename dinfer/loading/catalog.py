@@ -4,8 +4,6 @@ Sizes, ids and block lengths are those of the configs and cards on the hub; `tes
 against our networks. A checkpoint that is not here loads just as well, if its family is known.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ class Published:
     eos_ids: tuple[int, ...]  # those of its files, and those that the preset adds
     block: int | None = None  # length of its attention blocks; None: bidirectional
     canvas: int | None = None  # length of the canvas in front of which a causal encoder reads
+    prompt_block: bool = False  # the prompt is an attention block of its own, and the others are counted from its end
     shifted: bool = False  # logits predict the next token
 
     @property
@@ -30,7 +29,9 @@ class Published:
         """Who sees whom, in words."""
         if self.canvas is not None:
             return f"causal encoder, bidirectional canvas of {self.canvas}"
-        return "bidirectional" if self.block is None else f"block-causal, {self.block}"
+        if self.block is None:
+            return "bidirectional"
+        return f"block-causal, {self.block}{' behind the prompt' if self.prompt_block else ''}"
 
 
 def _all(names: dict[str, str], **same: object) -> list[Published]:
@@ -50,7 +51,7 @@ CATALOG: tuple[Published, ...] = (
     *_all({"GSAI-ML/LLaDA-1.5": "8.0B"}, **LLADA, preset="llada_1_5", eos_ids=(126081, 126348)),
     *_all(
         {"SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora": "8.0B"},
-        **LLADA, preset="d2f_llada_8b_instruct", eos_ids=(126081, 126348),
+        **LLADA, preset="d2f_llada_8b_instruct", eos_ids=(126081, 126348), block=32, prompt_block=True,
     ),
     *_all(
         {f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}": "7.4B-A1.4B" for kind in ("Instruct", "Instruct-TD", "Base")},
@@ -76,7 +77,10 @@ CATALOG: tuple[Published, ...] = (
          "apple/DiffuCoder-7B-Base": "7.6B"},
         **DREAM, preset="dream_7b_instruct", eos_ids=QWEN,
     ),
-    *_all({"SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora": "7.6B"}, **DREAM, preset="d2f_dream_7b_base", eos_ids=(151643,)),
+    *_all(
+        {"SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora": "7.6B"},
+        **DREAM, preset="d2f_dream_7b_base", eos_ids=(151643,), block=32, prompt_block=True,
+    ),
     *_all(
         {"JetLM/SDAR-8B-Chat": "8.2B", "JetLM/SDAR-1.7B-Chat": "2.03B", "JetLM/SDAR-4B-Chat": "4.41B",
          "JetLM/SDAR-30B-A3B-Chat": "30B-A3B", "Gen-Verse/TraDo-4B-Instruct": "4.41B",

@@ -4,8 +4,6 @@ Only safetensors are read, and no code that comes with a checkpoint is ever run.
 of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping

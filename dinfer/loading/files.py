@@ -1,7 +1,5 @@
 """JSON files of a checkpoint, and the error for what is wrong with one. Imports neither torch nor safetensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol

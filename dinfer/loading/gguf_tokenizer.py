@@ -4,8 +4,6 @@ A byte-level BPE, as all models have that GGUF files of diffusion models are mad
 pattern that cuts text into words. The patterns are those of the tokenizer.json files that the names stand for.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

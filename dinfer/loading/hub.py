@@ -1,7 +1,5 @@
 """Where a checkpoint is: in the box, in a folder, or on the Hugging Face hub. Imports no torch, so errors come soon."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from importlib import resources

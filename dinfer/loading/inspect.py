@@ -3,8 +3,6 @@
 All of it comes from the functions that load a checkpoint. Only the values of tensors are not read.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

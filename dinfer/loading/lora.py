@@ -3,8 +3,6 @@
 A merged model costs nothing more than its base; D2F publishes its models so (arXiv:2508.09192).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping

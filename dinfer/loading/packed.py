@@ -5,8 +5,6 @@ Read are GPTQ (AutoGPTQ, GPTQModel; formats "gptq" and "gptq_v2"), AWQ (AutoAWQ,
 exactly, so what a network gets is rounded once, to its dtype, as the packers' own code does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

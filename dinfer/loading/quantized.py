@@ -5,8 +5,6 @@ Read are weights in 8 bits with a scale for each tensor, each output, or each bl
 scales. The scale stands beside the weight, as NAME_scale_inv or NAME_scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

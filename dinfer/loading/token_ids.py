@@ -4,8 +4,6 @@ The files are asked in this order: config.json and its `text_config`, generation
 files, which know tokens by name. What no file says is a published default of the family (`published_*` in `models`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -158,6 +158,25 @@ class HubFamily(HubCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptBlockFamily(HubFamily):
+    """A family of bidirectional models that adapters may make block-causal."""
+
+    block: int | None = option(
+        None, "length of the attention blocks behind the prompt, for adapters trained so (D2F); null: bidirectional"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"model.block={self.block} must be at least 1")
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Fields of `ModelSpec`."""
+        return {"causal_block": self.block, "prompt_block": self.block is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockFamily(HubFamily):
     """A family of block-causal models."""
 

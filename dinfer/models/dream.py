@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
 from dinfer.models._config import PLAIN, QWEN, complete
-from dinfer.models._family import HubFamily
+from dinfer.models._family import PromptBlockFamily
 
 
 @MODELS.register("dream")
 @dataclass(frozen=True, kw_only=True)
-class Dream(HubFamily):
+class Dream(PromptBlockFamily):
     """Dream, Dream-Coder and DiffuCoder checkpoints."""
 
     paper = "Dream 7B, arXiv:2508.15487"
@@ -35,5 +35,6 @@ class Dream(HubFamily):
             mlp=config["intermediate_size"],
             qkv_bias=True,
             shift=1,
+            **self.attention,
             **self.body(config),
         )

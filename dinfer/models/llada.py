@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
 from dinfer.models._config import expect
-from dinfer.models._family import HubFamily, Names
+from dinfer.models._family import Names, PromptBlockFamily
 
 # Fields that would change the network if they differed. None: absent or null.
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ LAYER = "model.transformer.blocks.{i}"
 
 @MODELS.register("llada")
 @dataclass(frozen=True, kw_only=True)
-class Llada(HubFamily):
+class Llada(PromptBlockFamily):
     """Dense LLaDA checkpoints, from the Hugging Face hub or a folder."""
 
     paper = "LLaDA, arXiv:2502.09992"
@@ -74,5 +74,6 @@ class Llada(HubFamily):
             rope_theta=config["rope_theta"],
             tied_head=bool(config["weight_tying"]),
             max_length=config["max_sequence_length"],
+            **self.attention,
             **self.tokens(config, vocab),
         )

@@ -2,8 +2,8 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,36 +13,15 @@ from typing import Any
 from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.parity import likelihood, uniform
+from dinfer.parity import likelihood, multi_block, uniform
 from dinfer.parity.compare import at_most, same
-from dinfer.parity.decoders import insert_delete, translate
+from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
+from dinfer.parity.further import FURTHER
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
+from dinfer.parity.plan import Algorithms, Plan, aligned
 from dinfer.parity.references import build
-
-NEVER = 1e9  # a threshold that no confidence reaches
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How a run of the goldens is said in dinfer."""
-
-    iteration: dict[str, Any]  # of components, see `dinfer.parity.references.build`
-    decoder: dict[str, Any]
-    cache: dict[str, Any]
-    new_tokens: int
-    sweep: dict[str, Any] = field(default_factory=dict)  # options that only the reference's iteration has
-    spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
-    pads_B: Sequence[int] | None = None  # padding in front of each prompt
-    options: dict[str, Any] = field(default_factory=dict)  # of every request
-    drawn: bool = False  # with the recorded random numbers; row b is the request of seed b
-    every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
-    keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
-    drop_eos: bool = False  # the reference returns a single row without its EOS tokens
-    response: bool = False  # the reference returns what it generated, without the prompt
-    answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
 
 
 def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False, vicinity: bool = False) -> Plan:
@@ -156,7 +135,7 @@ def _block_diffusion(prompts: list[list[int]], params: Fields, *, cache: str) ->
     if len(prompts) > 1 and not early_stop:
         raise Skip("dInfer: rows of a batch share the end without early_stop")
     decoder = _decoder(params.fields("decoder"))
-    plan = _aligned(prompts, params, decoder, cache)
+    plan = aligned(prompts, params, decoder, cache)
     plan.iteration["stop"] = "block" if early_stop else "off"
     return replace(plan, keep_masks=not early_stop, drop_eos=True)
 
@@ -166,7 +145,7 @@ def _llada2(prompts: list[list[int]], params: Fields) -> Plan:
     params.take("eos_early_stop")
     steps, new_tokens = params.take("steps"), params.take("gen_length")
     decoder = _quota(min(steps, new_tokens // params.take("minimal_topk")), params.take("threshold"))
-    return replace(_aligned(prompts, params, decoder, "none"), answer=new_tokens)
+    return replace(aligned(prompts, params, decoder, "none"), answer=new_tokens)
 
 
 def _llada21(prompts: list[list[int]], params: Fields) -> Plan:
@@ -179,7 +158,7 @@ def _llada21(prompts: list[list[int]], params: Fields) -> Plan:
     }  # fmt: skip
     decoder = {"name": "joint_threshold", **{ours: params.take(theirs) for theirs, ours in names.items()}}
     new_tokens = params.take("gen_length")
-    return replace(_aligned(prompts, params, decoder, "none"), answer=new_tokens)
+    return replace(aligned(prompts, params, decoder, "none"), answer=new_tokens)
 
 
 def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
@@ -197,7 +176,7 @@ def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
     decoder = _quota(params.take("denoising_steps"), threshold if strategy == "low_confidence_dynamic" else 1.0)
     if strategy == "sequential":
         decoder["score"] = strategy
-    plan = _aligned(prompts, params, decoder, "block")
+    plan = aligned(prompts, params, decoder, "block")
     plan.iteration["stop"] = "block" if params.take("stop_on_eos") else "off"
     return replace(plan, keep_masks=True)
 
@@ -207,43 +186,8 @@ def _quota(steps: int, threshold: float) -> dict[str, Any]:
     return {"name": "fixed", "steps": steps, "split": "block", "threshold": threshold, "precision": "float32"}
 
 
-def _aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], cache: str) -> Plan:
-    """Blocks from a multiple of their length on, the last one complete; attention to the own block and those before."""
-    block, length = params.take("block_length"), max(len(prompt) for prompt in prompts) + params.take("gen_length")
-    if len({len(prompt) for prompt in prompts}) > 1:
-        raise Skip("block diffusion: prompts of several lengths in a batch share their blocks in the references")
-    new_tokens = -(-length // block) * block - len(prompts[0])
-    iteration = {"name": "block_diffusion", "block": block}
-    return Plan(iteration, decoder, {"name": cache}, new_tokens, spec={"causal_block": block})
-
-
-def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
-    """The loop of d2Cache's repository: the best positions of a block by a score; each forward is a step."""
-    if params.take("cache") is not None:
-        raise Skip("d2Cache: its cache policy is not there yet")
-    if params.take("factor") is not None or params.take("gamma") is not None or params.take("temperature"):
-        raise Skip("d2Cache: factor, gamma and temperature are not there yet")
-    score = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}[params.take("alg")]
-    threshold, clip, until_eos = params.take("threshold"), params.take("clip_alpha"), params.take("stop_until_eos")
-    decoder = {"name": "calibrated", "score": score, "sigma": params.take("sigma") or 0.0}
-    decoder |= {"least": params.take("num_transfer_tokens"), "threshold": NEVER if threshold is None else threshold}
-    if params.take("debias"):
-        decoder |= {"clip": 10.0 if clip is None else clip}
-    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "cut" if until_eos else "off"}
-    plan = Plan(iteration, decoder, {"name": "none"}, params.take("gen_length"), every_step=True, response=True)
-    return replace(plan, keep_masks=until_eos)
-
-
-def _indel(prompts: list[list[int]], params: Fields) -> Plan:
-    """LLaDA2.2's own as SGLang has it. A prefill is not counted there, but the pass that stores a finished block is."""
-    new_tokens, moving = params.take("gen_length"), ("delete", "split")
-    plan = _aligned(prompts, params, insert_delete(params), "block")
-    plan.spec.update({f"{name}_id": params.take(f"{name}_token_id") for name in moving})
-    return replace(plan, answer=new_tokens, every_step=True)
-
-
 # Algorithm of the goldens -> plan. Whoever adds an iteration or a cache adds an entry here.
-ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
+ALGORITHMS: Algorithms = {
     "BlockWise": _blockwise,
     "VicinityCache": partial(_blockwise, vicinity=True),
     "IterSmooth": partial(_blockwise, smooth=True),
@@ -258,8 +202,7 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "llada21_block_diffusion_with_editing": _llada21,
     "sdar_block_diffusion": _sdar,
     "dream_diffusion_generate": _dream,
-    "d2cache_vanilla": _d2cache,
-    "sglang_joint_threshold_indel": _indel,
+    **FURTHER,
 }
 
 
@@ -289,6 +232,8 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if "log_likelihood" in doc:
         return likelihood.run(golden.network(folder, family), doc)
     prompts, mask_id, eos_id = doc.rows("prompt_ids", int), doc.take("mask_id"), doc.take("eos_id")
+    if doc.fields("params").text("algorithm") in multi_block.PLANS:
+        return multi_block.run(golden, doc)
     plan = _plan(prompts, doc.fields("params"))
     if any(mask_id in prompt for prompt in prompts):
         raise Skip("prompts that hold mask tokens are not there yet")
@@ -311,8 +256,7 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=build(CACHES, plan.cache))
     requests = [
-        Request(prompt, plan.new_tokens, recipe.resolve(plan.options | {"seed": row}))
-        for row, prompt in enumerate(bare)
+        plan.request(prompt, mask_id, recipe.resolve(plan.options | {"seed": row})) for row, prompt in enumerate(bare)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
     rows: list[list[int]] = [[] for _ in requests]
@@ -350,6 +294,9 @@ def snapshots(doc: Fields, row: int, before: list[int]) -> list[list[int]]:
     """The canvas of a row before the first step and after each, from the snapshots or from what each step committed."""
     if "snapshots" in doc:
         return [before, *(snapshot[row] for snapshot in doc.take("snapshots"))]
+    if "snapshots_before_each_forward" in doc:
+        canvases = [*doc.take("snapshots_before_each_forward"), doc.take("final_array")]
+        return [canvas[row] for canvas in canvases]
     found = [before]
     for block in doc.items("blocks") if "blocks" in doc else ():
         start = block.take("start")

@@ -1,5 +1,6 @@
 """The rules of the references where they differ from what dinfer documents, as components that only parity uses."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from dinfer.decoders.threshold import Threshold
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.iterations.smooth import Smooth
+from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.thresholding import confident
 
 
@@ -49,6 +51,33 @@ class SglangThreshold(Threshold):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
         return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1, above=True))
+
+
+class DiffulexThreshold(SglangThreshold):
+    """The same, with the mask token taken as impossible."""
+
+    suppress_mask = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class D2fThreshold(Threshold):
+    """A token must be surer than the threshold. Where none is, the best one by another score is committed."""
+
+    score: str = "default"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return {"default": (), "neg_entropy": ("entropy",), "margin_confidence": ("margin",)}[self.score]
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        sure_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), least=0, above=True)
+        if self.score == "neg_entropy":
+            score_RL = -stats.of("entropy")
+        else:
+            score_RL = stats.of("margin") if self.score == "margin_confidence" else stats.top_RL
+        score_RL = score_RL.masked_fill(~view.masked_RL, -math.inf)
+        needy_R1 = view.at_least(view.options["least"]) * ~sure_RL.any(-1, keepdim=True)
+        return Proposal(sure_RL | (descending_rank(score_RL) < needy_R1) & view.masked_RL)
 
 
 class SglangJointThreshold(JointThreshold):
@@ -126,6 +155,8 @@ class DinferVicinity(VicinityCache):
 REFERENCES: dict[tuple[str, str], type] = {
     ("threshold", "dinfer"): DinferThreshold,
     ("threshold", "sglang"): SglangThreshold,
+    ("threshold", "diffulex"): DiffulexThreshold,
+    ("threshold", "d2f"): D2fThreshold,
     ("credit", "dinfer"): DinferCredit,
     ("factor", "fastdllm"): FastdllmFactor,
     ("joint_threshold", "sglang"): SglangJointThreshold,

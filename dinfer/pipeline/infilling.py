@@ -4,8 +4,6 @@ A backslash in front of a marker makes it a part of the text: `\\[MASK:4]`; two 
 Backslashes elsewhere are themselves.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What callers give a pipeline, as Python, numpy and torch have it. Raises ValueError for anything else."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

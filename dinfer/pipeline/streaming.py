@@ -1,7 +1,5 @@
 """An answer as text that grows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 

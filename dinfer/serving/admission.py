@@ -1,7 +1,5 @@
 """How many requests may run and wait, by number and by tokens. Others are told to come back later."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """OpenAI's answer objects, whole and in pieces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The routes of the HTTP application."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 docs/serving.md documents the messages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dinfer.analysis.trace.pieces import Pieces

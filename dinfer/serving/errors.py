@@ -1,7 +1,5 @@
 """Errors as OpenAI's API words them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stands before every request: keys, limits, request ids, and clients that go away or do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

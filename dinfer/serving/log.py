@@ -1,7 +1,5 @@
 """Logs for machines: a line of JSON each, with the id of the request that it is about."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Log-probabilities as OpenAI's objects word them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

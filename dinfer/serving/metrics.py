@@ -1,7 +1,5 @@
 """What Prometheus is told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

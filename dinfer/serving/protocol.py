@@ -4,9 +4,7 @@ An unknown field is refused, and so is a known one that a diffusion language mod
 for nothing (`frequency_penalty: 0`, `tools: []`). Clients send such values by default.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -121,7 +119,7 @@ class Generation(Strict):
         return value
 
     @model_validator(mode="after")
-    def _stream(self) -> Generation:
+    def _stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream=true")
         return self
@@ -170,7 +168,7 @@ class ChatRequest(Generation):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
-    def _one_length(self) -> ChatRequest:
+    def _one_length(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError(
                 f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} contradict each "
@@ -218,7 +216,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _one(self) -> Self:
         if (self.text is None) == (self.messages is None):
             raise ValueError("give either text or messages")
         return self

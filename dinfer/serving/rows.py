@@ -1,7 +1,5 @@
 """One row of a request as a stream of events: certain text, drafts if asked for, and how it ended."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence

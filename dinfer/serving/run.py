@@ -1,7 +1,5 @@
 """Runs the application: address, signals, and how the process ends."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The models that a server offers: a name, a recipe, and what a client's request becomes in it."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What all routes share: which models there are, how many requests may run, and how one is answered."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator

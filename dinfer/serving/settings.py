@@ -1,7 +1,5 @@
 """How the server runs: addresses, limits, keys."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from dataclasses import dataclass

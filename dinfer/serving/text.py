@@ -1,7 +1,5 @@
 """An answer that strings may end."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -34,7 +34,10 @@ LINES = [
     ["list"],
     ["models"],
     ["models", "--json"],
-    *([command, "--help"] for command in ("audit", "demo", "eval", "generate", "infill", "list", "plot", "tune")),
+    *(
+        [command, "--help"]
+        for command in ("audit", "batch", "demo", "eval", "generate", "infill", "list", "plot", "tune")
+    ),
     ["generate", "a", "--cfg", "job"],
     ["tune", "--cfg", "hydra"],
     ["generate", "--hydra-help"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,9 +41,10 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
         {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
     )
-    spec = family_for(tiny).spec(tiny)
-    assert (spec.causal_block, spec.shift) == (entry.block, int(entry.shifted))
-    network = random_network(family_for(tiny), spec, dtype=float32, device=device("cpu"))
+    like = replace(family_for(tiny), block=entry.block) if entry.prompt_block else family_for(tiny)
+    spec = like.spec(tiny)
+    assert (spec.causal_block, spec.prompt_block, spec.shift) == (entry.block, entry.prompt_block, int(entry.shifted))
+    network = random_network(like, spec, dtype=float32, device=device("cpu"))
     compose(network, **{kind: config[kind] for kind in ("iteration", "decoder", "cache", "sampling")})
 
 

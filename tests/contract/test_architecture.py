@@ -57,14 +57,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
-    "core.state": {"core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
+    "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
+    "core.state": {
+        "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+    },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
-    "core.step": CORE | {"core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
+    "core.step": CORE | {
+        "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+    },
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
-        "core.step", "core.told",
+        "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
@@ -87,8 +92,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "core.protocols", "core.told", "analysis.trace", "core.recipe", "core.registry", "engine", "pipeline",
-        "pipeline.streaming",
+        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe", "core.registry", "engine",
+        "pipeline", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.

@@ -38,6 +38,7 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("decoder", "threshold"): [{"least": 2}],
     ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
     ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
+    ("decoder", "prophet"): [{"sub_block": 3, "answer": 2, "early": 2.0, "mid": 1.0, "late": 0.5}],
     ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],
 }
 

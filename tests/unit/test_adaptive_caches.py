@@ -156,14 +156,15 @@ def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
 
 def test_what_caches_say_of_their_exactness() -> None:
     attention = {0: 1, 4: 4, 1: 1}  # positions of an attention block, and where active blocks begin and end
-    kinds = {n: [CACHES.get(n)().exact(0, block, grain) for block, grain in attention.items()] for n in CACHES.names()}
+    caches = {name: CACHES.get(name)() for name in CACHES.names()}
+    kinds = {name: [c.exact((0, b, False), grain) for b, grain in attention.items()] for name, c in caches.items()}
     assert kinds["none"] == [True, True, True]
     for name in ("prefix", "dual", "vicinity", "block"):
         assert kinds[name] == [False, True, True]
     for name in ("delayed", "adaptive"):
         assert kinds[name] == [False, False, False]
-    assert not CACHES.get("dual")().exact(1, 4, 4)  # shifted, it leaves out the last position of the block
-    assert [CACHES.get(n)().exact(0, 4, 2) for n in ("prefix", "dual", "block")] == [False, False, True]
+    assert not CACHES.get("dual")().exact((1, 4, False), 4)  # shifted, it leaves out the last position of the block
+    assert [CACHES.get(n)().exact((0, 4, False), 2) for n in ("prefix", "dual", "block")] == [False, False, True]
 
 
 @pytest.mark.parametrize(

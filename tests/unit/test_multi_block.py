@@ -67,7 +67,7 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
         return (size - sum(p // length == block for p in open_)) / size
 
     active = [1]
-    if blocks > 1 and share(1) >= add_at:
+    if blocks > 1 and share(1) >= add_at:  # the prompt overlaps block 1
         active.append(2)
     for step, update in enumerate(updates):
         assert update.region == (active[0] * length, min((active[-1] + 1) * length, end_of_all))
@@ -82,11 +82,12 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
         last = active[-1]
         opens = share(last) >= add_at and (last + 1) * length < end_of_all
         assert len(active) <= blocks
+        room = len(active) < blocks
         while active and share(active[0]) == 1:
             active.pop(0)
         if not active and opens:
             active = [last + 1]
-        elif active and opens and len(active) < blocks:
+        elif active and opens and room:
             active.append(last + 1)
     assert not open_ and not active
 

@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.matrix import TOKEN_COUNTS, engine_for
+from support.decoding import PROMPT, decode, decoded, script, view_of
 from support.models import MASK, VOCAB
-from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView
-from dinfer.core.recipe import compose
 from dinfer.decoders.dream import Dream
 from dinfer.decoders.klass import Klass
-from dinfer.engine.request import Request, Update
-from dinfer.kernels.density import density
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rows import Rows
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.kernels.token_stats import token_stats
-
-PROMPT = 1
-
-
-def script(steps: int, length: int, seed: int = 0, scale: float = 3.0) -> Tensor:
-    """Logits [steps, PROMPT + length, V] in which the mask token never wins."""
-    generator = torch.Generator().manual_seed(seed)
-    table = scale * torch.randn(steps, PROMPT + length, VOCAB, generator=generator, dtype=torch.float64)
-    table[..., MASK] = -20.0
-    return table
-
-
-def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> list[list[tuple[Update, set[int]]]]:
-    """For each request: every step of one block over the scripted logits, and which positions are decoded after it."""
-    length = table.shape[1] - PROMPT
-    iteration = {"name": "blockwise", "block": length, "stop": "off"}
-    recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none")
-    requests = [Request([1] * PROMPT, length, recipe.resolve(given)) for given in options]
-    found: list[list[tuple[Update, set[int]]]] = [[] for _ in requests]
-    for update in engine_for(recipe, rows=len(requests)).run(requests, snapshots=True):
-        masked = update.masked or []
-        found[update.index].append((update, {i for i in range(length) if not masked[PROMPT + i]}))
-    return found
-
-
-def decoded(decoder: dict[str, Any], table: Tensor) -> list[set[int]]:
-    return [positions for _, positions in decode(decoder, table, {})[0]]
-
-
-def view_of(masked_RL: Tensor, *, seeds: Tensor, **options: float) -> BlockView:
-    rows, length = masked_RL.shape
-    zero_R = torch.zeros(rows, dtype=torch.int64)
-    return BlockView(
-        pos_RL=torch.arange(length).expand(rows, -1), tokens_RL=torch.full_like(masked_RL, MASK, dtype=torch.int64),
-        masked_RL=masked_RL, given_RL=torch.zeros_like(masked_RL), step_R=zero_R, quota_R=masked_RL.sum(-1),
-        floor_R=None, must_progress_R=zero_R.bool(), forward_R=zero_R, seed_R=seeds,
-        prompt_R=zero_R, length_R=torch.full((rows,), length),
-        options={
-            k: torch.full((rows, 1), v, dtype=torch.int64 if isinstance(v, int) else torch.float64)
-            for k, v in options.items()
-        },
-    )  # fmt: skip
-
 
 # Dream
 
@@ -310,65 +258,6 @@ def test_a_suppressed_mask_token_keeps_no_position_from_its_commit() -> None:
     table[..., MASK] = 30.0
     assert decoded({"name": "entropy_bound", "bound": 2.0, "suppress_mask": True}, table) == plain
     assert len(plain) < len(decoded({"name": "entropy_bound", "bound": 2.0}, table)) == 12
-
-
-# Calibrated
-
-
-@pytest.mark.parametrize("sigma", [0.4, 3.0, 20.0])
-def test_the_density_is_the_gaussian_share_of_decoded_neighbours(sigma: float) -> None:
-    """Against the sum over three generations, with blocks at the beginning, in the middle and at the end."""
-    prompt, new, block = 5, 20, 8
-    decoded_RL = torch.rand(3, block, generator=torch.Generator().manual_seed(0)) < 0.5
-    decoded_RL[2, 3] = True  # the last of all
-    pos_RL = torch.stack([torch.arange(start, start + block) for start in (5, 13, 21)])
-    pos_RL[2, 4:] = -1
-    found = density(decoded_RL, pos_RL, torch.full((3,), prompt), torch.full((3,), prompt + new), sigma)
-    for row, start in enumerate((5, 13, 21)):
-        known = {p: p < start for p in range(prompt - new, prompt + 2 * new)}
-        known |= {start + i: bool(decoded_RL[row, i]) for i in range(block) if start + i < prompt + new}
-        known |= {p: known[prompt + new - 1] for p in range(prompt + new, prompt + 2 * new)}
-        for i in range(min(block, prompt + new - start)):
-            weight = {p: math.exp(-((start + i - p) ** 2) / (2 * sigma**2)) for p in known}
-            total = sum(math.exp(-(d**2) / (2 * sigma**2)) for d in range(-3 * new, 3 * new))
-            want = sum(weight[p] for p in known if known[p]) / total
-            assert float(found[row, i]) == pytest.approx(want, rel=1e-12)
-
-
-@pytest.mark.parametrize("threshold", [0.4, 1.5, 9.0])
-def test_frequent_tokens_need_more_confidence(threshold: float) -> None:
-    table, counts = script(1, 16, seed=8, scale=2.0), json.loads(TOKEN_COUNTS.read_text())
-    top = table[0, PROMPT:].softmax(-1).max(-1)
-    times = [counts["counts"].get(str(int(token)), 1) / counts["total"] for token in top.indices]
-    score = [min(float(p) * -math.log(f + 1e-10), 2.0) for p, f in zip(top.values, times, strict=True)]
-    best = max(range(16), key=score.__getitem__)
-    decoder = {
-        "name": "calibrated",
-        "sigma": 0.0,
-        "frequencies": str(TOKEN_COUNTS),
-        "threshold": threshold,
-        "clip": 2.0,
-    }
-    assert decoded(decoder, table)[0] == {best, *(i for i in range(16) if score[i] >= threshold)}
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (None, "cannot be read: FileNotFoundError"),
-        ("[]", "cannot be read: TypeError"),
-        ('{"total": 10}', "cannot be read: KeyError"),
-        ('{"total": 0, "counts": {}}', "must have a total above 0"),
-        ('{"total": 10, "counts": {"40": 3}}', "token ids below 40"),
-        ('{"total": 10, "counts": {"3": 11}}', "counts up to the total"),
-    ],
-)
-def test_a_file_of_frequencies_that_cannot_be_used_says_why(tmp_path: Path, text: str | None, complaint: str) -> None:
-    path = tmp_path / "counts.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=complaint):
-        decoded({"name": "calibrated", "frequencies": str(path)}, script(1, 4))
 
 
 def test_the_stream_of_a_position_is_uniform() -> None:

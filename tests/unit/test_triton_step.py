@@ -144,11 +144,11 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
     place_B = start_B, end_B, end_B + number(2 * width, 9), kept_B, prompt_B
     plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
     plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
-    modes = (False, False), (False, True), (True, False)
-    for plan, block, (prefill, settles) in itertools.product(plans, (0, 1, 4), modes):
+    modes, blocks = ((False, False), (False, True), (True, False)), ((0, False), (1, False), (4, False), (4, True))
+    for plan, (block, own), (prefill, settles) in itertools.product(plans, blocks, modes):
         work = partial(
-            window.window_positions, plan, place_B, shift, block, width=width, active=active, prefill=prefill,
-            settles=settles,
+            window.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
+            prefill=prefill, settles=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
         same([made for made in got if made is not None], [made for made in want if made is not None])
@@ -166,8 +166,8 @@ def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_interval(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
     pos_BW, start_B = number(60, LANES, 7, low=-1), number(5, LANES)
     end_B = start_B + number(50, LANES)
-    for start in (start_B, None):
-        same(*both(monkeypatch, partial(attention.attention_interval, pos_BW, start, end_B, block)))
+    for start, prompt in itertools.product((start_B, None), (None, number(30, LANES))):
+        same(*both(monkeypatch, partial(attention.attention_interval, pos_BW, start, end_B, block, prompt)))
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(16, None), (24, None), (32, 5)])

@@ -15,7 +15,7 @@ from support.scripted import scripted_spec
 from dinfer.analysis.audit import audit
 from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.protocols import CachePolicy, ModelSpec, StepShape
-from dinfer.core.recipe import compose
+from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, options_of
 from dinfer.core.state import StatePool
 from dinfer.core.window import Window, window
@@ -28,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bidirectional": {}, "shifted": {"shift": 1}, "block_causal": {"causal_block": 4},
     "shifted_block_causal": {"causal_block": 4, "shift": 1}, "causal": {"causal_block": 1},
     "shifted_causal": {"causal_block": 1, "shift": 1}, "encoder": {"encoder": True, "mask_id": None},
+    "prompt_block": {"causal_block": 4, "prompt_block": True},
+    "shifted_prompt_block": {"causal_block": 4, "shift": 1, "prompt_block": True},
 }  # fmt: skip
 SETTINGS = [dict(setting) for setting in settings_of(CACHES)]
 
@@ -145,3 +147,30 @@ def test_what_a_cache_calls_exact_is(cache: Any, shift: int, iteration: dict[str
     assert found.exact or not sure
     if iteration["name"] != "full" and iteration["block"] == 2 and not shift and cache in ("prefix", "dual"):
         assert not found.exact and found.overall["kl_worst"] > 1e-3
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("iteration", ["blockwise", "multi_block", "full"])
+def test_blocks_that_are_counted_from_the_prompts_end(cache: str, shift: int, iteration: str) -> None:
+    """The prompt is one block, computed once, in a step as wide as it is, and shared with nobody."""
+    model = tiny_model("block_causal", causal_block=4, prompt_block=True, shift=shift)
+    sweep: dict[str, Any] = {"name": iteration} | ({} if iteration == "full" else {"block": 4})
+    recipe = compose(model, iteration=sweep, decoder={"name": "threshold", "threshold": 0.5}, cache=cache)
+    prompts, new_tokens = [[*range(1, 14)], [*range(1, 11)], [*range(1, 14), 9]], [16, 9, 4]
+    found = audit(Pipeline(recipe, None, Runtime()), prompts, max_new_tokens=new_tokens)
+    assert found.same_tokens == 1 and found.overall["kl_worst"] < 1e-12 if found.exact else cache != "block"
+    alone, together = (
+        Pipeline(recipe, None, Runtime(rows=rows, page=4, positions=4)).generate_ids(prompts, max_new_tokens=new_tokens)
+        for rows in (1, 3)
+    )
+    assert [r.ids for r in together] == [r.ids for r in alone]
+    if cache == "block":
+        assert all(result.counts.prefills == 1 for result in together)
+
+
+@pytest.mark.parametrize("iteration", [{"name": "block_diffusion"}, {"name": "multi_block", "align": True}])
+def test_sweeps_that_count_from_position_0_are_refused_for_them(iteration: dict[str, Any]) -> None:
+    model = tiny_model("block_causal", causal_block=4, prompt_block=True)
+    with pytest.raises(IncompatibleRecipe, match=r"counts blocks from position 0, .* align=false"):
+        compose(model, iteration=iteration | {"block": 4}, decoder="threshold", cache="block")

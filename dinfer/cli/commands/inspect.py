@@ -146,7 +146,9 @@ def attention(spec: ModelSpec) -> str:
     """Who sees whom."""
     if spec.encoder:
         return "causal encoder, bidirectional canvas"
-    return "bidirectional" if spec.causal_block is None else f"block-causal, {spec.causal_block}"
+    if spec.causal_block is None:
+        return "bidirectional"
+    return f"block-causal, {spec.causal_block}{' behind the prompt' if spec.prompt_block else ''}"
 
 
 def show(name: str, found: Inspection, use: dict[str, str]) -> None:

@@ -46,15 +46,10 @@ def run(args: Namespace) -> None:
 
 def serve(config: dict[str, Any], text: str | None) -> None:
     """Loads the model with its recipes and serves them."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise ValueError(f"dinfer serve needs {package}: pip install 'dinfer[serve]'")
+    needed("dinfer serve")
     settings = settings_of(config)
     settings.keys()  # raises where there are none
-    others = {name: conf.with_recipe("serve", name) for name in setting(config, "recipes", tuple[str, ...])}
-    for name, other in others.items():
-        if other["model"] != config["model"]:
-            raise ValueError(f"recipes: {name} is for another model: serve that with a dinfer serve of its own")
+    others = recipes(config, "serve")
     from dinfer.serving.log import log_as_json
     from dinfer.serving.run import listen, serve
     from dinfer.serving.server import Server
@@ -63,6 +58,22 @@ def serve(config: dict[str, Any], text: str | None) -> None:
         server = Server(served(config, others, fitted(pipeline(config))), settings)
         log_as_json()
         serve(server, socket, announced(server.catalogue))
+
+
+def needed(command: str) -> None:
+    """Raises ValueError unless the packages of the extra `serve` are installed."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise ValueError(f"{command} needs {package}: pip install 'dinfer[serve]'")
+
+
+def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
+    """The configurations of the setting `recipes`, by name. Raises ValueError."""
+    others = {name: conf.with_recipe(command, name) for name in setting(config, "recipes", tuple[str, ...])}
+    for name, other in others.items():
+        if other["model"] != config["model"]:
+            raise ValueError(f"recipes: {name} is for another model: run that with a command of its own")
+    return others
 
 
 def announced(catalogue: Catalogue) -> Any:

@@ -1,7 +1,5 @@
 """Which rows share a step, and how wide it is. Host side; no token depends on it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

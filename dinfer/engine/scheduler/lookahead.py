@@ -4,8 +4,6 @@ The device then need not wait for the host between two steps. A step leaves rows
 wrong guess changes no token. It costs the time of a step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MISS = 32  # right guesses that pay for a wrong one: each saves the host's time, a few hundredths of a short step

@@ -1,8 +1,6 @@
 """When prefills wait for each other, so that several of them read the weights together. Host side; no token depends
 on it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

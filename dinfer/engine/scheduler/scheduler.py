@@ -1,7 +1,5 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -84,7 +82,8 @@ class Scheduler:
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         by_slot = {row.slot: row for row in rows if row.slot is not None}
         needs = {slot: row.need for slot, row in by_slot.items()}
-        unit = self.recipe.model.spec.causal_block or 1
+        spec = self.recipe.model.spec
+        unit = max((row.need.width for row in rows), default=1) if spec.prompt_block else spec.causal_block or 1
         groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots]) for group in groups]
 

@@ -156,8 +156,8 @@ def key_places(
 
 @triton.jit
 def _attention_interval(
-    pos_ptr, start_ptr, end_ptr, out_start_ptr, out_end_ptr, width,
-    START: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+    pos_ptr, start_ptr, end_ptr, prompt_ptr, out_start_ptr, out_end_ptr, width,
+    START: tl.constexpr, PROMPT: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -168,20 +168,26 @@ def _attention_interval(
         start += tl.load(start_ptr + lane)
     if BLOCK > 0:
         pos = tl.load(pos_ptr + lane * width + at, mask=inside, other=-1).to(tl.int32)
-        end = tl.minimum(end, tl.where(pos < 0, 0, (pos // BLOCK + 1) * BLOCK))
+        origin = tl.zeros((PIECE,), tl.int64)
+        if PROMPT:
+            origin += tl.load(prompt_ptr + lane)
+        behind = tl.maximum(pos - origin, 0)
+        end = tl.minimum(end, origin + tl.where(pos < origin, 0, (behind // BLOCK + 1) * BLOCK))
     tl.store(out_start_ptr + lane * width + at, start, mask=inside)
     tl.store(out_end_ptr + lane * width + at, tl.maximum(end, start + 1), mask=inside)
 
 
 def attention_interval(
-    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None
+    pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None, prompt_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `dinfer.kernels.attention.attention_interval`."""
     pos_BW, end_B = pos_BW.contiguous(), end_B.contiguous()
     lanes, width = pos_BW.shape
     start_BW, end_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW)
     _attention_interval[(lanes, triton.cdiv(width, PIECE))](
-        pos_BW, end_B if start_B is None else start_B.contiguous(), end_B, start_BW, end_BW, width,
-        START=start_B is not None, BLOCK=causal_block or 0, PIECE=PIECE, num_warps=WARPS, **early(pos_BW),
+        pos_BW, end_B if start_B is None else start_B.contiguous(), end_B,
+        end_B if prompt_B is None else prompt_B.contiguous(), start_BW, end_BW, width,
+        START=start_B is not None, PROMPT=prompt_B is not None, BLOCK=causal_block or 0, PIECE=PIECE,
+        num_warps=WARPS, **early(pos_BW),
     )  # fmt: skip
     return start_BW, end_BW

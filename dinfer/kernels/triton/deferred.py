@@ -1,8 +1,6 @@
 """How a kernel adds up the parts that the one before has left to it; see `dinfer.kernels.types`."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -36,7 +34,7 @@ class Addends(NamedTuple):
     mixed: int  # of the parts, how many have a weight
 
     @classmethod
-    def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Addends:
+    def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Self:
         """Those of `delta`, which has the shape of `x`."""
         width = x.shape[-1]
         if delta is None:

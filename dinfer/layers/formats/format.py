@@ -3,8 +3,6 @@
 Shape suffixes: O outputs, K inputs, X experts.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

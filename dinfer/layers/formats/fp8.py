@@ -1,7 +1,5 @@
 """Weights in float8 (e4m3). Each input row is rounded too, at a scale of its own, so that products are of 8 bits."""
 
-from __future__ import annotations
-
 import torch
 
 from dinfer.kernels.linear import check_float8

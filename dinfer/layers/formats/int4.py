@@ -1,7 +1,5 @@
 """Weights in 4 bits, two values a byte, with a scale for each group of inputs (`dinfer.kernels.packed`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

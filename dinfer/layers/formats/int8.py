@@ -1,7 +1,5 @@
 """Weights in 8-bit integers, from -127 to 127; inputs stay as they are."""
 
-from __future__ import annotations
-
 import torch
 
 from dinfer.layers.formats.format import FORMATS, EightBits

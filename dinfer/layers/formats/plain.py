@@ -1,7 +1,5 @@
 """Weights as a checkpoint has them, in the dtype of the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

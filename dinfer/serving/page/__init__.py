@@ -1,7 +1,5 @@
 """The page for people: files of its own, those that draw a canvas, and what the browser may load (nothing else)."""
 
-from __future__ import annotations
-
 from importlib import resources
 
 from starlette.responses import Response

@@ -1,0 +1,129 @@
+"""answers a file of requests, in OpenAI's batch format
+
+usage: dinfer batch IN.jsonl OUT.jsonl [model=NAME] [overrides ...]
+       dinfer batch - - < IN.jsonl > OUT.jsonl
+
+Each line of IN is a request that `dinfer serve` would take:
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", "messages": [...]}}
+Each line of OUT is the answer to one of them, as soon as it is there, so in no certain order: `custom_id` says which.
+What is wrong with a line stands in `error` of its answer. A run that was killed or interrupted goes on where it was
+when it is called again. Needs fastapi: pip install 'dinfer[serve]'. docs/serving.md says more.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dinfer.analysis.outputs import check_file
+from dinfer.cli.application import launch
+from dinfer.cli.arguments import OVERRIDE, Parser, configured
+from dinfer.cli.conf import GROUPS
+from dinfer.cli.errors import Interrupted
+from dinfer.cli.progress import Report
+from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.terminal import say
+
+STANDARD = "-"
+WAITING = 2  # lines in flight for each row, so that none is free while the next line is read
+
+
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Namespace) -> None:
+    """Answers the requests of one file in another."""
+    if args.multirun:
+        raise ValueError("-m would write one file several times: run each value with an OUT of its own")
+    paths = [word for word in args.words if not OVERRIDE.fullmatch(word)] + args.literal
+    args.words, args.literal = [word for word in args.words if OVERRIDE.fullmatch(word)], []
+    if len(paths) != 2 and not args.flags:
+        raise ValueError(f"give two files, not {len(paths)}: dinfer batch IN.jsonl OUT.jsonl")
+    launch(args, partial(batch, paths=paths, line=args.line))
+
+
+def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: list[str]) -> None:
+    """Answers what is not answered yet. `line`: the command line."""
+    from dinfer.cli.commands.serve import fitted, needed, recipes, served
+
+    needed("dinfer batch")
+    source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
+    target = target.resolve() if target.is_file() else target
+    overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
+    parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
+    check_file(target)
+    with opened(source) as asked, Report() as progress:
+        if source != STANDARD and target.is_file() and target.samefile(source):
+            raise ValueError(f"{source} is IN and OUT: give another OUT")
+        progress.at("loading")
+        from dinfer.serving.batch import Output, run
+        from dinfer.serving.server import Server
+        from dinfer.serving.settings import Settings
+
+        def server(settings: Settings) -> Server:
+            return Server(served(config, others, fitted(pipeline(config))), settings)
+
+        told = Told(progress)
+        with Output(target, overwrite=overwrite) as output:
+            at_once = WAITING * config["runtime"]["rows"]
+            try:
+                run(server, asked, parts | {"recipes": others}, output, at_once=at_once, progress=told)
+            except (KeyboardInterrupt, OSError) as error:
+                kept = f"{len(output.ids)} answers are kept in {target}. To go on: {shlex.join(line)}"
+                if isinstance(error, OSError):
+                    raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+                raise Interrupted(f"interrupted; {kept}") from None
+    say(told.summary())
+
+
+@contextmanager
+def opened(source: str) -> Iterator[BinaryIO]:
+    """The input, which is read twice: so what comes through a pipe is put into a file first."""
+    path = Path("/dev/stdin" if source == STANDARD else source)
+    if source != STANDARD and path.is_file():
+        with path.open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as spool:
+        with path.open("rb") if source != STANDARD else sys.stdin.buffer as pipe:
+            shutil.copyfileobj(pipe, spool)
+        yield spool
+
+
+class Told:
+    """What is known of the answers so far."""
+
+    def __init__(self, progress: Report) -> None:
+        self._progress, self._began = progress, time.monotonic()
+        self._before = self._done = self._errors = self._tokens = self._forwards = 0
+
+    def __call__(self, done: int, total: int, answer: dict[str, Any] | None) -> None:
+        self._done = done
+        if answer is None:
+            self._before = done
+        elif answer["error"] is not None:
+            self._errors += 1
+        else:
+            usage = answer["response"]["body"]["usage"]
+            self._tokens += usage["completion_tokens"]
+            self._forwards += usage["dinfer"]["forwards"]
+        detail = f"{self._errors} with an error" if self._errors else ""
+        self._progress.at("answering", done, total, detail)
+
+    def summary(self) -> str:
+        tpf = self._tokens / self._forwards if self._forwards else 0.0
+        return (
+            f"{self._done - self._before} answers, {self._errors} of them errors, and {self._before} from before; "
+            f"{self._tokens} tokens, {self._forwards} forwards, {tpf:.2f} tokens per forward (TPF), "
+            f"{time.monotonic() - self._began:.2f} s"
+        )

@@ -1,0 +1,51 @@
+"""How runs of the later sets are said in dinfer: insertion and deletion, length, attention-driven caches."""
+
+from dataclasses import replace
+
+from dinfer.parity.decoders import insert_delete
+from dinfer.parity.golden import Fields, Skip
+from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned
+
+
+def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
+    """The loop of d2Cache's repository: the best positions of a block by a score; each forward is a step."""
+    if params.take("cache") is not None:
+        raise Skip("d2Cache: its cache policy is not there yet")
+    if params.take("factor") is not None or params.take("gamma") is not None or params.take("temperature"):
+        raise Skip("d2Cache: factor, gamma and temperature are not there yet")
+    score = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}[params.take("alg")]
+    threshold, clip, until_eos = params.take("threshold"), params.take("clip_alpha"), params.take("stop_until_eos")
+    decoder = {"name": "calibrated", "score": score, "sigma": params.take("sigma") or 0.0}
+    decoder |= {"least": params.take("num_transfer_tokens"), "threshold": NEVER if threshold is None else threshold}
+    if params.take("debias"):
+        decoder |= {"clip": 10.0 if clip is None else clip}
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "cut" if until_eos else "off"}
+    plan = Plan(iteration, decoder, {"name": "none"}, params.take("gen_length"), every_step=True, response=True)
+    return replace(plan, keep_masks=until_eos)
+
+
+def _indel(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA2.2's own as SGLang has it. A prefill is not counted there, but the pass that stores a finished block is."""
+    new_tokens, moving = params.take("gen_length"), ("delete", "split")
+    plan = aligned(prompts, params, insert_delete(params), "block")
+    plan.spec.update({f"{name}_id": params.take(f"{name}_token_id") for name in moving})
+    return replace(plan, answer=new_tokens, every_step=True)
+
+
+def _prophet(prompts: list[list[int]], params: Fields) -> Plan:
+    """LLaDA's own sampler with an early commit, over the whole generation as one block."""
+    if params.take("temperature"):
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
+    decoder = {"name": "prophet", "steps": params.take("steps"), "sub_block": params.take("block_length")}
+    decoder |= {"answer": params.take("answer_start"), **params.take("early_exit_thresholds")}
+    plan = Plan({"name": "full"}, decoder, {"name": "none"}, params.take("gen_length"), every_step=True, response=True)
+    given = {int(place): token for place, token in (params.take("constraints") or {}).items()}
+    return replace(plan, constraints=given, options={"guidance": params.take("cfg_scale")})
+
+
+# Algorithm of the goldens -> plan.
+FURTHER: Algorithms = {
+    "d2cache_vanilla": _d2cache,
+    "sglang_joint_threshold_indel": _indel,
+    "prophet": _prophet,
+}

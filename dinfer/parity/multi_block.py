@@ -1,0 +1,122 @@
+"""Generation cases with several blocks at once: the canvas after every step, and the forwards it took to get there.
+
+A recorded run may go on behind what ends ours: blocks right of a stop token change nothing before it. Nor does a
+forward of its own that only stores keys. So ours may end earlier, and take fewer forwards, never more. A prefill is not
+counted: the references compute the prompt's keys in the first step.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dinfer.core.canvas import Phase
+from dinfer.core.recipe import compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.engine.engine import Engine
+from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
+from dinfer.parity.compare import at_most, same
+from dinfer.parity.golden import Fields, Golden, GoldenError
+from dinfer.parity.references import build
+
+Trail = list[tuple[list[int], int]]  # the canvas after each step that changed it, and the forwards so far
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a run of the goldens is said in dinfer."""
+
+    iteration: dict[str, Any]
+    decoder: dict[str, Any]
+    caches: tuple[str, ...]  # the run is repeated with each
+    new_tokens: int
+    spec: dict[str, Any]  # what differs from the model's own `ModelSpec`
+    sweep: dict[str, Any] = field(default_factory=dict)  # options that only the reference's iteration has
+    rule: dict[str, Any] = field(default_factory=dict)  # and its decoder
+
+
+def _d2f(prompt: list[int], params: Fields) -> Plan:
+    """D2F. Blocks are unlimited there."""
+    if params.take("temperature"):
+        raise GoldenError("D2F: only greedy cases are known")
+    block, names = params.take("block_size"), {"add_at": "block_add_threshold", "force_at": "decoded_token_threshold"}
+    iteration = {ours: params.take(theirs) for ours, theirs in names.items()}
+    iteration |= {"name": "multi_block", "blocks": 16, "block": block}
+    decoder = {"name": "threshold", "reference": "d2f", "threshold": params.take("skip_threshold")}
+    new_tokens, spec = params.take("max_new_tokens") // block * block, {"causal_block": block, "prompt_block": True}
+    return Plan(
+        iteration, decoder, ("none", "block"), new_tokens, spec, rule={"score": params.take("sampling_strategy")}
+    )
+
+
+PLANS: dict[str, Callable[[list[int], Fields], Plan]] = {"d2f": _d2f}
+
+
+def run(golden: Golden, doc: Fields) -> str:
+    """Generates as the reference did; compares every step of every row."""
+    prompts, params = doc.rows("prompt_ids", int), doc.fields("params")
+    mask_id, eos_id = doc.take("mask_id"), doc.take("eos_id")
+    plans = [PLANS[params.text("algorithm")](prompt, params) for prompt in prompts]
+    params.finish()
+    runs = [
+        (row, prompt, plan, cache)
+        for row, (prompt, plan) in enumerate(zip(prompts, plans, strict=True))
+        for cache in plan.caches
+    ]
+    for row, prompt, plan, cache in runs:
+        network = copy.copy(golden.network(doc.text("model"), doc.text("family")))  # shares the weights
+        network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
+        recipe = compose(
+            network,
+            iteration=build(ITERATIONS, plan.iteration, **plan.sweep),
+            decoder=build(DECODERS, plan.decoder, **plan.rule),
+            cache=CACHES.build(cache),
+        )
+        engine = Engine(recipe, Runtime(rows=1), device=network.device, dtype=network.dtype)
+        blank = prompt + [mask_id] * plan.new_tokens
+        got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank)
+        want = recorded(doc, row, blank)
+        _compare(row, got, want, len(prompt), eos_id)
+    return f"{forwards} forwards, reference {doc.take('num_forwards')}"
+
+
+def trail(engine: Engine, request: Request, blank: list[int]) -> tuple[Trail, int]:
+    """What a run of ours did, and its forwards."""
+    found: Trail = []
+    forwards, last = 0, blank
+    for update in engine.run([request], snapshots=True):
+        forwards += update.phase != Phase.PREFILL
+        if update.tokens is not None and update.tokens != last:
+            last = update.tokens
+            found.append((last, forwards))
+    return found, forwards
+
+
+def recorded(doc: Fields, row: int, blank: list[int]) -> Trail:
+    """What the reference's run did, a step a forward."""
+    if "snapshots" in doc:
+        canvases = [step[row] for step in doc.take("snapshots")]
+    else:
+        canvases, now = [], blank
+        for step in doc.items("steps"):
+            now = now.copy()
+            for position, *_, token in step.take("committed" if "committed" in step else "writes"):
+                now[position] = token
+            canvases.append(now)
+    found: Trail = []
+    for forwards, canvas in enumerate(canvases, 1):
+        if canvas != (found[-1][0] if found else blank):
+            found.append((canvas, forwards))
+    return found
+
+
+def _compare(row: int, got: Trail, want: Trail, prompt: int, eos_id: int) -> None:
+    """Step by step, as far as ours goes; then the answer up to its stop token."""
+    common = min(len(got), len(want))
+    same(f"steps of row {row}", [canvas for canvas, _ in want[:common]], [canvas for canvas, _ in got[:common]])
+    for (_, theirs), (_, ours) in zip(want, got, strict=False):
+        at_most(f"forwards of row {row}", theirs, ours)
+    last, final = got[-1][0], want[-1][0]
+    end = next((i + 1 for i in range(prompt, len(last)) if last[i] == eos_id), len(last))
+    same(f"answer of row {row}", final[:end], last[:end])

@@ -1,0 +1,168 @@
+"""A file of requests: every line is answered once, as the server answers it, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from support.command_line import ROOT, CommandLine
+from support.serving import QUESTION, tiny
+
+QUICK = ("max_new_tokens=16", "device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def dinfer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+def question(number: int) -> str:
+    return QUESTION.replace("12", str(number + 12))
+
+
+def line(number: int, **fields: Any) -> str:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": question(number)}], "max_tokens": 16}
+    return json.dumps(
+        {"custom_id": f"q{number}", "method": "POST", "url": "/v1/chat/completions", "body": body | fields}
+    )
+
+
+def write(*lines: str) -> None:
+    Path("in.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def answers(path: str = "out.jsonl") -> dict[str, Any]:
+    content = Path(path).read_text()
+    assert content.endswith("\n")
+    found = [json.loads(line) for line in content.splitlines()]
+    assert len({answer["id"] for answer in found}) == len(found), "a line is answered twice"
+    return {answer["custom_id"]: answer for answer in found}
+
+
+def text(answer: dict[str, Any]) -> str:
+    assert answer["error"] is None and answer["response"]["status_code"] == 200
+    return answer["response"]["body"]["choices"][0]["message"]["content"]
+
+
+def test_lines_are_answered_as_the_library_does(dinfer: CommandLine) -> None:
+    write(line(0), "", line(1), line(2, dinfer={"threshold": 0.5}))
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 0 and said.out == "" and "3 answers, 0 of them errors, and 0 from before" in said.err
+    got = answers()
+    options = [{}, {}, {"threshold": 0.5}]
+    asked = [[{"role": "user", "content": question(i)}] for i in range(3)]
+    want = tiny().generate(asked, max_new_tokens=16, options=options)
+    assert [text(got[f"q{i}"]) for i in range(3)] == [result.text for result in want]
+    assert got["q0"]["response"]["request_id"].startswith("req-")
+
+
+def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
+    good = json.loads(line(0))
+    wrong = {
+        "it is not JSON": "{", "custom_id is missing": json.dumps(good | {"custom_id": None}),
+        "method='GET'": json.dumps(good | {"custom_id": "a", "method": "GET"}),
+        "url='/v1/embeddings'": json.dumps(good | {"custom_id": "b", "url": "/v1/embeddings"}),
+        "is that of line 1 too": line(0), "body.stream=True": line(1, stream=True),
+        "temperature=-1": line(2, temperature=-1), "model='gpt'": line(3, model="gpt"), "line 10: ": "7",
+    }  # fmt: skip
+    wrong["custom_id"] = wrong.pop("custom_id is missing")
+    write(line(0), *wrong.values())
+    assert dinfer("batch", "in.jsonl", "out.jsonl", *QUICK).status == 0
+    got = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    said = [answer["error"]["message"] for answer in got if answer["error"]]
+    assert len(got) == 1 + len(wrong) and len(said) == len(wrong)
+    for what in wrong:
+        assert any(what in message for message in said), (what, said)
+    statuses = {a["custom_id"]: a["response"] and a["response"]["status_code"] for a in got if a["error"]}
+    assert statuses["q2"] == 400 and statuses["q3"] == 404 and statuses["a"] is None
+
+
+def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
+    write(*(line(i) for i in range(30)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dinfer.cli.main", "batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    out, end = Path("out.jsonl"), time.monotonic() + 60
+    while not (out.exists() and out.read_bytes().count(b"\n")) and time.monotonic() < end:
+        if process.poll() is None:
+            time.sleep(0.005)
+    running = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)  # two at once
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+    assert running.status == 2 and "another process writes" in running.err
+    before = out.read_bytes()
+    kept = before.count(b"\n")
+    assert 1 <= kept < 30
+    whole = before[: before.rfind(b"\n") + 1]
+    out.write_bytes(whole + whole[:50])  # as if it had been killed within a line
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 0 and f"{30 - kept} answers, 0 of them errors, and {kept} from before" in said.err
+    assert out.read_bytes().startswith(whole)
+    got = answers()
+    want = tiny().generate([[{"role": "user", "content": question(i)}] for i in range(30)], max_new_tokens=16)
+    assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
+
+
+def test_a_full_disk_keeps_whole_answers(dinfer: CommandLine) -> None:
+    write(*(json.dumps(json.loads(line(i)) | {"custom_id": f"{i}" * 20_000}) for i in range(6)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))  # bytes that a file may have
+    try:
+        said = dinfer("batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said.status == 2 and "out.jsonl: File too large. " in said.err and "To go on: dinfer batch" in said.err
+    assert 0 < len(answers()) < 6
+    assert dinfer("batch", "in.jsonl", "out.jsonl", *QUICK).status == 0
+    assert len(answers()) == 6
+
+
+def test_a_pipe_goes_in_and_out(dinfer: CommandLine, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, f"{line(0)}\n".encode())
+    os.close(writer)
+    out, into = os.pipe()
+    said = dinfer("batch", f"/dev/fd/{reader}", f"/dev/fd/{into}", *QUICK)
+    os.close(into)
+    with os.fdopen(out) as file:
+        assert text(json.loads(file.read())), said.err
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["in.jsonl"], "give two files, not 1"),
+        (["nowhere.jsonl", "new.jsonl"], "nowhere.jsonl: No such file"),
+        (["in.jsonl", "in.jsonl"], "is IN and OUT"),
+        (["in.jsonl", "old.jsonl"], "old.jsonl, line 1, is not an answer of dinfer batch"),
+        (["in.jsonl", "other.jsonl"], "has answers to other lines, or of other settings, such as custom_id='x'"),
+        (["in.jsonl", "."], "Is a directory"),
+        (["in.jsonl", "new.jsonl", "-m", "max_new_tokens=1,2"], "-m would write one file several times"),
+        (["in.jsonl", "new.jsonl", "recipes=[nothing]"], "unknown recipe 'nothing'"),
+    ],
+)
+def test_files_that_cannot_be_meant_are_refused(dinfer: CommandLine, args: list[str], message: str) -> None:
+    write(line(0))
+    Path("old.jsonl").write_text("something of mine\n")
+    Path("other.jsonl").write_text('{"id": "batch_req_1", "custom_id": "x"}\n')
+    said = dinfer("batch", *args)
+    assert said.status == 2 and message in said.err
+    assert Path("old.jsonl").read_text() == "something of mine\n"
