@@ -13,7 +13,7 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
-from dinfer.core.protocols import BlockAfter, Moved, Proposal, State, StepShape
+from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import Candidates
 from dinfer.core.state import BatchState
@@ -35,12 +35,12 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
     may be named once.
     """
-    model, iteration, cache, canvas, spec = recipe.model, recipe.iteration, recipe.cache, state.canvas, recipe.model.spec
+    model, iteration, cache, canvas = recipe.model, recipe.iteration, recipe.cache, state.canvas
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    computed = window(cache, lanes, canvas, spec, shape, cache_state)
+    computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
     pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
     interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
     candidates = None
@@ -67,7 +67,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     lanes.kept_B = kept_B
 
     if candidates is None:
-        decode(recipe, state, shape, lanes, Hidden(h_BWD, pos_BW, computed.logits_RL), iteration_state, cache_state)
+        left = Hidden(model, h_BWD, pos_BW, computed.logits_RL)
+        decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
         return
     count = shape.candidates + 1
     logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
@@ -85,6 +86,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
 class Hidden:
     """What a forward leaves: hidden states, where they are, and where in them those of the active blocks are."""
 
+    model: Model  # of this step
     h_BWD: Tensor
     pos_BW: Tensor
     logits_RL: Tensor
@@ -98,8 +100,9 @@ def decode(
 
     `hit`: the logits are those of a candidate, so no forward is counted.
     """
-    model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
-    canvas, spec, slot_B = state.canvas, model.spec, lanes.slot_B
+    iteration, decoder, cache = recipe.iteration, recipe.decoder, recipe.cache
+    canvas, spec, slot_B = state.canvas, recipe.model.spec, lanes.slot_B
+    model = known.model if isinstance(known, Hidden) else recipe.model
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
     row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
