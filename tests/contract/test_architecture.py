@@ -121,7 +121,7 @@ OUTSIDE: dict[str, set[str]] = {
     "numpy": {"analysis.metrics", "loading.gguf_file"},
     "gguf": {"loading.gguf_file"},
     "tokenizers": {"pipeline.pipeline"},
-    "jinja2": {"loading.inspect"},
+    "jinja2": {"loading.inspect", "pipeline.chat"},
     "vllm": set(),
     "sglang": set(),
     "lm_eval": set(),
