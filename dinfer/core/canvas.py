@@ -119,9 +119,9 @@ class BlockView:
     length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
-    def at_least(self, count_R1: Tensor) -> Tensor:
-        """So many positions where the row must progress, else none. [R, 1]"""
-        return count_R1 if self.must_progress_R is None else count_R1 * self.must_progress_R[:, None]
+    def at_least(self, count: Tensor | int) -> Tensor | int:
+        """So many positions where the row must progress, else none. [R, 1], or one number for all rows"""
+        return count if self.must_progress_R is None else count * self.must_progress_R[:, None]
 
     def bar(self, threshold_R1: Tensor) -> Tensor:
         """The threshold, raised to what the iteration asks for. [R, 1]"""

@@ -120,6 +120,7 @@ class BlockAfter:
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
@@ -351,6 +352,11 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    @property
+    def reads_stability(self) -> bool:
+        """Reads `BlockAfter.stable_BK`: the share of a block's decoded tokens that this step predicted again."""
+        return False
 
     @property
     def grain(self) -> int:

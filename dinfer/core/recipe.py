@@ -73,6 +73,12 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
+        if self.iteration.reads_stability and not self.decoder.edits:
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} asks how much of a block is predicted again, and "
+                f"{type(self.decoder).__name__} never looks at decoded tokens. Use iteration.stable_at=0, or a decoder "
+                "that edits, such as joint_threshold."
+            )
         if spec.prompt_block and self.iteration.grain > 1:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} counts blocks from position 0, and this model counts its attention "

@@ -42,12 +42,15 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, spec, shape, cache_state)
     pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
-    interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
+    place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
     x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
+    attend = state.kv.attend(
+        slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
+    )
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
-        model, fed = guided(recipe, state, slot_B, pos_BW, tokens_BW, status_BW, interval_BW, shape.pages)
+        model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
@@ -96,6 +99,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        stable_BK=stability(stats, view).view(by_block) if iteration.reads_stability else None,
         next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
@@ -112,12 +116,15 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     state.cache.store(slot_B, cache_state, lanes.live_B)
 
 
-def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, Interval | None, Tensor | None]:
+def seen(
+    recipe: Recipe, lanes: RowCursors, pos_BW: Tensor, stop_B: Tensor | None = None
+) -> tuple[Interval, Interval | None, Tensor | None]:
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        prompt_B = lanes.prompt_B if spec.prompt_block else None
-        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block, prompt_B), None, None
+        (start_B, end_B), prompt_B = recipe.cache.visible(lanes), lanes.prompt_B if spec.prompt_block else None
+        end_B = end_B if stop_B is None else stop_B
+        return attention_interval(pos_BW, start_B, end_B, spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW
@@ -234,6 +241,14 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def stability(stats: TokenStats, view: BlockView) -> Tensor:
+    """The share of the tokens decoded before this step that it predicted again; 1 of none. float64 [R]"""
+    decoded_RL = ~view.masked_RL & ~view.given_RL
+    again_RL = decoded_RL & (stats.token_RL == view.tokens_RL) & ~stats.declined_RL
+    count_R = decoded_RL.sum(-1)
+    return torch.where(count_R > 0, again_RL.sum(-1).to(torch.float64) / count_R.clamp_min(1), 1.0)
 
 
 def fresh_rows(moved: Moved) -> Tensor:

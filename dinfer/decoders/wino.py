@@ -61,7 +61,9 @@ class Wino(Decoder):
         limit_R1 = (masks_R1.to(torch.float32) * view.options["share"].to(torch.float32)).to(torch.int64)
         limit_R1 = torch.minimum(torch.maximum(limit_R1, view.options["fewest"]), view.options["most"])
         rank_RL = descending_rank(score_RL)
-        enter_RL = ((score_RL > view.bar(view.options["threshold"])) & (rank_RL < limit_R1)) | (rank_RL == 0)
+        enter_RL = ((score_RL > view.bar(view.options["threshold"])) & (rank_RL < limit_R1)) | (
+            rank_RL < view.at_least(1)
+        )
         enter_RL &= view.masked_RL & ~stats.declined_RL
         doubtful_RL = (state["own"] < view.options["keep_threshold"]) & ~view.masked_RL & ~view.given_RL
         worst_RL = (-state["own"]).masked_fill(~doubtful_RL, float("-inf"))

@@ -42,7 +42,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
         {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
     )
     if config["decoder"]["name"] == "insert_delete":  # LLaDA2.2 predicts two tokens that mean an operation
-        tiny |= {"delete_token_id": 318, "split_token_id": 317}
+        tiny |= {"delete_token_id": 35, "split_token_id": 34}
     like = replace(family_for(tiny), block=entry.block) if entry.prompt_block else family_for(tiny)
     spec = like.spec(tiny)
     assert (spec.causal_block, spec.prompt_block, spec.shift) == (entry.block, entry.prompt_block, int(entry.shifted))
