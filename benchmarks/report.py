@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.ablation_table import ablation
 from benchmarks.peers import table
+from dinfer.cli.catalog import catalog
 from dinfer.core.registry import MODELS
-from dinfer.loading.catalog import CATALOG
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -212,7 +212,7 @@ def families() -> str:
         "| --- |" + " --- |" * 5,
     ]
     for family in MODELS.names():
-        entries = [entry for entry in CATALOG if entry.family == family]
+        entries = [entry for entry in catalog() if entry.family == family]
         attention = " and ".join(dict.fromkeys(entry.attention for entry in entries if not entry.prompt_block))
         both_ways = attention == "bidirectional"
         cells = [

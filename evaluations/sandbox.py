@@ -1,5 +1,4 @@
-"""Runs generated code in a process of its own, with limits of time, memory and files, and without a network where the
-system allows that.
+"""Runs generated code in a process with limits of time, memory and files, and without a network where the system can.
 
 It guards against accidents, not against an attacker: run the whole evaluation in a container if code may be hostile. A
 program passes if it runs to its end. Leaving early is a failure, with any exit status.

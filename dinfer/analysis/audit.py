@@ -1,9 +1,8 @@
 """How far a recipe's cached logits are from those of a pass without a cache, at every step.
 
 The recipe runs as it always does (`runtime.kv` included), one request at a time. Beside each of its forwards the
-network computes the whole canvas once more, fed the same, with nothing kept; compared are the positions that are still
-masked, since these are what the step decides. A library function: `audit(pipeline, prompts)`; on the command line
-`dinfer audit`.
+network computes the whole canvas once more, with the same input and without a cache. The positions that are still
+masked are compared, since the step decides these.
 """
 
 import json
@@ -108,7 +107,8 @@ def audit(
         answer = slice(len(request.prompt), None)
         same += sum(a == b for a, b in zip(canvas[answer], uncached[answer], strict=True))
         total += request.new_tokens
-    names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
+    parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
+    names = {kind: repr(part) for kind, part in parts.items()}
     spec = recipe.model.spec
     exact = recipe.cache.exact(spec.frame, recipe.grain)
     if kv != "model":

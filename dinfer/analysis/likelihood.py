@@ -8,9 +8,9 @@ with equality for L = 1 (LLaDA, arXiv:2502.09992, eq. 14; `get_log_likelihood.py
 model allows a tighter bound of the same kind: the chain rule over its blocks, each of them bounded like this with all
 earlier blocks clean (BD3-LM, arXiv:2503.09573). One pass holds the clean text and a noised copy of every block.
 
-Masks are functions of (seed, sample, block, position): a bound does not depend on the batch it was computed in, and
-texts of equal length see the same masks, so that differences between the choices of a question are less noisy. The
-counts k of the samples are spread evenly over 1..L from a random start. No cache, no decoder.
+Masks are functions of (seed, sample, block, position), so a bound does not depend on its batch. Texts of equal length
+see the same masks, which makes differences between the choices of a question less noisy. The counts k of the samples
+are spread evenly over 1..L from a random start. No cache and no decoder take part.
 
 Shape suffixes: X samples, L answer positions, W positions of a pass, B passes of a batch, N scored positions.
 """
@@ -104,10 +104,10 @@ def log_likelihoods(
 @torch.inference_mode()
 @on_own_device
 def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool]:
-    """Whether a model, filling as many masks as the answer has tokens, writes the answer: one token a step, the most
-    confident first, block after block if the model is block-causal. A text is left at its first wrong token.
+    """Whether a model writes the answer when it fills as many masks as that has tokens.
 
-    That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
+    It commits one token a step, the most confident first, and block after block if it is block-causal. A text is left
+    at its first wrong token. That is LLaDA's `suffix_greedy_prediction`. Raises ValueError.
     """
     spec, found = model.spec, [True] * len(pairs)
     for index, pair in enumerate(pairs):

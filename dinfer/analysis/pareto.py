@@ -13,8 +13,7 @@ SLACK = 5.0  # points of accuracy that a point of the area may lose against its 
 def front(rows: Sequence[Row], speed: str = "tpf") -> list[Row]:
     """The rows that no other row beats in both `accuracy` and `speed`, by rising speed.
 
-    Of rows with equal figures, one is kept. Error bars play no part: a front is one of point estimates, and neighbours
-    on it may well be equal.
+    Of rows with equal figures, one is kept. Error bars play no part: neighbours on the front may be equal.
     """
     best: list[Row] = []
     for row in sorted(rows, key=lambda row: (-row[speed], -row["accuracy"])):

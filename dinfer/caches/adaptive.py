@@ -2,14 +2,11 @@
 
 arXiv:2506.06295. Published settings: prompt interval 50 to 100, response interval 5 to 8, ratio 0.25.
 
-The published cache works inside every layer. It keeps keys, values, attention outputs and MLP outputs there, projects
-the values of all response tokens anew at every step, and recomputes, of that layer, the `ratio` of them whose values
-have the least cosine similarity with the cached ones. Here a position is computed in all layers or in none, so what its
-values would be is not known before it is chosen. It is estimated by what was seen: whenever a position is computed, its
-values in the last layer are compared with those that it had, and the cosine distance, by the number of steps between,
-is its rate. Chosen are those with the largest rate times the steps since; and before all others, by the largest
-possible distance, those whose token has changed since. (That is what the similarity of first-layer values would say,
-which depend on the token alone.) Nothing but keys and values is kept.
+The published cache works inside every layer: it projects the values of all response tokens at every step, and
+recomputes the `ratio` of them whose values have moved most. Here a position is computed in all layers or in none, so
+its movement is estimated. Whenever a position is computed, the cosine distance of its last-layer values from those
+before, divided by the steps between, is its rate. The positions with the largest rate times the steps since are chosen.
+Before all others come those whose token has changed since. Nothing but keys and values is kept.
 """
 
 from dataclasses import dataclass
@@ -35,9 +32,9 @@ class AdaptiveCache(CachePolicy):
     """Recomputes the active block, and of the other response positions the `ratio` that are estimated to move most.
 
     Every `response_interval` steps of a request it recomputes the whole response, every `prompt_interval` steps the
-    prompt too. Entering a block is no reason for a refresh. Differs from dLLM-Cache in how it chooses: by measured
-    drift of last-layer values (see the head of this file), and besides the active block, not within it, since its
-    logits are needed. For long prompts and short answers.
+    prompt too. Entering a block is no reason for a refresh. dLLM-Cache chooses among all response positions; this cache
+    chooses beside the active block, whose logits are needed, and by the drift of last-layer values. For long prompts
+    and short answers.
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"

@@ -12,12 +12,11 @@ class BlockCache(CachePolicy):
     """Recomputes the active block, and once more the block before it in the step that enters a new one.
 
     What a block-causal model computes of a finished block never changes, so keys and values of final tokens are kept
-    for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. Keys of
-    a finished block are those of its last step, when some of its tokens were still masked; the first step of the
-    next block rewrites them and, since each layer writes its keys before it attends, already sees them. The
-    references spend a forward of its own on that, after the last block too; so do large batches here with
-    runtime.settle, where a step of twice the width for the sake of a few rows costs more. Of a model
-    with an encoder, the step that enters a block encodes the one before it.
+    for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. In the
+    last step of a block some of its tokens were still masked, so the first step of the next block rewrites its keys.
+    That step already sees the new ones, since each layer writes its keys before it attends. The references spend a
+    forward of its own on that, and so do large batches with runtime.settle, where wide steps cost more. Of a model with
+    an encoder, the step that enters a block encodes the one before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

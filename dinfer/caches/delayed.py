@@ -25,10 +25,9 @@ class DelayedCache(CachePolicy):
     decoded. A refresh comes on entering a block, and after every `interval` steps in it. Not for decoders that edit:
     decoded positions are not computed, so there are no logits to judge them by.
 
-    Differs from the published code: that makes its second pass in every block a full one too, since its list of
-    decoded positions is still empty; here the first pass counts. Its greedy variant knows which position comes next,
-    as the order is random, and recomputes that one instead of the masks of the block. A step is as wide as its widest
-    row may need, so `decode` costs what `prefix` costs and `greedy` what `dual` costs with a margin.
+    The published code makes the second pass of every block a full one too; here one is enough. Its greedy variant draws
+    the next position in advance and recomputes that one instead of the masks of the block. A step is as wide as its
+    widest row needs, so `decode` costs what `prefix` costs, and `greedy` a little more than `dual`.
     """
 
     paper = "dKV-Cache, arXiv:2505.15781"

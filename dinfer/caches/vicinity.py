@@ -14,8 +14,8 @@ from dinfer.core.registry import CACHES, check_range, option
 class VicinityCache(CachePolicy):
     """Recomputes `[start - back, end + ahead)`; keys outside are those of the last full pass.
 
-    The first `warmup` passes of a request are full and keep nothing; the next keeps its keys, as does the first of
-    every later block. Between dual (0, 0) and none: the positions that react most to a commit are those beside it.
+    The first `warmup` passes of a request are full and keep nothing. The next one keeps its keys, and so does the first
+    of every later block. It lies between dual (0, 0) and none: positions beside a commit react to it most.
     """
 
     paper = "dInfer, arXiv:2510.08666"

@@ -2,7 +2,7 @@
 
 | name   | window              | refreshed         | keys seen |
 | none   | whole canvas        | every step        | all       |
-| prefix | [start, length)     | on entering block | all       |
+| prefix | [start, length)     | on entering block | all, or a suffix window |
 | dual   | [start, end)        | on entering block | all       |
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
@@ -66,10 +66,36 @@ class RefreshedCache(CachePolicy):
 @CACHES.register("prefix")
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache(RefreshedCache):
-    """Keeps the keys and values before the active block; recomputes the block and all behind it."""
+    """Keeps the keys and values before the active block; recomputes the block and all behind it.
 
-    paper = "Fast-dLLM, arXiv:2505.22618"
+    With `suffix`, of what is behind the block so many positions exist for the model, and the last one of the canvas,
+    which tells it how long the answer is to be: refreshes and window passes compute no others (Streaming-dLLM). So
+    what a step costs depends on the prompt and not on max_new_tokens. For models that see all masks; the more masks
+    there are behind the block, the more it changes.
+    """
+
+    paper = "Fast-dLLM, arXiv:2505.22618; Streaming-dLLM"
     ahead: ClassVar[int | None] = None
+
+    suffix: int | None = option(None, "positions behind the block that the model sees, beside the last; null: all")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.suffix is not None and self.suffix < 0:
+            raise ValueError(f"cache.suffix={self.suffix} must be 0 or more, or null (all)")
+
+    def incompatibility(self, spec: ModelSpec) -> str | None:
+        if self.suffix is None or not spec.attention_block:
+            return None
+        return (
+            f"cache.suffix={self.suffix} leaves masks out that a model would see, and this one sees nothing behind its "
+            "own attention block. Use cache.suffix=null."
+        )
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        if self.suffix is None:
+            return super().plan(phase)
+        return WindowPlan(None if phase == Phase.FULL else 0, self.suffix + 1, last=True)
 
 
 @CACHES.register("dual")

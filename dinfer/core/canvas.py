@@ -1,9 +1,8 @@
 """The device-side state of a running batch: the tokens, and where each row is in its denoising.
 
-A request lives in a *slot*; a step works on *lanes*, each of which names a slot, so that rows enter and leave
-between steps and rows in another phase cost nothing. Every tensor here is allocated once and written in place, so
-its address is good for CUDA-graph replay. One slot more than asked for is scratch: lanes that only fill up a bucket
-point at it, and it is never in any phase that a step acts on.
+A request lives in a *slot*. A step works on *lanes*, and each lane names a slot. So rows enter and leave between steps,
+and rows in another phase cost nothing. Every tensor here is allocated once and written in place, so that CUDA graphs
+may hold its address. One more slot is scratch: lanes that fill up a bucket name it, and no step acts on it.
 
 Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows of blocks, L block length,
 S canvas length, W query positions of one forward.
@@ -122,9 +121,9 @@ class BlockView:
     length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
-    def at_least(self, count_R1: Tensor) -> Tensor:
-        """So many positions where the row must progress, else none. [R, 1]"""
-        return count_R1 if self.must_progress_R is None else count_R1 * self.must_progress_R[:, None]
+    def at_least(self, count: Tensor | int) -> Tensor | int:
+        """So many positions where the row must progress, else none. [R, 1], or one number for all rows"""
+        return count if self.must_progress_R is None else count * self.must_progress_R[:, None]
 
     def bar(self, threshold_R1: Tensor) -> Tensor:
         """The threshold, raised to what the iteration asks for. [R, 1]"""
@@ -137,7 +136,7 @@ class Canvas:
 
     tokens_NS: Tensor  # int64; the last column is scratch, where writes of padding land
     status_NS: Tensor  # uint8, of Status
-    next_NS: Tensor  # int64, the first position from each on that the request leaves open; its length if none
+    next_NS: Tensor  # int64, the next open position of the request at or after each; its length if there is none
     cursors_NC: Tensor  # int64, columns CURSORS; behind them the steps, then the quotas of the K active blocks
     stop_X: Tensor  # int64, ids that end a generation
 

@@ -89,8 +89,9 @@ def allowed_commits(
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
     row must progress but chose none. A decoder that drafts or moves may choose none.
 
-    That one is the most confident masked position, of those where the model prefers a token to the mask if any. So
-    no decoder can hang the loop, whatever the logits. A token that is the mask or none at all is not written either.
+    That commit is at the most confident masked position, if possible one where the model prefers a token to the mask.
+    So no decoder can hang the loop, whatever the logits. What is no token of the vocabulary, or the mask, is not
+    written.
     """
     commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
     token_RL = stats.token_RL
@@ -113,8 +114,7 @@ def allowed_commits(
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
     """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
 
-    So a decoder that takes back cannot hang the loop, except where it says that it counts these steps (`retry_R`), or
-    moves.
+    So a decoder that takes tokens back cannot hang the loop, unless it counts these steps itself (`retry_R`) or moves.
     """
     if proposal.remask_RL is None or not edits:
         return torch.zeros_like(commit_RL)

@@ -56,15 +56,16 @@ class Guided:
 
 
 def guided(
-    recipe: Recipe, state: BatchState, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, status_BW: Tensor,
-    interval_BW: tuple[Tensor, Tensor], pages: int,
+    recipe: Recipe, state: BatchState, slot_B: Tensor, pos_BW: Tensor, place_BW: Tensor, tokens_BW: Tensor,
+    status_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
 ) -> tuple[Model, PagedAttend]:  # fmt: skip
     """The model of a step in which some rows are guided, and its attention over both branches."""
     scale_B = state.options(recipe, slot_B, "sampling")["guidance"][:, 0]
     bare_BW = torch.where(status_BW == int(Status.GIVEN), recipe.model.spec.mask, tokens_BW)
     twin_BW = torch.where(scale_B[:, None] > 0, pos_BW, -1)
+    places = torch.cat((place_BW, torch.where(scale_B[:, None] > 0, place_BW, -1)))
     start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in interval_BW)
     slots, positions = torch.cat((slot_B, state.kv.twin(slot_B))), torch.cat((pos_BW, twin_BW))
     return Guided(recipe.model, recipe.model.spec, bare_BW, scale_B), state.kv.attend(
-        slots, positions, (start_BW, end_BW), pages
+        slots, positions, (start_BW, end_BW), pages, place_BW=places
     )

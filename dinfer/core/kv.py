@@ -129,23 +129,20 @@ class KVPool:
 
     def attend(
         self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
-        *, local_BW: tuple[Tensor, Tensor] | None = None, context_BW: Tensor | None = None,
-        table_NP: Tensor | None = None,
+        *, place_BW: Tensor | None = None, local_BW: tuple[Tensor, Tensor] | None = None,
+        context_BW: Tensor | None = None, table_NP: Tensor | None = None,
     ) -> PagedAttend:  # fmt: skip
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
+        `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
         `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.core.protocols.Attend`.
         `table_NP`: the pages of each slot, if not those of requests.
         """
+        kept_BW = pos_BW if place_BW is None else place_BW
         pages_BP, write_X = key_places(
-            self.table_NP if table_NP is None else table_NP,
-            slot_B,
-            pos_BW,
-            page=self.page,
-            pages=pages,
-            null=NULL,
-            scratch=SCRATCH,
-        )
+            self.table_NP if table_NP is None else table_NP, slot_B, kept_BW,
+            page=self.page, pages=pages, null=NULL, scratch=SCRATCH,
+        )  # fmt: skip
         near_BW = None if local_BW is None else _contiguous(local_BW)
         return PagedAttend(self, pos_BW, write_X, pages_BP, _contiguous(interval_BW), near_BW, context_BW)
 

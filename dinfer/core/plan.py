@@ -66,10 +66,13 @@ class WindowPlan:
     response: bool = False  # begin no later than the response, the part that is not prompt
     unseen: bool = False  # include the positions that no query of the region sees yet
     chosen: bool = False  # compute some of these positions only, as `CachePolicy.choose` says
+    last: bool = False  # the last of these places stands for the last position of the canvas, with keys of its own
     share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
     every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never
 
     def __post_init__(self) -> None:
+        if self.last and (self.chosen or self.keeps or self.ahead is None or self.unseen):
+            raise ValueError(f"{self}: `last` needs `ahead`, and excludes `chosen`, `keeps` and `unseen`")
         if (self.chosen and self.keeps) or (self.share is not None and not self.chosen):
             raise ValueError(f"{self}: `chosen` excludes `keeps`, and `share` needs `chosen`")
 

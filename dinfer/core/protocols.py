@@ -3,21 +3,20 @@
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
 
-Shape suffixes (one letter a dimension, in order):
-    N  slots                B  lanes: the rows of one step         K  active blocks of a row
-    R  B * K, rows of blocks         L  block length               S  canvas length
-    W  query positions of one forward         D  hidden size       V  vocabulary size
+Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
+B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.core.model import Attend, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
@@ -31,9 +30,8 @@ __all__ = [
 State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
-A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
-over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
-What a decoder names in `large` is not a tensor but `dinfer.kernels.rows.Rows`.
+The step gathers the rows of its lanes and writes live ones back, so no component minds slots, padding or phases. What a
+decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
 """
 
 Options = Mapping[str, Tensor]
@@ -54,48 +52,9 @@ class StepShape:
     guided: bool = False  # some row has a second branch, without the prompt
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
-    scored: int = 0  # of how many open positions, of all lanes, there are logits; 0: of all in the active blocks
+    scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
     candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
-
-
-class Attend(Protocol):
-    """What a model needs beside its inputs: positions, and attention over keys that it knows nothing of."""
-
-    @property
-    def pos_BW(self) -> Tensor: ...
-    @property
-    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
-
-    def __call__(self, layer: int, qkv: Any) -> Tensor:
-        """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
-
-        `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
-        """
-        ...
-
-
-class Model(Protocol):
-    """A network. It keeps no state between calls; keys and values go through `attend`."""
-
-    spec: ModelSpec
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
-    def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
-    def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
-
-
-class SelfConditioned(Protocol):
-    """What a `Model` with `spec.self_conditioning` can do beside."""
-
-    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
-        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +82,7 @@ class BlockAfter:
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
 
@@ -190,6 +150,10 @@ class Decoder(Component):
     large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
+
+    @property
+    def softmax_dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -357,6 +321,11 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    @property
+    def reads_stability(self) -> bool:
+        """Reads `BlockAfter.stable_BK`: the share of a block's decoded tokens that this step predicted again."""
+        return False
 
     @property
     def grain(self) -> int:

@@ -115,13 +115,15 @@ class Candidates:
         states_CBW = self.states_CBX.gather(2, place_BW.expand(count, -1, -1))
         return torch.where(inside_BW, states_CBW, tokens_BW).flatten(0, 1)
 
-    def attend(self, kv: KVPool, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int) -> PagedAttend:
+    def attend(
+        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int
+    ) -> PagedAttend:
         """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own."""
         count = self.states_CBX.shape[0]
-        table_GP = kv.forked(self.slot_B, pos_BW, count - 1)
-        start_GW, end_GW = (bound_BW.repeat(count, 1) for bound_BW in interval_BW)
+        table_GP = kv.forked(self.slot_B, place_BW, count - 1)
+        pos_GW, place_GW, start_GW, end_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW, *interval_BW))
         lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
-        return kv.attend(lane_G, pos_BW.repeat(count, 1), (start_GW, end_GW), pages, table_NP=table_GP)
+        return kv.attend(lane_G, pos_GW, (start_GW, end_GW), pages, place_BW=place_GW, table_NP=table_GP)
 
     def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
         """The lanes after a step; those are live whose state is a candidate. And which one it is. int64 [B]"""

@@ -42,18 +42,21 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
     pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
-    interval_BW, local_BW, context_BW = seen(recipe, lanes, pos_BW)
+    place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
     candidates = None
     if shape.candidates and state.drafts is not None:
         candidates = Candidates.of(state.drafts, canvas, lanes, shape)
         tokens_BW = candidates.windows(pos_BW, tokens_BW)
-        attend = candidates.attend(state.kv, pos_BW, interval_BW, shape.pages)
+        attend = candidates.attend(state.kv, pos_BW, place_BW, interval_BW, shape.pages)
     else:
-        attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, local_BW=local_BW, context_BW=context_BW)
+        attend = state.kv.attend(
+            slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
+        )
     x_BWD = iteration.embed(model, tokens_BW, attend.pos_BW, lanes, iteration_state)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
-        model, fed = guided(recipe, state, slot_B, pos_BW, tokens_BW, status_BW, interval_BW, shape.pages)
+        model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
@@ -141,6 +144,7 @@ def decode(
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        stable_BK=stability(stats, view).view(by_block) if iteration.reads_stability else None,
         next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
@@ -159,12 +163,15 @@ def decode(
         state.drafts.keep(lanes, stats, commits, moved)
 
 
-def seen(recipe: Recipe, lanes: RowCursors, pos_BW: Tensor) -> tuple[Interval, Interval | None, Tensor | None]:
+def seen(
+    recipe: Recipe, lanes: RowCursors, pos_BW: Tensor, stop_B: Tensor | None = None
+) -> tuple[Interval, Interval | None, Tensor | None]:
     """The interval each query sees, the one in layers with local attention, and which queries are an encoder's."""
     spec = recipe.model.spec
     if not spec.encoder:
-        prompt_B = lanes.prompt_B if spec.prompt_block else None
-        return attention_interval(pos_BW, *recipe.cache.visible(lanes), spec.causal_block, prompt_B), None, None
+        (start_B, end_B), prompt_B = recipe.cache.visible(lanes), lanes.prompt_B if spec.prompt_block else None
+        end_B = end_B if stop_B is None else stop_B
+        return attention_interval(pos_BW, start_B, end_B, spec.causal_block, prompt_B), None, None
     context_BW, interval_BW = encoder_intervals(pos_BW, lanes.start_B, lanes.end_B)
     if spec.local is None:
         return interval_BW, None, context_BW
@@ -238,7 +245,7 @@ def proposed_tokens(
 def open_stats(
     recipe: Recipe, shape: StepShape, lanes: RowCursors, view: BlockView, h_BWD: Tensor, logits_RL: Tensor
 ) -> tuple[TokenStats, Tensor]:
-    """The statistics where the LM head runs on open positions alone, and the lanes all of whose there is room for."""
+    """The statistics where the LM head runs on open positions alone, and the lanes whose open positions all fit."""
     (rows, length), width = view.masked_RL.shape, h_BWD.shape[1]
     flags_RL = view.masked_RL & rows_of(lanes.live_B, shape.blocks)[:, None]
     index_1M, place_1X = compact(flags_RL.view(1, -1), shape.scored)
@@ -268,7 +275,7 @@ def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw
     """What the decoder needs to know of the logits."""
     decoder = recipe.decoder
     return token_stats(
-        logits_RLV, recipe.model.spec.mask_id, getattr(torch, decoder.precision),
+        logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
     )  # fmt: skip
 
@@ -281,6 +288,14 @@ def what_is_left(recipe: Recipe, view: BlockView, proposal: Proposal) -> Tensor 
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def stability(stats: TokenStats, view: BlockView) -> Tensor:
+    """The share of the tokens decoded before this step that it predicted again; 1 of none. float64 [R]"""
+    decoded_RL = ~view.masked_RL & ~view.given_RL
+    again_RL = decoded_RL & (stats.token_RL == view.tokens_RL) & ~stats.declined_RL
+    count_R = decoded_RL.sum(-1)
+    return torch.where(count_R > 0, again_RL.sum(-1).to(torch.float64) / count_R.clamp_min(1), 1.0)
 
 
 def fresh_rows(moved: Moved) -> Tensor:

@@ -18,6 +18,7 @@ from dinfer.kernels.canvas import padded
 
 TOP = 20  # alternatives that are told of a token
 LEVELS = 256  # of confidence
+NONE = -1  # no step has told anything of this position
 ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
 
 
@@ -52,6 +53,10 @@ class Tellings:
     @classmethod
     def alloc(cls, canvas: Canvas) -> Self:
         return cls(torch.zeros_like(canvas.tokens_NS))
+
+    def admit(self, slot: int) -> None:
+        """Forgets what was told of the request before. Host side."""
+        self.draft_NS[slot].fill_(NONE)
 
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""

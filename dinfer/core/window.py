@@ -16,10 +16,12 @@ class Window:
     """The positions one step computes, -1 where a row has fewer than W."""
 
     pos_BW: Tensor  # int64, absolute positions
+    place_BW: Tensor  # int64, where the row keeps their keys: at their positions, but for `WindowPlan.last`
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
+    stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
 
 
 def window(
@@ -32,7 +34,11 @@ def window(
             plan, lanes.place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
             settles=shape.settles,
         )  # fmt: skip
-        return Window(pos_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B)
+        place_BW, stop_B = pos_BW, None
+        if plan.last:
+            stop_B = plan.bounds(lanes.place_B, spec.frame)[1]
+            pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
+        return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B, stop_B)
     flags_BS = cache.choose(lanes, canvas, spec, shape.phase, state)
     first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.frame)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
@@ -40,4 +46,4 @@ def window(
     pos_BX = span(lanes.start_B, lanes.end_B, active)
     logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
     fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.frame) <= shape.width
-    return Window(pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))
+    return Window(pos_BW, pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))

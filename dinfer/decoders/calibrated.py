@@ -77,7 +77,7 @@ class Calibrated(Decoder):
             score_RL = score_RL * density(~view.masked_RL, view.pos_RL, view.prompt_R, view.length_R, self.sigma)
         score_RL = score_RL.masked_fill(~view.masked_RL, -1.0)
         chosen_RL = (score_RL >= view.bar(view.options["threshold"])) | (
-            descending_rank(score_RL) < view.options["least"]
+            descending_rank(score_RL) < view.at_least(view.options["least"])
         )
         return Proposal(chosen_RL & view.masked_RL & ~stats.declined_RL)
 

@@ -57,4 +57,4 @@ class Credit(Decoder):
         return logits_RLV.scatter_add(2, token_RLC, (given["alpha"] * credit_RLC.log1p()).to(logits_RLV.dtype))
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"])))
+        return Proposal(confident(stats, view.masked_RL, view.bar(view.options["threshold"]), least=view.at_least(1)))

@@ -27,11 +27,10 @@ class Dream(Decoder):
     `full`, as published, the whole canvas is one. `origin` commits each mask with probability 1 - t_{i+1} / t_i
     instead. The mask token takes part, and where it wins the position stays masked.
 
-    A step that commits nothing leaves the canvas as it was, and the same forward would follow; so the schedule goes on
-    to its next step that does. That gives the tokens of the reference in fewer forwards. For `origin` each position
-    draws once the noise level below which it is committed, which is the same distribution: the chance to be next
-    among those that are left is 1 - t_{i+1} / t_i at every step. Where the mask token wins at every chosen position,
-    the reference would step on with nothing done; here the best other one is committed.
+    Steps that commit nothing are skipped: the same forward would follow. That gives the tokens of the reference in
+    fewer forwards. With `origin`, each position draws once the noise level below which it is committed, which is the
+    same distribution. Where the mask token wins at every chosen position, the reference does nothing; here the best
+    other one is committed.
     """
 
     paper = "Dream, arXiv:2508.15487"

@@ -55,7 +55,7 @@ class EntropyBound(Decoder):
         entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))
         score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
         if self.limits == "each":
-            fits_RL = (entropy_RL < view.options["bound"]) | (descending_rank(score_RL) == 0)
+            fits_RL = (entropy_RL < view.options["bound"]) | (descending_rank(score_RL) < view.at_least(1))
             return Proposal(fits_RL & view.masked_RL & ~stats.declined_RL)
         order_RL = score_RL.sort(dim=-1, descending=True, stable=True).indices
         sorted_RL = entropy_RL.gather(1, order_RL)

@@ -35,6 +35,6 @@ class Factor(Decoder):
         """Each position's rank, the best first, and how many ranks are committed. [R, L], [R, 1]"""
         score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
         rank_RL = descending_rank(score_RL)
-        sure_RL = (rank_RL == 0) | (score_RL >= 1 - view.options["factor"] / (rank_RL + 2))
+        sure_RL = (rank_RL < view.at_least(1)) | (score_RL >= 1 - view.options["factor"] / (rank_RL + 2))
         masks_R1 = view.masked_RL.sum(-1, keepdim=True)
         return rank_RL, torch.where(sure_RL | ~view.masked_RL, masks_R1, rank_RL).amin(-1, keepdim=True)

@@ -34,5 +34,5 @@ class Hierarchical(Decoder):
         lead_RL = run_leaders(score_RL, view.masked_RL, first=self.ties == "first")
         lead_RL &= score_RL > view.options["low_threshold"]
         sure_RL = score_RL > view.bar(view.options["threshold"])
-        best_RL = descending_rank(score_RL) == 0
+        best_RL = descending_rank(score_RL) < view.at_least(1)
         return Proposal((lead_RL | sure_RL | best_RL) & ~stats.declined_RL)

@@ -18,11 +18,10 @@ class JointThreshold(Decoder):
     """Fills masks where c > threshold, the best `least` anyway; rewrites tokens where another has c > edit_threshold.
 
     Where that other is the mask token, the position is masked again, if no mask was left or the block gains by the step
-    as a whole. A block with no mask left goes on being edited until a step changes nothing, for `post_edits` steps at
-    most.
-    `penalty` is subtracted, at each position, from the logit of the token to its left, against stutter. Presets of
-    LLaDA2.1: Speed threshold 0.5, edit_threshold 0.0; Quality threshold 0.7, edit_threshold 0.5. For models trained
-    to edit; others mostly lose by it.
+    as a whole. A block without masks is edited until a step changes nothing, for `post_edits` steps at most. `penalty`
+    lowers the logit of the token to the left of each position, against stutter. Presets of LLaDA2.1: Speed threshold
+    0.5, edit_threshold 0.0; Quality threshold 0.7, edit_threshold 0.5. For models trained to edit; others mostly lose
+    by it.
     """
 
     paper = "LLaDA2.1, arXiv:2602.08676"

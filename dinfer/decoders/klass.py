@@ -22,9 +22,9 @@ TINY = 1e-12  # added to probabilities before the logarithm, as published
 class Klass(Decoder):
     """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
 
-    If no position qualifies, the `least` most confident are committed. What was seen before a block was entered does
-    not count, whereas the reference, which computes all logits at every step, lets it: from the second block on it
-    may commit one step sooner. Keeps a float32 per position and vocabulary entry.
+    If no position qualifies, the `least` most confident are committed. Only steps of the block count. The reference
+    computes all logits at every step and counts earlier ones too, so from the second block on it may commit one step
+    sooner. Keeps a float32 per position and vocabulary entry.
     """
 
     paper = "KLASS, arXiv:2511.05664"

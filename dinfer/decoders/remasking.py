@@ -12,7 +12,7 @@ from dinfer.kernels.rank import descending_rank
 @DECODERS.register("remasking")
 @dataclass(frozen=True, kw_only=True)
 class Remasking(Decoder):
-    """Hierarchical, and a decoded token where the model's best guess falls below remask_threshold is open again.
+    """Hierarchical, and masks a decoded token again where the model's best guess falls below remask_threshold.
 
     Let R be those positions. They join the masks; then the leaders of runs with c > low_threshold and all c >
     threshold are committed, and the next best until |R| + 1 are. The rest of R is masked again.

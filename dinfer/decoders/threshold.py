@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.thresholding import confident
@@ -14,19 +16,34 @@ class Threshold(Decoder):
     """Commits c_i >= threshold, and in any case the `least` most confident.
 
     c_i is the probability of the most likely token at masked position i. The mask token takes part: where it wins,
-    the position stays masked. Choose it first: it is the simplest rule, and hard to beat.
+    the position stays masked. Choose it first: it is the simplest rule, and hard to beat. With `relax`, the threshold
+    is multiplied by 1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618"
 
     threshold: float = option(0.9, "least probability of a commit", per_request=True)
     least: int = option(1, "commit at least so many tokens a step", per_request=True)
+    relax: float = option(0.0, "by which part the threshold falls as the block fills up")
+    horizon: int = option(0, "with relax: positions behind the block that count as masks of it")
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
         check_range("decoder", self, "least", least=1)
+        check_range("decoder", self, "relax", least=0, most=1)
+        check_range("decoder", self, "horizon", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
+        threshold_R1 = view.options["threshold"]
+        if self.relax:
+            threshold_R1 = threshold_R1 * (1 - self.relax * (1 - self.left(view)))
+        bar_R1, least_R1 = view.bar(threshold_R1), view.at_least(view.options["least"])
         return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1))
+
+    def left(self, view: BlockView) -> Tensor:
+        """The share of masks in the block and the `horizon` positions behind it, where there are as many. [R, 1]"""
+        size_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
+        behind_R1 = view.length_R[:, None] - view.pos_RL[:, :1] - size_R1
+        ahead_R1 = behind_R1.clamp_max(self.horizon)
+        return (view.masked_RL.sum(-1, keepdim=True) + ahead_R1).double() / (size_R1 + ahead_R1)

@@ -3,13 +3,11 @@
 Published: threshold 0.6 to let tokens in, 0.9 for them to stay; of n masks at most min(max(int(0.7 n), 5), 20) enter
 at a step.
 
-The published verification appends to the input, for every position of the block, a shadow mask token that has the
-same position. Nobody else sees the shadows; they see each other and all tokens but the one at their own position, so
-a token is judged by the probability it has without itself. "All but one in the middle" is no interval, which is what
-attention is here (`kernels.attention`), and shadows would need keys of their own beside those of their positions. So
-this decoder judges a token by the probability it has at its own position while the model sees it. Models tend to
-repeat what they see, which makes this test the weaker one: it finds tokens that the context contradicts, and hardly
-those that are merely unlikely.
+The published code appends a shadow mask token for every position of the block. A shadow sees all tokens but the one at
+its own position, so a token is judged by the probability that it has without itself. Attention is an interval here
+(`kernels.attention`), which cannot leave one position out. So this decoder judges a token while the model sees it.
+Models tend to repeat what they see: the test finds tokens that the context contradicts, and hardly those that are
+unlikely.
 """
 
 from dataclasses import dataclass
@@ -29,9 +27,9 @@ class Wino(Decoder):
     """Commits c_i > threshold, else the best one; masks decoded tokens with p(token) < keep_threshold again.
 
     p(token) is the probability of a token at its own position, with the token in view; the published method hides it
-    there (see the head of this file). Tokens go only where more than one came in, the least probable first, and fewer
-    than came in, so that a block always gains. (The published bound is what came in one step earlier, under which a
-    block can lose, and need not end.)
+    there (see the head of this file). Tokens are masked again only where more than one came in, the least probable
+    first, and fewer than came in. So a block always gains. (The published bound is what came in one step earlier; with
+    it a block may lose and never end.)
     """
 
     paper = "WINO, arXiv:2507.18578"
@@ -53,7 +51,7 @@ class Wino(Decoder):
         return {"own": torch.zeros((), dtype=torch.float64).expand(block)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, getattr(torch, self.precision))).softmax(-1)
+        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, self.softmax_dtype)).softmax(-1)
         state["own"].copy_(prob_RLV.gather(-1, view.tokens_RL[..., None])[..., 0])
         return logits_RLV
 
@@ -63,7 +61,9 @@ class Wino(Decoder):
         limit_R1 = (masks_R1.to(torch.float32) * view.options["share"].to(torch.float32)).to(torch.int64)
         limit_R1 = torch.minimum(torch.maximum(limit_R1, view.options["fewest"]), view.options["most"])
         rank_RL = descending_rank(score_RL)
-        enter_RL = ((score_RL > view.bar(view.options["threshold"])) & (rank_RL < limit_R1)) | (rank_RL == 0)
+        enter_RL = ((score_RL > view.bar(view.options["threshold"])) & (rank_RL < limit_R1)) | (
+            rank_RL < view.at_least(1)
+        )
         enter_RL &= view.masked_RL & ~stats.declined_RL
         doubtful_RL = (state["own"] < view.options["keep_threshold"]) & ~view.masked_RL & ~view.given_RL
         worst_RL = (-state["own"]).masked_fill(~doubtful_RL, float("-inf"))

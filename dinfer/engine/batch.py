@@ -89,6 +89,8 @@ class Batch:
                 recipe, slot, tokens, masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
             )  # fmt: skip
+            if row.drafts:
+                self.state.tellings.admit(slot)
             if row.told == Told.LOGPROBS:
                 self.state.tellings.want_logprobs()
             row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start

@@ -146,8 +146,7 @@ def _no_waiting() -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
-    """The next larger shape of a small set. A row has at most `table` pages of `page` positions, and `capacity`
-    positions."""
+    """The next larger shape of a small set. A row has at most `capacity` positions in `table` pages of `page`."""
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)

@@ -24,19 +24,16 @@ class Runtime:
     settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
     gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
-    speculate: int | Literal["auto"] = (
-        0  # candidates of a step, see `dinfer.core.speculation`; auto: as many as are free
-    )
+    speculate: int | Literal["auto"] = 0  # candidates of a step, `core/speculation.py`; auto: as many as are free
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
 
     def __post_init__(self) -> None:
         check_types("runtime", self)
+        check_range("runtime", self, "rows", "max_length", "pages", "positions", least=1)
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
-        counts = ("rows", "max_length", "pages", "positions")
-        check_range("runtime", self, *(name for name in counts if getattr(self, name) is not None), least=1)
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
 
 

@@ -14,9 +14,9 @@ STOPS = ("block", "cut", "off")
 class AlignedSweep(Iteration):
     """One block after the other, each from a multiple of the block length on; blocks without masks are skipped.
 
-    What a generated stop token does is said by `stop`. "block" finishes the block it stands in. "cut" ends the row as
-    soon as all before the first one is decoded: the answer is the same, in fewer forwards, since decoded tokens do not
-    change; so it is refused with decoders that edit. What is left undecoded then holds EOS.
+    `stop` says what a generated stop token does. "block" finishes its block. "cut" ends the row as soon as all before
+    the first one is decoded. Decoded tokens do not change, so the answer is the same in fewer forwards; decoders that
+    edit refuse it. Positions that are left undecoded hold EOS.
     """
 
     block: int = option(32, "block length, in tokens")

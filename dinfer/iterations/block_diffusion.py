@@ -13,15 +13,14 @@ from dinfer.kernels.advance import Grid
 class BlockDiffusion(AlignedSweep):
     """Blocks from multiples of the block length on, each decoded in sight of itself and of all before it.
 
-    For models trained so; with cache=block exact and cheap. The first block may overlap the prompt, whose tokens in
-    it stay as they are; the last one is short where max_new_tokens ends. A row stops after the block in which a
-    generated stop token stands, which changes nothing before that token.
+    For models trained so; with cache=block exact and cheap. The first block may overlap the prompt, whose tokens stay
+    as they are. The last one is short where max_new_tokens ends. A row stops after the block with a generated stop
+    token.
 
-    A block may be a part of the model's attention block: all of that is computed, and the part is decoded. With `lead`,
-    the first position of every `lead` is decoded by itself, before the others see it. Where logits predict the next
-    token, its logits are those of the finished block before, so that step computes nothing else, and hands on keys of
-    final tokens. Fast-dLLM v2 (arXiv:2509.26328) is block=8 and lead=32; with decoder=threshold it is SGLang's
-    HierarchyBlock.
+    A block may be a part of the model's attention block: the whole attention block is then computed, and the part is
+    decoded. With `lead`, the first position of every `lead` is decoded by itself, before the others. If logits predict
+    the next token, the finished block before gives that position's logits, so its step computes nothing else. Fast-dLLM
+    v2 (arXiv:2509.26328) is block=8 and lead=32; with decoder=threshold it is SGLang's HierarchyBlock.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

@@ -14,13 +14,13 @@ from dinfer.iterations._sweep import BlockSweep
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
 class MultiBlock(BlockSweep):
-    """Decodes up to `blocks` neighbouring blocks in the same forwards; a finished one leaves once all before it have.
+    """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The decoded share of a block decides: the next block opens when that of the last one reaches `add_at`, one at a
-    step. A block must commit a token at every step once that of the block before it has reached `force_at`; until then
-    it commits only what the decoder is sure of. A block that leaves keeps its place for one step more, which makes its
-    keys final. After a stop token no block opens, and the row ends when the blocks up to that token are finished. With
-    blocks=1 it is blockwise.
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`; with decoders that
+    edit, also only when the share `stable_at` of its tokens is predicted again. A block must commit a token at every
+    step once the block before it has reached `force_at`; until then it commits only what the decoder is sure of. A
+    block that leaves keeps its place for one step more, which makes its keys final. After a stop token no block opens,
+    and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
 
     D2F and d3LLM: align=false. Diffulex on block-causal models: align=true. Pays where a forward costs little more for
     more positions, and the model tolerates unfinished blocks before the one that it decodes.
@@ -30,6 +30,7 @@ class MultiBlock(BlockSweep):
 
     blocks: int = option(2, "blocks that are decoded at once, at most")
     add_at: float = option(0.1, "open the next block once this share of the last one is decoded")
+    stable_at: float = option(0.0, "and this share of its tokens is predicted again; with decoders that edit")
     force_at: float = option(0.95, "commit a token at every step once this share of the block before is decoded")
     force: Literal["each", "first"] = option(
         "each", "which blocks that `force_at` names must commit: each of them, or the first with masks (d3LLM)"
@@ -38,7 +39,7 @@ class MultiBlock(BlockSweep):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("iteration", self, "blocks", least=1, most=64)
-        check_range("iteration", self, "add_at", "force_at", least=0, most=1)
+        check_range("iteration", self, "add_at", "stable_at", "force_at", least=0, most=1)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if not spec.encoder:
@@ -47,6 +48,10 @@ class MultiBlock(BlockSweep):
             "iteration=multi_block finishes blocks one by one, and this model's encoder must read all of them at once. "
             "Use iteration=self_conditioned or blockwise."
         )
+
+    @property
+    def reads_stability(self) -> bool:
+        return self.stable_at > 0
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start, end = super().first_region(prompt, length)
@@ -74,8 +79,8 @@ class MultiBlock(BlockSweep):
         # Where all blocks left, the row goes on in the one with the next open position.
         jumps_B = all_B & ~done_B
         next_start_B, next_end_B = self.grid.block_at(after.next_B)
-        opens_B = ~all_B & ~stopped_B & (active_B < self.blocks) & (after.next_B < length_B)
-        opens_B = opens_B & self.opens(lanes, after, (active_B - 1).clamp_min(0)[:, None])
+        opens_B = ~all_B & (active_B < self.blocks) & (after.next_B < length_B)
+        opens_B = opens_B & self.opens(lanes, after, (active_B - 1).clamp_min(0)[:, None], stopped_B, state)
 
         lanes.start_B = torch.where(jumps_B, next_start_B, torch.where(all_B, start_B, start_B + left_B * self.block))
         more_B = torch.minimum(end_B + opens_B * self.block, length_B)
@@ -95,9 +100,12 @@ class MultiBlock(BlockSweep):
             ended_B = ended_B | (ends_BKL.flatten(1) & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
         return ended_B, ends_BKL.flatten(1).any(-1)
 
-    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor) -> Tensor:
+    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor, stopped_B: Tensor, state: State) -> Tensor:
         """Rows whose last block is decoded far enough for the next one to open. bool [B]"""
-        return self.decoded(lanes, after.open_BKL).gather(1, last_B1)[:, 0] >= self.add_at
+        opens_B = self.decoded(lanes, after.open_BKL).gather(1, last_B1)[:, 0] >= self.add_at
+        if after.stable_BK is not None:
+            opens_B = opens_B & (after.stable_BK.gather(1, last_B1)[:, 0] >= self.stable_at)
+        return opens_B & ~stopped_B
 
     def decoded(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
         """The share of each active block that is not open any more; 1 behind the last. float64 [B, K]"""

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu.linear import int8_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
+BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
 
 
@@ -47,15 +49,32 @@ def rounded(x: Deferred) -> Rounded:
 def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False) -> Tensor | Parts:
     """x times the weight's transpose. [..., K] -> [..., O]
 
-    With `parts` the consumer adds up: of a small weight each program then takes a part of the inputs. One
-    multiprocessor reads only so fast, and a map of few outputs has a program for few of them.
+    With `parts` the consumer adds up: each program of a small weight takes a part of the inputs. A multiprocessor reads
+    only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
     if not (few(x) and use_triton(x, "linear")):
-        return F.linear(x, weight_OK, bias_O)
+        return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
     from dinfer.kernels.triton.linear import linear as kernel
 
     return kernel(x, weight_OK, bias_O, None, split=parts)
+
+
+def slow(x: Tensor) -> bool:
+    """Whether torch multiplies such numbers far slower than float32: 16 bits on a CPU without AVX-512."""
+    if x.device.type != "cpu" or x.dtype.itemsize != 2 or torch.compiler.is_compiling():
+        return False
+    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and not torch.is_grad_enabled()
+
+
+def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+    """As `linear`, in float32, block by block of outputs: a widened block stays in the cache of the CPU."""
+    wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight_OK))
+    first = 0
+    for block in weight_OK.split(max(BLOCK // x.shape[-1], 1)):
+        out[..., first : first + len(block)] = F.linear(wide, block.float())
+        first += len(block)
+    return out if bias_O is None else out + bias_O
 
 
 def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -65,5 +84,8 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
-    out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
+    if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and use_native(x, "linear"):
+        out = int8_linear(x, weight_OK, scale_O)
+    else:
+        out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -171,10 +171,10 @@ def expert_mixture(
 ) -> Tensor | Parts:  # fmt: skip
     """The outputs of each token's experts times its weights, added up, and that of the shared one. [..., D] -> [N, D]
 
-    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D], and `down` is [X, D, M]; `gated` is what
-    comes between. Pairs of token and expert are put in order of the expert and cut into tiles that belong to one expert
-    each. So the shapes do not depend on the choice, and no expert is multiplied with tokens that are not its own. What
-    comes between is rounded by pieces of `down.piece` values, each at a scale of its own.
+    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D], `down` is [X, D, M], and `gated` comes
+    between. Pairs of token and expert are sorted by expert and cut into tiles of one expert each. So the shapes do not
+    depend on the choice, and no expert meets tokens of another. The values between are rounded in pieces of
+    `down.piece`, each with a scale.
     """
     tokens, chosen = experts_NC.shape
     flat = rows_of(x)

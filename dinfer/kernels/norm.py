@@ -13,7 +13,7 @@ from dinfer.kernels.types import Deferred, Inputs
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, in float32 or more, rounded to the dtype of `x`, and then times the weight.
 
-    So do the published checkpoints' own models: the order shows in bfloat16.
+    The published models round in this order, and in bfloat16 it shows.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D

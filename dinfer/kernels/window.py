@@ -22,13 +22,15 @@ def window_positions(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """All positions of the window of each row, and what becomes of the row.
 
-    A `prefill` computes the positions before the attention block with the first logits. With `settles`, rows for whose
-    window `width` is too narrow compute as many of these as fit, and decode nothing.
+    A `prefill` computes the positions before the attention block with the first logits. With `settles`, rows that need
+    more than `width` compute as many of these as fit, and decode nothing.
 
-    Returns the positions, int64 [B, W], -1 behind the window; whether `width` is enough, bool [B]; the place in the
-    window of the logits of each position of the region, int64 [B, active], -1 from `end` on, in bounds where the row
-    does not fit; if the plan `keeps`, up to where keys are final after the step, int64 [B]; with `prefill` or
-    `settles`, up to where a row that decodes nothing has keys, int64 [B], -1 for a row that decodes.
+    Returns
+        the positions, int64 [B, W], -1 behind the window;
+        whether `width` is enough, bool [B];
+        where in the window the logits of each active position are, int64 [B, active], -1 from `end` on;
+        up to where keys are final after the step, int64 [B], if the plan `keeps`;
+        up to where a row that decodes nothing has keys, int64 [B], -1 for others, with `prefill` or `settles`.
     """
     if use_triton(place_B[0], "canvas"):
         from dinfer.kernels.triton.window import window_positions as kernel

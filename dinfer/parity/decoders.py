@@ -5,7 +5,7 @@ where the reference keeps stepping it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from dinfer.core.canvas import Phase, Status
 from dinfer.core.protocols import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS
+from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
@@ -252,7 +252,7 @@ def unforced(decoder: Any) -> Decoder:
         def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
             return super().select(stats, replace(view, must_progress_R=None), state)
 
-    return Unforced(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+    return Unforced(**values_of(decoder))
 
 
 def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -> tuple[Recipe, BatchState]:

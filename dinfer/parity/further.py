@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from dinfer.parity.decoders import insert_delete
 from dinfer.parity.golden import Fields, Skip
-from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned
+from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned, fixed_blocks
 
 
 def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
@@ -43,9 +43,28 @@ def _prophet(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, constraints=given, options={"guidance": params.take("cfg_scale")})
 
 
+def _streaming(prompts: list[list[int]], params: Fields) -> Plan:
+    """Streaming-dLLM. Behind the block it keeps a window and the last position, all of them masks."""
+    if params.take("temperature"):
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
+    window, alpha = params.take("window_size"), params.take("confidence_alpha")
+    factor, threshold = params.take("factor"), params.take("threshold")
+    new_tokens = params.take("gen_length")
+    iteration, decoder = fixed_blocks(params, "float64")
+    if factor is not None:
+        decoder = {"name": "factor", "reference": "fastdllm", "factor": factor}
+    elif threshold is not None:
+        decoder = {"name": "threshold", "threshold": threshold, "relax": alpha, "horizon": window + 1}
+        decoder["precision"] = "float64"
+    iteration["stop"] = "block"
+    cache = {"name": "prefix", "suffix": window}
+    return Plan(iteration, decoder, cache, new_tokens, every_step=True, response=True)
+
+
 # Algorithm of the goldens -> plan.
 FURTHER: Algorithms = {
     "d2cache_vanilla": _d2cache,
     "sglang_joint_threshold_indel": _indel,
     "prophet": _prophet,
+    "streaming_dllm": _streaming,
 }

@@ -20,7 +20,7 @@ from dinfer.parity.decoders import translate
 from dinfer.parity.draws import recorded
 from dinfer.parity.further import FURTHER
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
-from dinfer.parity.plan import Algorithms, Plan, aligned
+from dinfer.parity.plan import Algorithms, Plan, aligned, fixed_blocks
 from dinfer.parity.references import build
 
 
@@ -77,7 +77,7 @@ def _official(prompts: list[list[int]], params: Fields) -> Plan:
     if (remasking := params.take("remasking", "low_confidence")) != "low_confidence":
         raise Skip(f"remasking {remasking!r} is not there yet")
     return Plan(
-        *_fixed_blocks(params, "float32"),
+        *fixed_blocks(params, "float32"),
         {"name": "none"},
         params.take("gen_length"),
         pads_B=_pads(params),
@@ -108,7 +108,7 @@ def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
         if params.take("early_stop", False):
             raise Skip("Fast-dLLM: filling up behind EOS after every step is not there yet")
         factor, threshold = params.take("factor", None), params.take("threshold", None)
-        iteration, decoder = _fixed_blocks(params, "float64")
+        iteration, decoder = fixed_blocks(params, "float64")
         if factor is not None:
             decoder = translate("fastdllm_factor", Fields("decoder 'factor'", {"factor": factor})).config
         elif threshold is not None:
@@ -116,15 +116,6 @@ def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
         return Plan(iteration, decoder, {"name": cache}, params.take("gen_length"))
 
     return plan
-
-
-def _fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Blocks from the end of the prompt on, and as many of the `steps` for each."""
-    steps, length, block = params.take("steps"), params.take("gen_length"), params.take("block_length")
-    if length % block or steps % (length // block):
-        raise GoldenError(f"steps={steps} and gen_length={length} do not divide into blocks of {block}")
-    iteration = {"name": "blockwise", "block": block, "stop": "off"}
-    return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
 
 
 def _block_diffusion(prompts: list[list[int]], params: Fields, *, cache: str) -> Plan:

@@ -20,6 +20,7 @@ from dinfer.parity.compare import at_most, same
 from dinfer.parity.golden import Fields, Golden, GoldenError
 from dinfer.parity.references import build
 
+LIMITS = ("max_new_tokens_reached", "max_nfe_reached")  # the reference stopped before the answer was complete
 Trail = list[tuple[list[int], int]]  # the canvas after each step that changed it, and the forwards so far
 
 
@@ -36,7 +37,36 @@ class Plan:
     rule: dict[str, Any] = field(default_factory=dict)  # and its decoder
 
 
-def _d2f(prompt: list[int], params: Fields) -> Plan:
+def _diffulex(prompt: list[int], params: Fields, doc: Fields, decoder: dict[str, Any]) -> Plan:
+    """Diffulex: blocks from position 0, of which a window is open; its length counts blocks that are not open yet."""
+    if params.take("temperature"):
+        raise GoldenError("Diffulex: only greedy cases are known")
+    for name in ("page_size", "max_tokens", "max_nfe"):
+        params.take(name, None)
+    names = {"blocks": "buffer_size", "block": "block_size", "add_at": "add_block_threshold"}
+    iteration = {ours: params.take(theirs) for ours, theirs in names.items()}
+    stop = "off" if params.take("ignore_eos") else "block"
+    iteration |= {"name": "multi_block", "reference": "diffulex", "align": True, "stop": stop}
+    iteration |= {"force_at": params.take("semi_complete_threshold")}
+    iteration |= {"stable_at": params.take("token_stability_threshold", 0.0)}
+    block, end = iteration["block"], doc.take("decoded_end")
+    new_tokens = end + block * iteration["blocks"] - len(prompt)
+    return Plan(iteration, decoder, ("none", "block"), new_tokens, {"causal_block": block})
+
+
+def _multi_bd(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    decoder = {"name": "threshold", "reference": "diffulex", "threshold": params.take("accept_threshold")}
+    return _diffulex(prompt, params, doc, decoder)
+
+
+def _multi_bd_edit(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    names = {"threshold": "accept_threshold", "edit_threshold": "edit_threshold", "post_edits": "max_post_edit_steps"}
+    decoder = {"name": "joint_threshold", "reference": "diffulex", **{a: params.take(b) for a, b in names.items()}}
+    plan = _diffulex(prompt, params, doc, decoder)
+    return replace(plan, sweep={"forces": False})
+
+
+def _d2f(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     """D2F. Blocks are unlimited there."""
     if params.take("temperature"):
         raise GoldenError("D2F: only greedy cases are known")
@@ -50,14 +80,28 @@ def _d2f(prompt: list[int], params: Fields) -> Plan:
     )
 
 
-PLANS: dict[str, Callable[[list[int], Fields], Plan]] = {"d2f": _d2f}
+def _full_attention(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    """d3LLM's rules without a cache, as SGLang has them: every row sees all masks; blocks say what may be written."""
+    names = {"block": "block_length", "add_at": "block_add_threshold", "force_at": "decoded_token_threshold"}
+    iteration = {ours: params.take(theirs) for ours, theirs in names.items()}
+    iteration |= {"name": "multi_block", "force": "first", "stop": "off", "blocks": 16}
+    decoder = {"name": "entropy_bound", "limits": "each", "bound": params.take("entropy_threshold")}
+    return Plan(iteration, decoder, ("none",), params.take("gen_length"), {})
+
+
+PLANS: dict[str, Callable[[list[int], Fields, Fields], Plan]] = {
+    "d2f": _d2f,
+    "diffulex_multi_bd": _multi_bd,
+    "diffulex_multi_bd_edit": _multi_bd_edit,
+    "sglang_full_attn_multi_block": _full_attention,
+}
 
 
 def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares every step of every row."""
     prompts, params = doc.rows("prompt_ids", int), doc.fields("params")
     mask_id, eos_id = doc.take("mask_id"), doc.take("eos_id")
-    plans = [PLANS[params.text("algorithm")](prompt, params) for prompt in prompts]
+    plans = [PLANS[params.text("algorithm")](prompt, params, doc) for prompt in prompts]
     params.finish()
     runs = [
         (row, prompt, plan, cache)
@@ -77,6 +121,8 @@ def run(golden: Golden, doc: Fields) -> str:
         blank = prompt + [mask_id] * plan.new_tokens
         got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank)
         want = recorded(doc, row, blank)
+        if doc.take("finish", None) in LIMITS:
+            got = got[: len(want)]
         _compare(row, got, want, len(prompt), eos_id)
     return f"{forwards} forwards, reference {doc.take('num_forwards')}"
 
@@ -113,8 +159,8 @@ def recorded(doc: Fields, row: int, blank: list[int]) -> Trail:
 
 def _compare(row: int, got: Trail, want: Trail, prompt: int, eos_id: int) -> None:
     """Step by step, as far as ours goes; then the answer up to its stop token."""
-    common = min(len(got), len(want))
-    same(f"steps of row {row}", [canvas for canvas, _ in want[:common]], [canvas for canvas, _ in got[:common]])
+    at_most(f"steps of row {row}", len(want), len(got))
+    same(f"steps of row {row}", [canvas for canvas, _ in want[: len(got)]], [canvas for canvas, _ in got])
     for (_, theirs), (_, ours) in zip(want, got, strict=False):
         at_most(f"forwards of row {row}", theirs, ours)
     last, final = got[-1][0], want[-1][0]

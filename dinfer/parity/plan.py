@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dinfer.engine.request import Request
-from dinfer.parity.golden import Fields, Skip
+from dinfer.parity.golden import Fields, GoldenError, Skip
 
 NEVER = 1e9  # a threshold that no confidence reaches
 
@@ -48,6 +48,15 @@ def aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], c
     new_tokens = -(-length // block) * block - len(prompts[0])
     iteration = {"name": "block_diffusion", "block": block}
     return Plan(iteration, decoder, {"name": cache}, new_tokens, spec={"causal_block": block})
+
+
+def fixed_blocks(params: Fields, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Blocks from the end of the prompt on, and as many of the `steps` for each."""
+    steps, length, block = params.take("steps"), params.take("gen_length"), params.take("block_length")
+    if length % block or steps % (length // block):
+        raise GoldenError(f"steps={steps} and gen_length={length} do not divide into blocks of {block}")
+    iteration = {"name": "blockwise", "block": block, "stop": "off"}
+    return iteration, {"name": "fixed", "steps": steps // (length // block), "precision": precision}
 
 
 # Algorithm of the goldens -> plan, of prompts and parameters.

@@ -18,6 +18,7 @@ from dinfer.decoders.joint_threshold import JointThreshold
 from dinfer.decoders.threshold import Threshold
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.thresholding import confident
@@ -87,6 +88,51 @@ class SglangJointThreshold(JointThreshold):
         found = super().select(stats, view, state)
         assert found.remask_RL is not None
         return replace(found, busy_R=(found.commit_RL | found.remask_RL).any(-1))
+
+
+class DiffulexJointThreshold(JointThreshold):
+    """A block is ready once nothing is left to write, or when its time is up, and then everything is written."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        full_R = ~view.masked_RL.any(-1)
+        state["post_edits"] += full_R
+        budget_R, begun_R = view.options["post_edits"][:, 0], (view.given_RL & (view.pos_RL >= 0)).any(-1)
+        late_R = view.step_R + begun_R >= view.pos_RL.shape[1] + budget_R
+        fill_RL = confident(stats, view.masked_RL, view.options["threshold"], least=1, above=True)
+        fill_RL = fill_RL | (late_R[:, None] & view.masked_RL & ~stats.declined_RL)
+        edit_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
+        remask_RL, edit_RL = edit_RL & stats.declined_RL, edit_RL & (stats.token_RL != view.tokens_RL)
+        edit_RL = edit_RL & ~stats.declined_RL
+        spent_R1 = (full_R & (state["post_edits"] > budget_R) & ~late_R)[:, None]
+        chosen_RL, remask_RL = (fill_RL | edit_RL) & ~spent_R1, remask_RL & ~spent_R1
+        busy_R = (chosen_RL | remask_RL).any(-1) & ~late_R
+        return Proposal(chosen_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=torch.ones_like(full_R))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffulexMultiBlock(MultiBlock):
+    """A stop token ends a row as soon as no mask is left, whatever the decoder would still edit.
+
+    Behind what was the last block when there was a stop token, none opens before all have left, even if the token was
+    edited away. `forces`: where no token is sure, the best one is committed, even if the mask token wins.
+    """
+
+    forces: bool = True
+
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
+        must_BK = super().must_progress(lanes, open_BKL)
+        return must_BK if self.forces else torch.zeros_like(must_BK)
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"last": torch.zeros((), dtype=torch.int64)}
+
+    def ends(self, after: BlockAfter, leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
+        ended_B, stopped_B = super().ends(after, leaves_BK)
+        return ended_B | (stopped_B & ~after.open_BKL.flatten(1).any(-1)), stopped_B
+
+    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor, stopped_B: Tensor, state: State) -> Tensor:
+        state["last"].copy_(torch.where(stopped_B, lanes.end_B, state["last"]))
+        return super().opens(lanes, after, last_B1, stopped_B, state) & (state["last"] != lanes.end_B)
 
 
 class FastdllmFactor(Factor):
@@ -160,6 +206,8 @@ REFERENCES: dict[tuple[str, str], type] = {
     ("credit", "dinfer"): DinferCredit,
     ("factor", "fastdllm"): FastdllmFactor,
     ("joint_threshold", "sglang"): SglangJointThreshold,
+    ("joint_threshold", "diffulex"): DiffulexJointThreshold,
+    ("multi_block", "diffulex"): DiffulexMultiBlock,
     ("blockwise", "dinfer"): DinferBlockwise,
     ("smooth", "dinfer"): DinferSmooth,
     ("vicinity", "dinfer"): DinferVicinity,

@@ -16,7 +16,7 @@ class _Choice:
 
     text: str = ""
     scored: list[tuple[int, TokenLogprob]] = field(default_factory=list)
-    end: Event | None = None
+    last: Event | None = None  # that has counts
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class Answer:
     prompt_tokens: int
     rows: int
     logprobs: Logprobs | None = None  # None: nobody asks for them
+    running_usage: bool = False  # every piece of a stream has the usage so far
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,14 +41,14 @@ class Answer:
         choice = self.choices[event.row]
         choice.text += event.text
         choice.scored += event.logprobs
-        if event.finish is not None:
-            choice.end = event
+        if event.counts is not None:
+            choice.last = event
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts; under `dinfer` forwards (NFE) of all rows and tokens per forward."""
-        ends = [choice.end for choice in self.choices if choice.end is not None]
-        tokens = sum(end.tokens for end in ends)
-        forwards = sum(end.counts.forwards for end in ends if end.counts is not None)
+        told = [choice.last for choice in self.choices if choice.last is not None]
+        tokens = sum(last.tokens for last in told)
+        forwards = sum(last.counts.forwards for last in told if last.counts is not None)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": tokens,
@@ -61,7 +62,7 @@ class Answer:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
             body = {"message": message} if self.chat else {"text": choice.text}
             scores = None if self.logprobs is None else self.logprobs.of(choice.scored, 0)
-            finish = None if choice.end is None else choice.end.finish
+            finish = None if choice.last is None else choice.last.finish
             made.append({"index": row, **body, "logprobs": scores, "finish_reason": finish})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": made, "usage": self.usage()}
@@ -83,7 +84,7 @@ class Answer:
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
         if event.finish is not None:
             made.append(self._piece(event.row, {"delta": {}} if self.chat else {"text": ""}, finish=event.finish))
-        return made
+        return [piece | {"usage": self.usage()} for piece in made] if self.running_usage else made
 
     def closing(self) -> dict[str, Any]:
         """The last piece, if usage was asked for."""

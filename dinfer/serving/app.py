@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -27,6 +28,7 @@ from dinfer.serving.protocol import (
     DetokenizeRequest,
     Generation,
     InfillRequest,
+    StreamOptions,
     TokenizeRequest,
 )
 from dinfer.serving.rows import Wanted, failure
@@ -34,11 +36,12 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
 LOG = logging.getLogger("dinfer.serving")
+LONG = 8192  # characters from which on a prompt is encoded in a thread: the event loop serves others meanwhile
 
 
 def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
-    app = FastAPI(title="dinfer", version=dinfer.__version__, redoc_url=None)
+    app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=server.settings)
     handle_errors(app, server)
     add_operations(app, server)
@@ -98,6 +101,10 @@ def add_operations(app: FastAPI, server: Server) -> None:
     async def start() -> Response:
         return page.file("index.html")
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return page.reference(app.openapi())
+
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in page.FILES:
@@ -117,14 +124,15 @@ def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompt = encoded(served, body.conversation, "messages")
+        prompt = await encoded(served, body.conversation, "messages")
         top = body.top_logprobs or 0 if body.logprobs else None
         return await generated(served, body, [prompt], top, chat=True)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompts = [encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
+        server.admission.check(len(body.prompts) * body.choices)  # before anything is done for each
+        prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         return await generated(served, body, prompts, body.logprobs, chat=False)
 
     async def generated(
@@ -134,23 +142,26 @@ def add_generation(app: FastAPI, server: Server) -> None:
             for prompt in prompts:
                 LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
         rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
+        if body.ignore_eos:
+            rows = [replace(row, stops=False) for row in rows]
         stream = bool(body.stream)
-        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None)
+        streamed = body.stream_options or StreamOptions()
+        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None, streamed.continuous_usage_stats)
         job = server.job(served, rows, body.dinfer, wanted, stream=stream)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=served.name,
             chat=chat, prompt_tokens=sum(map(len, prompts)), rows=len(rows),
             logprobs=None if top is None else Logprobs(served.pieces, top, chat=chat),
+            running_usage=streamed.continuous_usage_stats,
         )  # fmt: skip
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return await server.answer(job, answer, stream=stream, usage=usage)
+        return await server.answer(job, answer, stream=stream, usage=streamed.include_usage)
 
     @app.post("/v1/trace")
     async def trace(body: ChatRequest) -> Response:
         """The page that plays the denoising of the answer, as `dinfer trace` writes it. It is denoised once more."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
-        prompt = encoded(served, body.conversation, "messages")
+        prompt = await encoded(served, body.conversation, "messages")
         (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
         with server.admission.admit([row.length]):
             async with server.recording:  # one at a time: it runs beside the engine, step by step
@@ -170,12 +181,10 @@ def add_generation(app: FastAPI, server: Server) -> None:
             served.pipe.engine.check(request)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
+        job = server.job(served, [request], body.dinfer, Wanted(), stream=False)
         with server.admission.admit([request.length]):
-            try:
-                async with aclosing(served.engine.stream(request)) as updates:
-                    (done,) = [u.completion async for u in updates if u.completion is not None]
-            except Exception as error:
-                raise failure(error) from error
+            async with aclosing(server.events(job)) as events:
+                (done,) = [event.completion async for event in events if event.completion is not None]
         found = served.pipe.infilled(request, done)
         tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
         return {
@@ -192,10 +201,10 @@ def add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = server.catalogue.find(body.model)
-        if body.messages is None:
-            tokens = encoded(served, body.text, "text")
+        if body.text is not None:
+            tokens = await encoded(served, body.text, "text")
         else:
-            tokens = encoded(served, [message.plain() for message in body.messages], "messages")
+            tokens = await encoded(served, [message.plain() for message in body.messages or []], "messages")
         return {"model": served.name, "tokens": tokens, "count": len(tokens)}
 
     @app.post("/v1/detokenize")
@@ -208,10 +217,14 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         return {"model": served.name, "text": served.pipe.decode(body.tokens)}
 
 
-def encoded(served: Served, prompt: Any, field: str) -> list[int]:
+async def encoded(served: Served, prompt: str | list[dict[str, str]], field: str) -> list[int]:
     """Token ids. Conversations go through the chat template, texts do not."""
+    size = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) + 1 for message in prompt)
+    chat = False if isinstance(prompt, str) else None
     try:
-        return served.pipe.encode(prompt, chat=False if isinstance(prompt, str) else None)
+        if size < LONG:
+            return served.pipe.encode(prompt, chat=chat)
+        return await asyncio.to_thread(served.pipe.encode, prompt, chat=chat)
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
 

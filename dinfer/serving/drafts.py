@@ -3,14 +3,19 @@
 docs/serving.md documents the messages.
 """
 
+import time
 from typing import Any
 
 from dinfer.analysis.trace.pieces import Pieces
+from dinfer.core.told import LEVELS
 from dinfer.engine.request import Request, Update
 
 VERSION = 1
 OPEN, COMMITTED, FINAL = 0, 1, 2  # a guess at a masked position; a token that an edit may change; one that stays
 BUCKETS = 10  # of confidence, rounded down; 10 is 1.0
+# Seconds between two messages of a row: people see no more, and each takes the host some time, which the engine needs.
+# So the more rows are shown, the fewer messages each has.
+FRAME, FRAME_OF_ROW = 1 / 30, 0.0005
 
 
 class Drafts:
@@ -18,37 +23,60 @@ class Drafts:
 
     def __init__(self, pieces: Pieces, request: Request, *, edits: bool) -> None:
         """`edits`: the decoder may change what it committed in the active blocks."""
-        self._pieces, self._edits = pieces, edits
+        self._pieces, self._standing = pieces, COMMITTED if edits else FINAL
         self._first, self._asked = len(request.prompt), request.asked
-        self._known: dict[int, tuple[int, int, int]] = {}  # token, bucket, state
-        self._left = self._first  # blocks before this position have been left
-        self._began = False
+        # Of each position: token, bucket and state, as the client was told; None: it is masked.
+        self._known: list[tuple[int, int, int] | None] = [None] * (self._asked - self._first)
+        self._left = 0  # blocks before this position have been left
+        self._sent = 0.0
+        self._skipped: Update | None = None
 
-    def changes(self, update: Update) -> dict[str, Any] | None:
-        """The message about an update with drafts; None: nothing changed."""
-        start, end = max(update.region[0], self._first), min(update.region[1], self._asked)
-        shown = update.drafts[start - update.region[0] : max(end - update.region[0], 0)]
+    def changes(self, update: Update, rows: int) -> dict[str, Any] | None:
+        """The message about an update with drafts; None: nothing changed, or it comes with a later one.
+
+        `rows`: how many are shown at a time.
+        """
+        now, before = time.perf_counter(), self._skipped
+        began, same = self._sent > 0, before is None or before.region == update.region
+        if began and same and update.completion is None and now - self._sent < max(FRAME, rows * FRAME_OF_ROW):
+            self._skipped = update
+            return None
         changed: list[list[Any]] = []
-        for position in range(self._left, start):
-            self._note(position, (*self._known[position][:2], FINAL), changed)
-        self._left = max(self._left, start)
-        for position, (token, sure, stands) in enumerate(shown, start):
-            state = (COMMITTED if self._edits else FINAL) if stands else OPEN
-            self._note(position, (token, int(sure * BUCKETS), state), changed)
-        if update.completion is not None:
-            for position, token in enumerate(update.completion.canvas[self._first :], self._first):
-                bucket = self._known.get(position, (0, BUCKETS, 0))[1]
-                self._note(position, (token, bucket, FINAL), changed)
-        message: dict[str, Any] = {
-            "v": VERSION, "region": [start - self._first, max(start, end) - self._first], "changes": changed,
-        }  # fmt: skip
-        if not self._began:
-            self._began = True
-            return message | {"length": self._asked - self._first}
+        if before is not None and not same:
+            self._take(before, changed)
+        start, end = self._take(update, changed)
+        self._skipped, self._sent = None, now
+        message: dict[str, Any] = {"v": VERSION, "region": [start, max(start, end)], "changes": changed}
+        if not began:
+            return message | {"length": len(self._known)}
         return message if changed else None
 
-    def _note(self, position: int, now: tuple[int, int, int], changed: list[list[Any]]) -> None:
-        if self._known.get(position) != now:
-            self._known[position] = now
-            token, bucket, state = now
-            changed.append([position - self._first, self._pieces.of(token), bucket, state])
+    def _take(self, update: Update, changed: list[list[Any]]) -> tuple[int, int]:
+        """Notes what is new, and returns the active positions."""
+        skip = max(self._first - update.region[0], 0)
+        start, end = update.region[0] + skip - self._first, min(update.region[1], self._asked) - self._first
+        for position in range(self._left, min(start, len(self._known))):
+            if (known := self._known[position]) is not None and known[2] != FINAL:
+                self._note(position, (*known[:2], FINAL), changed)
+        self._left = max(self._left, start)
+        active, offers = (update.active or [])[skip:], (update.offers or [])[skip:]
+        for position, token, offer in zip(range(start, end), active, offers, strict=False):
+            state = self._standing
+            if token < 0:
+                if offer < 0:
+                    continue
+                token, state = offer // LEVELS, OPEN
+            entry = token, offer % LEVELS * BUCKETS // (LEVELS - 1), state
+            if self._known[position] != entry:
+                self._note(position, entry, changed)
+        if update.completion is not None:
+            for position, token in enumerate(update.completion.canvas[self._first :]):
+                known = self._known[position]
+                bucket = BUCKETS if known is None else known[1]
+                if known != (token, bucket, FINAL):
+                    self._note(position, (token, bucket, FINAL), changed)
+        return start, end
+
+    def _note(self, position: int, entry: tuple[int, int, int], changed: list[list[Any]]) -> None:
+        self._known[position] = entry
+        changed.append([position, self._pieces.of(entry[0]), entry[1], entry[2]])

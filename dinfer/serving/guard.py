@@ -49,7 +49,8 @@ class Guard:
                 own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": [*message.get("headers", []), *own]}
             # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
-            await asyncio.wait_for(send(message), self._settings.send_timeout)
+            async with asyncio.timeout(self._settings.send_timeout):
+                await send(message)
 
         try:
             self._check(scope)

@@ -73,6 +73,7 @@ class Own(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: every piece has the usage so far
     include_obfuscation: Literal[False] = False
 
 
@@ -89,6 +90,7 @@ class Generation(Strict):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: int | None = None
     user: str | None = None
+    ignore_eos: bool | None = None  # vLLM's: stop tokens are tokens like others, as load generators ask
     dinfer: Own = Own()
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dinfer.core.told import TokenLogprob
-from dinfer.engine.request import Counts, Request, Update
+from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID
@@ -22,7 +22,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What has become certain of a row. The last event of a row has `finish` and `counts`."""
+    """What has become certain of a row. The last one has `finish` and `counts`; with usage, all have counts."""
 
     row: int
     text: str = ""
@@ -30,7 +30,8 @@ class Event:
     logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # tokens whose text is told by now, if asked
     finish: str | None = None  # "stop" or "length"
     counts: Counts | None = None
-    tokens: int = 0  # of the answer, in the last event
+    tokens: int = 0  # of the answer, where there are counts
+    completion: Completion | None = None  # in the last event, unless a stop string ended the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,37 +41,46 @@ class Wanted:
     stops: Sequence[str] = ()
     drafts: bool = False
     logprobs: bool = False
+    usage: bool = False  # the counts so far with every event
 
 
-async def row_events(served: Served, index: int, request: Request, wanted: Wanted) -> AsyncGenerator[Event]:
-    """Runs a row. Whoever leaves off cancels it. Raises ApiError."""
+async def row_events(
+    served: Served, index: int, request: Request, wanted: Wanted, deadline: float
+) -> AsyncGenerator[Event]:
+    """Runs a row until the deadline, by the event loop's clock. Whoever leaves off cancels it. Raises ApiError."""
     text = StoppableText(served.pipe.decode, wanted.stops)
     canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
     told: list[tuple[int, TokenLogprob]] = []  # with log-probabilities, tokens whose text may not be told yet
     sent = 0
     try:
-        stream = served.engine.stream(request, deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs)
+        stream = served.engine.stream(
+            request, deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, deadline=deadline
+        )
         async with aclosing(stream) as updates:
             async for update in updates:
                 done, scored = update.completion, list[tuple[int, TokenLogprob]]()
                 piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
-                shown = None if canvas is None else canvas.changes(update)
+                shown = None if canvas is None else canvas.changes(update, len(served.engine.callers))
                 if update.logprobs is not None and update.new is not None:
                     told += zip(update.new, update.logprobs, strict=True)
                     scored, sent = told[sent : text.tokens], max(sent, text.tokens)
                 if done is not None or text.stopped:
                     stopped = text.stopped or (done is not None and done.stopped)
                     counts = partial(update, text.tokens) if done is None else done.counts
-                    yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens)
+                    yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens, done)
                     return
                 if piece or shown or scored:
-                    yield Event(index, piece, shown, scored)
+                    tokens = text.taken if wanted.usage else 0
+                    so_far = partial(update, tokens) if wanted.usage else None
+                    yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
     except Exception as error:
         raise failure(error) from error
 
 
 def failure(error: Exception) -> ApiError:
     """What the client hears of the error that ended a row. The log has its traceback."""
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than its deadline allows", code="deadline")
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         LOG.error("a row had to end: %s", error)
         return ApiError(

@@ -70,18 +70,9 @@ class Server:
         name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
         deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline
         end = asyncio.get_running_loop().time() + deadline
-        streams = [row_events(job.served, i, row, job.wanted) for i, row in enumerate(job.rows)]
+        streams = [row_events(job.served, i, row, job.wanted, end) for i, row in enumerate(job.rows)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
-            while True:
-                try:
-                    async with asyncio.timeout_at(end):
-                        event = await anext(events, None)
-                except TimeoutError:
-                    raise ApiError(
-                        504, f"the request took longer than {deadline} s, its deadline", code="deadline"
-                    ) from None
-                if event is None:
-                    return
+            async for event in events:
                 now = time.perf_counter()
                 self.metrics.count(name, event, now - last[event.row], now - began, first=last[event.row] == began)
                 if event.text:

@@ -32,10 +32,11 @@ SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
 # Further settings under which a component behaves like another one; each is run as a component of its own.
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],
+    ("cache", "prefix"): [{"suffix": 3}],
     ("cache", "dual"): [{"interval": 3}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
-    ("decoder", "threshold"): [{"least": 2}],
+    ("decoder", "threshold"): [{"least": 2}, {"relax": 0.6, "horizon": 3}],
     ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
     ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
     ("decoder", "prophet"): [{"sub_block": 3, "answer": 2, "early": 2.0, "mid": 1.0, "late": 0.5}],

@@ -132,6 +132,24 @@ def test_a_stop_token_ends_the_row_when_all_before_it_is_there(stop: str) -> Non
         assert (done.counts.committed == request.new_tokens) or (stop != "off" and EOS in answer)
 
 
+def test_a_block_opens_only_once_the_last_one_is_stable() -> None:
+    """Its tokens are rewritten at every step while two tables take turns, and then no more."""
+    table = torch.zeros(8, 1, VOCAB, dtype=torch.float64)
+    table[[0, 2, 4], :, 3], table[[1, 3, 5, 6, 7], :, 4] = 6.0, 6.0
+    rule = {"name": "joint_threshold", "threshold": 0.999, "edit_threshold": SURE, "post_edits": 20}
+    opened = []
+    for stable_at in (0.0, 1.0):
+        recipe = multi(Scripted(table), rule, block=4, add_at=0.5, stable_at=stable_at, stop="off")
+        updates = engine_for(recipe).run([Request([1], 12, recipe.resolve({}))])
+        opened.append(next(step for step, update in enumerate(updates) if update.region[1] > 5))
+    assert opened == [2, 7]
+
+
+def test_stability_needs_a_decoder_that_edits() -> None:
+    with pytest.raises(IncompatibleRecipe, match=r"Threshold never looks at decoded tokens. Use iteration.stable_at=0"):
+        multi(tiny_model(), stable_at=0.5)
+
+
 def test_a_model_with_an_encoder_is_refused() -> None:
     with pytest.raises(IncompatibleRecipe, match=r"encoder must read.* Use iteration=self_conditioned"):
         multi(tiny_model("uniform"), "entropy_bound")

@@ -10,6 +10,7 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
+from dinfer.core.canvas import Phase
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.told import TOP
 from dinfer.engine.request import Request, Update
@@ -89,6 +90,16 @@ def test_drafts_show_what_is_proposed_and_what_stands() -> None:
             assert all(token == update.tokens[start + i] for i, (token, _, stands) in enumerate(shown) if stands)
             assert all(0 <= sure <= 1 for _, sure, _ in shown)
     assert any(token != 0 for token, _, stands in frames[0][0].drafts if not stands)
+
+
+@pytest.mark.parametrize("settle", [False, True])
+def test_drafts_are_never_those_of_another_request(settle: bool) -> None:
+    recipe = recipe_of({"name": "fixed", "steps": 8})
+    engine = engine_for(recipe, rows=1, settle=settle)
+    list(engine.run([Request([5] * 9, 30)], drafts=True))
+    for update in engine.run([Request([1] * 9, 30)], drafts=True):
+        if update.phase == Phase.PREFILL:
+            assert {token for token, _, stands in update.drafts if not stands} == {-1}
 
 
 def test_nobody_pays_who_does_not_ask() -> None:

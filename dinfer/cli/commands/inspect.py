@@ -31,9 +31,9 @@ from rich.text import Text
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
+from dinfer.cli.catalog import catalog, entry_of
 from dinfer.cli.errors import FAILED
 from dinfer.core.registry import MODELS, unknown
-from dinfer.loading.catalog import CATALOG, entry_of
 from dinfer.loading.hub import SMALL, boxed, locate
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def preset_of(name: str) -> dict[str, Any]:
     """The family and the options of a choice of `model`, or of an adapter's; none of a folder or hub name."""
     if name in boxed() or Path(name).expanduser().exists():
         return {}
-    entry = next((entry for entry in CATALOG if entry.checkpoint == name), None)
+    entry = next((entry for entry in catalog() if entry.checkpoint == name), None)
     own = {} if entry is None else conf.preset(entry.preset).options
     if "/" in name:
         return own if own.get("adapter") == name else {}

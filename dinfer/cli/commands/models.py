@@ -20,8 +20,8 @@ from rich.text import Text
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
+from dinfer.cli.catalog import Published, catalog
 from dinfer.core.registry import MODELS, unknown
-from dinfer.loading.catalog import CATALOG, Published
 
 
 def arguments(parser: Parser) -> None:
@@ -34,7 +34,7 @@ def run(args: Namespace) -> None:
     for name in families:
         if name not in MODELS.names():
             raise unknown("family", name, MODELS.names())
-    found = [entry for entry in CATALOG if not families or entry.family in families]
+    found = [entry for entry in catalog() if not families or entry.family in families]
     if args.json:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return

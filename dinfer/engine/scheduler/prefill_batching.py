@@ -1,5 +1,4 @@
-"""When prefills wait for each other, so that several of them read the weights together. Host side; no token depends
-on it."""
+"""When prefills wait for each other, so that several read the weights together. No token depends on it. Host side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,10 +20,9 @@ from triton.language.extra import cuda
 def follow(EARLY: tl.constexpr):
     """Lets the next kernel start, and waits until all that the kernels before have written is there.
 
-    Comes before the first read of anything a kernel has written, and before the first write. Weights, scales and
-    biases of a network are there long before: kernels may read them first, by `let_next` and `wait`, which this is made
-    of. So a kernel that makes weights and lets others start early must not come right before one that multiplies with
-    them.
+    It comes before the first read of anything a kernel has written, and before the first write. A kernel may read
+    weights, scales and biases before it, with `let_next` and `wait`, its two halves. So a kernel that makes weights and
+    lets others start early must not come right before one that multiplies with them.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -42,8 +41,8 @@ def shared(function: Any) -> Any:
 def wait(EARLY: tl.constexpr):
     """The second half of `follow`: for a kernel that reads weights first, or lets the next one start later.
 
-    The next kernel's programs take what room there is. A large one that comes while this one still has its programs
-    spread over all multiprocessors would find room on some of them and crowd there.
+    The next kernel's programs take what room there is. A large kernel that starts while this one still runs everywhere
+    finds room on some multiprocessors and crowds there.
     """
     if EARLY:
         cuda.gdc_wait()

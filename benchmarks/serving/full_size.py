@@ -1,0 +1,78 @@
+"""Serves a full-size shape with random weights, after measuring its engine alone: the baseline of a load generator.
+
+    python -m benchmarks.serving.full_size --out engine.json --shape llada2-mini --spread --gather --in-flight 1,64,256
+    python -m benchmarks.serving.full_size --shape small-llada2 --device cpu --prompt 40 --new 64     # dry run
+
+All arguments but `--port`, `--out` and `--prompts-to` are those of benchmarks.throughput, whose scripted decoder
+commits the same number of tokens whatever the logits say. Every token is a word: `w17` is token 17. `--prompts-to` is a
+folder for the load generator: the tokenizer, and prompts.jsonl with the prompts that the engine runs. For each number
+in flight the engine runs `--rounds` times as many requests twice, and the second time is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks import throughput
+from benchmarks.provenance import provenance
+from dinfer import Pipeline
+from dinfer.core.protocols import ModelSpec
+from dinfer.serving.log import log_as_json
+from dinfer.serving.run import listen, serve, tuned
+from dinfer.serving.served import catalogue
+from dinfer.serving.server import Server
+from dinfer.serving.settings import Settings
+
+
+def words(spec: ModelSpec) -> PreTrainedTokenizerFast:
+    """A tokenizer with a word for each token of the vocabulary."""
+    vocab = {f"w{i}": i for i in range(spec.vocab)}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+
+
+def main(args: list[str] | None = None) -> None:
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **how)
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--prompts-to", type=Path)
+    own, rest = parser.parse_known_args(args)
+    given = throughput.arguments(rest)
+    device = torch.device(given.device)
+    made = throughput.pipeline(given, device)
+    pipe = Pipeline(made.recipe, words(made.model.spec), made.engine.runtime)
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
+    prompts = throughput.prompts(given, pipe, max(given.in_flight))
+    requests = pipe.requests(prompts, given.new, None)
+    if own.prompts_to:
+        pipe.tokenizer.save_pretrained(own.prompts_to)
+        rows = [{"prompt": " ".join(f"w{i}" for i in ids), "output_tokens_count": given.new} for ids in prompts]
+        rows *= given.rounds
+        (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for in_flight in given.in_flight:
+        work = requests[:in_flight] * given.rounds
+        throughput.closed_loop(pipe.engine, work, in_flight)
+        report["runs"].append({"in_flight": in_flight, **throughput.closed_loop(pipe.engine, work, in_flight)})
+        print(report["runs"][-1], flush=True)
+    if own.out:
+        own.out.write_text(json.dumps(report, indent=1) + "\n")
+    settings = Settings(port=own.port, max_new_tokens=given.new)
+    models_served = catalogue(pipe, {"shape": pipe.recipe}, max_new_tokens=given.new, created=int(time.time()))
+    with listen(settings) as socket:
+        log_as_json()
+        with tuned():
+            serve(Server(models_served, settings), socket, lambda address: print(f"ready: {address}", flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What guidellm measured of a server, beside its engine alone (benchmarks.serving.full_size).
+
+    python -m benchmarks.serving.ratio engine.json guidellm-1.json guidellm-64.json --out serving.json
+
+Throughput is that of all finished requests, from the first one's start to the last one's end, on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+TIMES = {"first_piece_ms": "time_to_first_token_ms", "between_tokens_ms": "inter_token_latency_ms"}
+
+
+def row(benchmark: dict[str, Any], engine: dict[int, float]) -> dict[str, Any]:
+    """The figures of one of guidellm's benchmarks. `engine`: tokens per second by the number in flight."""
+    done, totals = benchmark["requests"]["successful"], benchmark["metrics"]["request_totals"]
+    seconds = max(r["request_end_time"] for r in done) - min(r["request_start_time"] for r in done)
+    in_flight = benchmark["config"]["strategy"]["streams"]
+    rate = sum(r["output_tokens"] for r in done) / seconds
+    times = {ours: benchmark["metrics"][theirs]["successful"]["percentiles"] for ours, theirs in TIMES.items()}
+    return {
+        "in_flight": in_flight, "requests": len(done), "failed": totals["errored"] + totals["incomplete"],
+        "tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(engine[in_flight], 1),
+        "ratio": round(rate / engine[in_flight], 4),
+        **{name: {key: round(found[key], 2) for key in ("p50", "p95", "p99")} for name, found in times.items()},
+    }  # fmt: skip
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("guidellm", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    report = json.loads(given.engine.read_text())
+    engine = {run["in_flight"]: run["tokens_per_s"] for run in report["runs"]}
+    found = [json.loads(path.read_text()) for path in given.guidellm]
+    rows = [row(benchmark, engine) for document in found for benchmark in document["benchmarks"]]
+    result = report | {"guidellm": found[0]["metadata"]["guidellm_version"], "served": rows}
+    for one in rows:
+        print(one)
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

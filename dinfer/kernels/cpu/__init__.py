@@ -1,0 +1,1 @@
+"""Linear maps in C for CPUs, compiled on the machine that runs them."""

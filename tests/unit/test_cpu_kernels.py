@@ -1,0 +1,110 @@
+"""Linear maps in C on a CPU: as near as rounded inputs allow, rows by themselves, and torch without a compiler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dinfer.kernels import packed
+from dinfer.kernels.cpu import linear as native
+from dinfer.kernels.linear import linear, round_rows, scaled_linear
+
+SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no compiler, or no CPU with AVX2")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_8_bits(shape: tuple[int, int, int]) -> None:
+    """Inputs are rounded to 13 bits, so an error is below that of bfloat16, 2e-3."""
+    rows, width, outputs = shape
+    x, made = torch.randn(rows, width), round_rows(torch.randn(outputs, width), torch.int8)
+    want = x.double() @ (made.values.double() * made.scale[:, None].double()).T
+    assert error(native.int8_linear(x, made.values, made.scale), want) < 5e-4
+    bias = torch.randn(outputs)
+    got = scaled_linear(x.bfloat16()[None], made.values, made.scale, bias)
+    assert got.dtype == torch.bfloat16 and got.shape == (1, rows, outputs)
+    assert error(got[0], want + bias.double()) < 6e-3
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_4_bits(shape: tuple[int, int, int], group: int) -> None:
+    """Each group of inputs is rounded to 8 bits; scales may lie in memory in either order, and be negative."""
+    rows, width, outputs = shape
+    if width % group:
+        group = 64
+    x, values = torch.randn(rows, width), torch.randint(16, (outputs, width))
+    scale = torch.randn(outputs, width // group).half()
+    held = packed.halves(values, group)
+    want = x.double() @ packed.unpack(held, scale.float()).double().T
+    assert error(native.int4_linear(x, held, scale), want) < 1.5e-2
+    assert torch.equal(native.int4_linear(x, held, scale.T.contiguous().T), native.int4_linear(x, held, scale))
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Zeros, large values and few rows: each row is as alone."""
+    x, made = torch.randn(6, 2112), round_rows(torch.randn(40, 2112), torch.int8)
+    x[1], x[3] = 0, x[3] * 1e20
+    weight, scale = packed.pack(torch.randn(40, 2112))
+    x[4, 7], x[5, 9] = torch.nan, torch.inf
+    for out in (
+        lambda rows: native.int8_linear(rows, made.values, made.scale),
+        lambda rows: native.int4_linear(rows, weight, scale),
+    ):
+        together = out(x)
+        for i in range(6):
+            assert torch.equal(together[i].nan_to_num(7), out(x[i : i + 1])[0].nan_to_num(7))
+        assert not together[1].any() and together[:4].isfinite().all() and together[4:].isnan().all()
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    assert not native.use_native(torch.randn(2, 96), "linear")
+    assert not native.use_native(torch.randn(2, 64, dtype=torch.float64), "linear")
+    assert not native.use_native(torch.randn(0, 64), "linear")
+    assert native.use_native(torch.randn(2, 64), "linear")
+
+
+def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DINFER_KERNELS", "triton,-packed")
+    assert native.use_native(torch.randn(2, 64), "linear") and not native.use_native(torch.randn(2, 64), "packed")
+
+
+def test_without_a_compiler_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, made = torch.randn(2, 64), round_rows(torch.randn(5, 64), torch.int8)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            got = scaled_linear(x, made.values, made.scale)
+        assert "no-such-compiler" in caplog.text and not [*tmp_path.rglob("*.so")]
+        assert torch.equal(got, torch.nn.functional.linear(x, made.values.float()) * made.scale)
+    finally:
+        native.library.cache_clear()
+
+
+def test_16_bits_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are widened block by block, so that a result differs from torch's by one rounding at most."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr("dinfer.kernels.linear.BLOCK", 7 * 33)
+    x, weight, bias = torch.randn(2, 3, 33).bfloat16(), torch.randn(20, 33).bfloat16(), torch.randn(20).bfloat16()
+    with torch.no_grad():
+        got = linear(x, weight)
+        assert got.dtype == torch.bfloat16 and torch.equal(got, (x.float() @ weight.float().T).bfloat16())
+        assert torch.equal(linear(x, weight, bias), got + bias)
