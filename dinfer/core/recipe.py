@@ -16,6 +16,7 @@ from dinfer.core.registry import (
     check_types,
     options_of,
     unknown,
+    values_of,
 )
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
@@ -178,7 +179,7 @@ class Recipe:
     def request_options(self) -> tuple[RequestOption, ...]:
         parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))
         return tuple(
-            RequestOption(kind, info.name, getattr(part, info.name))
+            RequestOption(kind, info.name, values_of(part)[info.name])
             for kind, part in parts
             for info in options_of(part)
             if info.per_request
@@ -205,7 +206,8 @@ class Recipe:
             kind, name = names[0].split(".")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
                 raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
-            replace(getattr(self, kind), **{name: value})  # raises what the component raises
+            part: Component = self.decoder if kind == "decoder" else self.sampling
+            replace(part, **{name: value})  # type: ignore[type-var]  # raises what the component raises
             values[names[0]] = value
         self._check(values)
         return [float(v) for v in values.values()]

@@ -230,7 +230,7 @@ def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw
     """What the decoder needs to know of the logits."""
     decoder = recipe.decoder
     return token_stats(
-        logits_RLV, recipe.model.spec.mask_id, getattr(torch, decoder.precision),
+        logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
     )  # fmt: skip
 
