@@ -105,6 +105,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     lanes.quota_BK = view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after, iteration_state)
     state.decoder.refresh(decoder_state, fresh_rows(moved))
+    if proposal.length_R is not None:
+        canvas.resize(lanes, proposal.length_R)
     canvas.finish(
         lanes, gained_B=commits.gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
         broken_B=commits.broken_B, stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
@@ -228,7 +230,7 @@ def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw
     """What the decoder needs to know of the logits."""
     decoder = recipe.decoder
     return token_stats(
-        logits_RLV, recipe.model.spec.mask_id, getattr(torch, decoder.precision),
+        logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
     )  # fmt: skip
 

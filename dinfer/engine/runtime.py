@@ -28,8 +28,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         check_types("runtime", self)
-        counts = ("rows", "max_length", "pages", "positions")
-        check_range("runtime", self, *(name for name in counts if getattr(self, name) is not None), least=1)
+        check_range("runtime", self, "rows", "max_length", "pages", "positions", least=1)
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
 
 
