@@ -173,13 +173,15 @@ class Canvas:
         kept: int = 0,
         seed: int = 0,
         stops: bool = True,
+        beginning: int | None = None,
     ) -> tuple[Cursors, list[int]]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
         `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
         `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
         `phase` what the row needs first; `kept` up to where its pages hold the keys already; `stops` whether a stop
-        token ends it. Returns the row's cursors and its tokens, ~token where it is open.
+        token ends it; `beginning` up to where the canvas exists at first, None: as a whole. Returns the row's cursors
+        and its tokens, ~token where it is open.
         """
         length = len(tokens)
         masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
@@ -189,8 +191,8 @@ class Canvas:
         status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
         status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
         cursors = Cursors(
-            phase=int(phase), prompt=prompt, length=length, start=region[0], end=region[1], kept=kept, seed=seed,
-            stops=int(stops),
+            phase=int(phase), prompt=prompt, length=length if beginning is None else beginning, start=region[0],
+            end=region[1], kept=kept, seed=seed, stops=int(stops),
         )  # fmt: skip
         place_S = torch.arange(length)
         next_S = torch.full((self.capacity + 1,), length)
@@ -274,6 +276,11 @@ class Canvas:
                 quota_BK=quota_BK,
             )
         )
+
+    def resize(self, lanes: RowCursors, length_B: Tensor) -> None:
+        """Gives live rows another length."""
+        lanes.length_B = torch.where(lanes.live_B, length_B, lanes.length_B)
+        self.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, lanes.slot_B, lanes.length_B)
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""

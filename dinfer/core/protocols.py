@@ -71,6 +71,7 @@ class Proposal:
     draft_RL: Tensor | None = None
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None
+    length_R: Tensor | None = None  # int64, the length of the row from now on; only if the decoder `grows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Decoder(Component):
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
+    grows: ClassVar[bool] = False  # begins with a canvas of its option `initial`, and always gives `Proposal.length_R`
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more

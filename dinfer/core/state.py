@@ -129,9 +129,14 @@ class BatchState:
             blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
         else:
             blank_S = spec.mask_id
+        beginning = None
+        if recipe.decoder.grows:
+            names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
+            beginning = min(prompt + int(given[names.index("decoder.initial")]), len(tokens))
         placed = self.canvas.admit(
             slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
             phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
+            beginning=beginning,
         )  # fmt: skip
         self.iteration.reset(slot)
         self.cache.reset(slot)

@@ -150,6 +150,8 @@ def decode(
     lanes.quota_BK = view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after, iteration_state)
     state.decoder.refresh(decoder_state, fresh_rows(moved))
+    if proposal.length_R is not None:
+        canvas.resize(lanes, proposal.length_R)
     canvas.finish(
         lanes, gained_B=commits.gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
         broken_B=commits.broken_B, stale_B=cache.stale(lanes, moved, shape.phase, cache_state),

@@ -46,12 +46,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.gguf_tokenizer": {"loading.files"},
     "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
+    "loading.rounding": {"layers", "loading.safetensors_io"},
     "loading.packed": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "core.spec"},
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
         "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
-        "loading.packed",
+        "loading.packed", "loading.rounding",
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
