@@ -97,7 +97,8 @@ def states(
 def test_every_step_commits_what_it_would_commit_without(data: st.DataObject) -> None:
     """Decoders, caches, models and seeds of samplings, one request at a time: the same states in the same order."""
     variant = data.draw(st.sampled_from(["bidirectional", "shifted", "block_causal", "causal"]))
-    cache: Any = data.draw(st.sampled_from(["dual", "vicinity", "prefix", "none"] + ["block"] * 2 * ("causal" in variant)))
+    own: list[Any] = ["block", "block"] if "causal" in variant else [{"name": "prefix", "suffix": 3}]
+    cache = data.draw(st.sampled_from(["dual", "vicinity", "prefix", "none", *own]))
     name = data.draw(st.sampled_from(DECODERS.names()))
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 8))
     try:
