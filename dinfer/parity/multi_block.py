@@ -117,7 +117,7 @@ def run(golden: Golden, doc: Fields) -> str:
             decoder=build(DECODERS, plan.decoder, **plan.rule),
             cache=CACHES.build(cache),
         )
-        engine = Engine(recipe, Runtime(rows=1), device=network.device, dtype=network.dtype)
+        engine = Engine(recipe, Runtime(rows=1))
         blank = prompt + [mask_id] * plan.new_tokens
         got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank)
         want = recorded(doc, row, blank)
