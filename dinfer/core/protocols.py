@@ -54,6 +54,7 @@ class StepShape:
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
+    candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Proposal:
     draft_RL: Tensor | None = None
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None
+    length_R: Tensor | None = None  # int64, the length of the row from now on; only if the decoder `grows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Decoder(Component):
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
+    grows: ClassVar[bool] = False  # begins with a canvas of its option `initial`, and always gives `Proposal.length_R`
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
@@ -231,6 +234,9 @@ class CachePolicy(Component):
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
     watches: ClassVar[bool] = False  # wants to `observe` how values change
+    # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
+    # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
+    rewrites: ClassVar[bool] = False
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""

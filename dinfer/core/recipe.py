@@ -66,6 +66,11 @@ class Recipe:
                 f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit."
             )
+        if self.decoder.grows and (self.iteration.block or self.iteration.blocks > 1):
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
+                "generation. Use iteration=full."
+            )
         block, attention = self.iteration.block, spec.causal_block
         if attention and block and block % attention and attention % block:
             below = block // attention * attention
