@@ -26,7 +26,7 @@ from benchmarks.provenance import provenance
 from dinfer import Pipeline
 from dinfer.core.protocols import ModelSpec
 from dinfer.serving.log import log_as_json
-from dinfer.serving.run import listen, serve
+from dinfer.serving.run import listen, serve, tuned
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
@@ -70,7 +70,8 @@ def main(args: list[str] | None = None) -> None:
     models_served = catalogue(pipe, {"shape": pipe.recipe}, max_new_tokens=given.new, created=int(time.time()))
     with listen(settings) as socket:
         log_as_json()
-        serve(Server(models_served, settings), socket, lambda address: print(f"ready: {address}", flush=True))
+        with tuned():
+            serve(Server(models_served, settings), socket, lambda address: print(f"ready: {address}", flush=True))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def audit(
         answer = slice(len(request.prompt), None)
         same += sum(a == b for a, b in zip(canvas[answer], uncached[answer], strict=True))
         total += request.new_tokens
-    names = {kind: repr(getattr(recipe, kind)) for kind in ("iteration", "decoder", "cache")}
+    parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
+    names = {kind: repr(part) for kind, part in parts.items()}
     spec = recipe.model.spec
     exact = recipe.cache.exact(spec.frame, recipe.grain)
     if kv != "model":

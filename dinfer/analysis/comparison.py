@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dinfer.analysis.metrics import Metrics, Sample, measure
-from dinfer.core.registry import DECODERS, options_of
+from dinfer.core.registry import DECODERS, changed, values_of
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.pipeline import Pipeline
 
@@ -47,12 +47,8 @@ def label(decoder: Any) -> str:
 
     An option of the decoder's own name needs no saying twice: "threshold 0.9".
     """
-    name = next(name for name in DECODERS.names() if DECODERS.get(name) is type(decoder))
-    options = [
-        f"{'' if info.name == name else info.name + '='}{getattr(decoder, info.name)}"
-        for index, info in enumerate(options_of(decoder))
-        if index == 0 or getattr(decoder, info.name) != info.default
-    ]
+    name, told = DECODERS.name_of(decoder), dict([*values_of(decoder).items()][:1]) | changed(decoder)
+    options = (f"{'' if option == name else f'{option}='}{value}" for option, value in told.items())
     return f"{name} {' '.join(options)}".strip()
 
 

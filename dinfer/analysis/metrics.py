@@ -31,9 +31,9 @@ class Sample:
     def __post_init__(self) -> None:
         if self.forwards < 1:
             raise ValueError(f"forwards={self.forwards} of a sample must be at least 1")
-        for name in ("refreshes", "tokens", "seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} of a sample must not be negative")
+        for name, value in (("refreshes", self.refreshes), ("tokens", self.tokens), ("seconds", self.seconds)):
+            if value < 0:
+                raise ValueError(f"{name}={value} of a sample must not be negative")
         if self.score is not None and not 0 <= self.score <= 1:
             raise ValueError(f"score={self.score} of a sample must be between 0 and 1")
 

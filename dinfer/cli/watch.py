@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from dinfer.cli.canvas_view import Frame, Origin, frames
+from dinfer.cli.canvas_view import Cell, Frame, Origin, frames
 from dinfer.cli.terminal import say
 from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
@@ -108,26 +108,41 @@ def picture(frame: Frame) -> RenderableType:
     """The canvas of a step, in colours."""
     prompt, *cells = frame.cells
     asked = prompt.text if len(prompt.text) <= PROMPT_SHOWN else "…" + prompt.text[-PROMPT_SHOWN:]
-    canvas = Text()
-    inside = False
-    for cell in cells:
-        if cell.active != inside:
-            canvas.append("[" if cell.active else "]", BLOCK)
-            inside = cell.active
-        if cell.origin is Origin.MASK:
-            canvas.append(MASK, STYLES[cell.origin])
-        elif cell.origin is Origin.STOP:
-            canvas.append(STOP, STYLES[cell.origin])
-        else:
-            _append_text(canvas, cell.text, STYLES[cell.origin])
-    if inside:
-        canvas.append("]", BLOCK)
     return Group(
         Rule(Text(heading(frame)), style="bright_black", align="left"),
         Padding(Text(asked.strip(), STYLES[Origin.PROMPT]), (0, 1)),
-        Padding(canvas, (0, 1)),
+        Padding(canvas(cells), (0, 1)),
         Rule(_legend(), style="bright_black", align="left"),
     )
+
+
+def answer_picture(frame: Frame, console: Console) -> RenderableType:
+    """The generation alone, in colours; of one that is higher than the screen, the part that is denoised."""
+    cells = frame.cells[1:]
+    active = [i for i, cell in enumerate(cells) if cell.active] or [len(cells) - 1]
+    lines = canvas(cells).wrap(console, console.width)
+    shown = len(canvas(cells[: active[-1] + 1]).wrap(console, console.width))
+    height = max(console.height - 2, 1)
+    first = max(min(shown, len(lines)) - height, 0)
+    return Group(*lines[first : first + height], Text(heading(frame), "bright_black"))
+
+
+def canvas(cells: Iterable[Cell]) -> Text:
+    """Positions in colours, the active block in brackets."""
+    text, inside = Text(), False
+    for cell in cells:
+        if cell.active != inside:
+            text.append("[" if cell.active else "]", BLOCK)
+            inside = cell.active
+        if cell.origin is Origin.MASK:
+            text.append(MASK, STYLES[cell.origin])
+        elif cell.origin is Origin.STOP:
+            text.append(STOP, STYLES[cell.origin])
+        else:
+            _append_text(text, cell.text, STYLES[cell.origin])
+    if inside:
+        text.append("]", BLOCK)
+    return text
 
 
 def _append_text(canvas: Text, text: str, style: str) -> None:

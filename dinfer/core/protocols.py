@@ -10,12 +10,13 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.core.model import Attend, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
@@ -29,9 +30,8 @@ __all__ = [
 State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
-A component says what a fresh row looks like (`fresh_state`); the step gathers the rows of its lanes, hands them
-over, and writes them back for live rows only. So no component minds slots, padding or rows in another phase.
-What a decoder names in `large` is not a tensor but `dinfer.kernels.rows.Rows`.
+The step gathers the rows of its lanes and writes live ones back, so no component minds slots, padding or phases. What a
+decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
 """
 
 Options = Mapping[str, Tensor]
@@ -54,45 +54,7 @@ class StepShape:
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
-
-
-class Attend(Protocol):
-    """What a model needs beside its inputs: positions, and attention over keys that it knows nothing of."""
-
-    @property
-    def pos_BW(self) -> Tensor: ...
-    @property
-    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
-
-    def __call__(self, layer: int, qkv: Any) -> Tensor:
-        """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
-
-        `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
-        """
-        ...
-
-
-class Model(Protocol):
-    """A network. It keeps no state between calls; keys and values go through `attend`."""
-
-    spec: ModelSpec
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
-    def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
-    def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
-
-
-class SelfConditioned(Protocol):
-    """What a `Model` with `spec.self_conditioning` can do beside."""
-
-    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
-        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+    candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +71,7 @@ class Proposal:
     draft_RL: Tensor | None = None
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None
+    length_R: Tensor | None = None  # int64, the length of the row from now on; only if the decoder `grows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +148,15 @@ class Decoder(Component):
 
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
+    grows: ClassVar[bool] = False  # begins with a canvas of its option `initial`, and always gives `Proposal.length_R`
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
+
+    @property
+    def softmax_dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -267,6 +235,9 @@ class CachePolicy(Component):
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
     watches: ClassVar[bool] = False  # wants to `observe` how values change
+    # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
+    # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
+    rewrites: ClassVar[bool] = False
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""

@@ -16,6 +16,7 @@ from dinfer.core.registry import (
     check_types,
     options_of,
     unknown,
+    values_of,
 )
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
@@ -64,6 +65,11 @@ class Recipe:
                 f"{type(self.decoder).__name__} judges decoded tokens by their logits, which "
                 f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit."
+            )
+        if self.decoder.grows and (self.iteration.block or self.iteration.blocks > 1):
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
+                "generation. Use iteration=full."
             )
         block, attention = self.iteration.block, spec.causal_block
         if attention and block and block % attention and attention % block:
@@ -178,7 +184,7 @@ class Recipe:
     def request_options(self) -> tuple[RequestOption, ...]:
         parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))
         return tuple(
-            RequestOption(kind, info.name, getattr(part, info.name))
+            RequestOption(kind, info.name, values_of(part)[info.name])
             for kind, part in parts
             for info in options_of(part)
             if info.per_request
@@ -205,7 +211,8 @@ class Recipe:
             kind, name = names[0].split(".")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
                 raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
-            replace(getattr(self, kind), **{name: value})  # raises what the component raises
+            part: Component = self.decoder if kind == "decoder" else self.sampling
+            replace(part, **{name: value})  # type: ignore[type-var]  # raises what the component raises
             values[names[0]] = value
         self._check(values)
         return [float(v) for v in values.values()]

@@ -70,11 +70,20 @@ def options_of(component: Any) -> list[OptionInfo]:
 _hints = cache(get_type_hints)  # it compiles every annotation anew
 
 
+def values_of(component: Any) -> dict[str, Any]:
+    """The options of a component by name, in the order of definition."""
+    return {field.name: getattr(component, field.name) for field in dataclasses.fields(component)}
+
+
+def changed(component: Any) -> dict[str, Any]:
+    """The options of a component that are not at their defaults."""
+    values = values_of(component)
+    return {info.name: values[info.name] for info in options_of(component) if values[info.name] != info.default}
+
+
 def brief(component: Any) -> str:
     """The class of a component, and its options that are not at their defaults."""
-    given = ((info.name, getattr(component, info.name), info.default) for info in options_of(component))
-    options = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
-    return f"{type(component).__name__}({options})"
+    return f"{type(component).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(component).items())})"
 
 
 def description_of(cls: Any) -> Description:
@@ -86,12 +95,12 @@ def description_of(cls: Any) -> Description:
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
     """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
 
-    `what` says in the message what the option is, before its range.
+    An option may be None. `what` says in the message what the option is, before its range.
     """
     allowed = f"between {least} and {most}" if most < math.inf else f"at least {least}" if least else "0 or more"
     for name in names:
         value = getattr(component, name)
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             raise ValueError(f"{kind}.{name}={value} must be {what}{allowed}")
 
 
@@ -120,9 +129,7 @@ def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = 
 
 def check_types(kind: str, component: Any) -> None:
     """Raises ValueError for an option of another type than declared, in a component that Python code built itself."""
-    infos = options_of(component)
-    values = {info.name: getattr(component, info.name) for info in infos}
-    typed({info.name: info.hint for info in infos}, values, prefix=f"{kind}.")
+    typed({info.name: info.hint for info in options_of(component)}, values_of(component), prefix=f"{kind}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -199,6 +206,11 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return sorted({*self._written, *self._installed.names, *self._table})
+
+    def name_of(self, component: Any) -> str:
+        """The name that a component's class is registered under, or else that of the class."""
+        names = (name for name in self.names() if self.get(name) is type(component))
+        return next(names, type(component).__name__)
 
     def get(self, name: str) -> T:
         """The class of that name. Raises UnknownName."""

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
+def _check_counts(said: str, **values: int) -> None:
+    """Raises ValueError for a value that is no integer, or below 1. `said`: the message, with {} for name=value."""
+    for name, value in values.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{said.format(f'{name}={value!r}')} must be an integer, at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """A mixture of experts in place of the MLP (DeepSeek-V3, arXiv:2412.19437, whose router has all of this).
@@ -29,9 +36,10 @@ class ExpertSpec:
     capacity: int | None = None  # experts that the tokens of one attention block may use between them (LLaDA2.2)
 
     def __post_init__(self) -> None:
-        for name in ("experts", "chosen", "width", "groups", "groups_chosen"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} of the experts must be an integer, at least 1")
+        _check_counts(
+            "{} of the experts", experts=self.experts, chosen=self.chosen, width=self.width, groups=self.groups,
+            groups_chosen=self.groups_chosen,
+        )  # fmt: skip
         if self.experts % self.groups or self.groups_chosen > self.groups:
             raise ValueError(
                 f"{self.experts} experts must divide into groups={self.groups}, of which groups_chosen="
@@ -53,9 +61,7 @@ class LocalAttention:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        for name in ("window", "kv_heads", "head_dim"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} of the local layers must be an integer, at least 1")
+        _check_counts("{} of the local layers", window=self.window, kv_heads=self.kv_heads, head_dim=self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +99,13 @@ class ModelSpec:
     self_conditioning: bool = False  # it was trained to be told what it expected one step before
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be an integer, at least 1")
-        for name in ("norm_eps", "rope_theta"):
-            if type(getattr(self, name)) not in (int, float) or not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{self.family}: {name}={getattr(self, name)!r} must be a number above 0")
+        _check_counts(
+            f"{self.family}: {{}}", vocab=self.vocab, hidden=self.hidden, layers=self.layers, heads=self.heads,
+            kv_heads=self.kv_heads, head_dim=self.head_dim, mlp=self.mlp, max_length=self.max_length,
+        )  # fmt: skip
+        for name, value in (("norm_eps", self.norm_eps), ("rope_theta", self.rope_theta)):
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"{self.family}: {name}={value!r} must be a number above 0")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{self.family}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and "
@@ -113,7 +120,7 @@ class ModelSpec:
         if self.prompt_block and (self.causal_block is None or (self.experts and self.experts.capacity)):
             raise ValueError(f"{self.family}: prompt_block needs causal_block, and experts without a capacity")
         masks = [] if self.mask_id is None else [("mask_id", self.mask_id)]
-        masks += [(name, getattr(self, name)) for name in ("delete_id", "split_id")] if self.moving_ids else []
+        masks += [*zip(("delete_id", "split_id"), self.moving_ids, strict=False)]
         for name, token in (*masks, *(("stop_ids", token) for token in self.stop_ids)):
             if type(token) is not int or not 0 <= token < self.vocab:
                 raise ValueError(f"{self.family}: {name} must be a token of the vocabulary of {self.vocab}: {token!r}")

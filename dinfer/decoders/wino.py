@@ -51,7 +51,7 @@ class Wino(Decoder):
         return {"own": torch.zeros((), dtype=torch.float64).expand(block)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, getattr(torch, self.precision))).softmax(-1)
+        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, self.softmax_dtype)).softmax(-1)
         state["own"].copy_(prob_RLV.gather(-1, view.tokens_RL[..., None])[..., 0])
         return logits_RLV
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from dinfer.core.kv import kv_dtype
-from dinfer.core.recipe import Recipe
+from dinfer.core.recipe import IncompatibleRecipe, Recipe
+from dinfer.core.speculation import refusal
 from dinfer.engine.batch import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update
@@ -42,6 +43,8 @@ class Engine:
             recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
+        if runtime.speculate and (reason := refusal(recipe)) is not None:
+            raise IncompatibleRecipe(reason)
         self.recipe, self.runtime, self.device = recipe, runtime, device
         self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, dtype, device))
         self._turn = threading.Condition()
@@ -151,6 +154,11 @@ class Engine:
             raise ValueError(
                 f"a request's gaps has given tokens behind an open position, and {type(self.recipe.decoder).__name__} "
                 "moves tokens behind the prompt: use a decoder that does not, such as threshold"
+            )
+        if runtime.speculate and self.recipe.guided(request.options):
+            raise ValueError(
+                "a request's sampling.guidance takes a second branch, which runtime.speculate has no candidates for: "
+                "leave guidance at 0, or use runtime.speculate=0"
             )
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:

@@ -46,17 +46,16 @@ class Request:
 
     def check(self, vocab: int) -> None:
         """Raises ValueError for a request that no engine can run, and names the field."""
-        for name, each in (("prompt", int), ("gaps", bool)):
-            value = getattr(self, name)
+        each: type
+        for name, value, each in (("prompt", self.prompt, int), ("gaps", self.gaps, bool)):
             if value is None and name == "gaps":
                 continue
             if type(value) is not list or not all(type(item) is each for item in value):
                 what = "token ids (integers)" if each is int else "true or false for each token of the prompt"
                 raise ValueError(f"a request's {name} must be a list of {what}, not {value!r:.80}")
-        for name in ("new_tokens", "spare"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"a request's {name}={value!r:.80} must be an integer, 0 or more")
+        for name, count in (("new_tokens", self.new_tokens), ("spare", self.spare)):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"a request's {name}={count!r:.80} must be an integer, 0 or more")
         if type(self.stops) is not bool:
             raise ValueError(f"a request's stops={self.stops!r:.80} must be true or false")
         if not self.prompt:
@@ -100,6 +99,7 @@ class Counts:
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
+    hits: int = 0  # denoise steps that took no forward, see `dinfer.core.speculation`
 
     @property
     def tpf(self) -> float:

@@ -12,6 +12,7 @@ from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
+BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
 
 
@@ -53,10 +54,27 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     """
     x = close(x)
     if not (few(x) and use_triton(x, "linear")):
-        return F.linear(x, weight_OK, bias_O)
+        return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
     from dinfer.kernels.triton.linear import linear as kernel
 
     return kernel(x, weight_OK, bias_O, None, split=parts)
+
+
+def slow(x: Tensor) -> bool:
+    """Whether torch multiplies such numbers far slower than float32: 16 bits on a CPU without AVX-512."""
+    if x.device.type != "cpu" or x.dtype.itemsize != 2 or torch.compiler.is_compiling():
+        return False
+    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and not torch.is_grad_enabled()
+
+
+def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+    """As `linear`, in float32, block by block of outputs: a widened block stays in the cache of the CPU."""
+    wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight_OK))
+    first = 0
+    for block in weight_OK.split(max(BLOCK // x.shape[-1], 1)):
+        out[..., first : first + len(block)] = F.linear(wide, block.float())
+        first += len(block)
+    return out if bias_O is None else out + bias_O
 
 
 def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
 from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
+from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Slices, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
@@ -84,11 +85,12 @@ def load_network(
 ) -> Any:  # fmt: skip
     """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
 
-    Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor. Experts may
-    be stored each for itself or all of a layer together. An adapter of the family is merged in. Weights that the
-    checkpoint holds in 8 bits (`loading.quantized`) stay so where a format can hold them; of others, a warning says so.
-    `quantize`: the format that all weights of linear layers and experts end in; None: as the checkpoint has them. Of a
-    `rank` only its share is read, and parameters have the shape of that.
+    Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor; with
+    `quantize`, the rounded model and one weight as it was. Experts may be stored each for itself or all of a layer
+    together. An adapter of the family is merged in. Weights that the checkpoint holds in few bits (`loading.quantized`,
+    `loading.packed`) stay so where a format can hold them; of others, a warning says so. `quantize`: the format that
+    all weights of linear layers and experts end in; None: as the checkpoint has them. Of a `rank` only its share is
+    read, and parameters have the shape of that.
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
@@ -106,13 +108,22 @@ def load_network(
     held = formats_of(tensors, placements, scales, takes, adapter.pairs if adapter else (), rank)
     for format in {type(format): format for format in held.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
-    network = empty_network(family, spec, dtype, device, held, rank)
+    wanted = None if quantize is None else linear.format_of(quantize)
+    if wanted is not None:
+        wanted.check(device, f"quantize={quantize}")
+    network = empty_network(family, spec, dtype, device, held, rank, wanted)
     parameters, weights = dict(network.named_parameters()), linear.formatted(network)
     scale_of, wide = scales.read(), set()
     every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
     words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
     whole = {name for name in words if placements[name].parameter in held.keys() & weights.keys()}
     pieces = [piece for piece in every if piece[0] not in whole]
+    rounding = None
+    if wanted is not None:
+        pieces.sort(key=lambda piece: placements[piece[0]].parameter)  # all parts of a weight one after the other
+        rest = {name: one for name, one in weights.items() if name not in held}
+        targets = [(placements[name].parameter, target) for name, _, target in pieces]
+        rounding = Rounding(wanted, rest, (one for one in targets if one[0] in rest), dtype, device)
     parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
     with torch.no_grad():
         for name, source, target in (piece for piece in every if piece[0] in whole):
@@ -128,10 +139,12 @@ def load_network(
                 tensor = tensor.to(device).float() * scale
                 wide.add(name)
             merged = tensor if adapter is None else adapter.merged(name, tensor, device, source)
-            parameters[parameter].detach()[target].copy_(merged)
-    if quantize is not None:
-        linear.quantize(network, quantize)
-    elif wide := wide | words - whole:
+            if rounding is not None and parameter in rounding.weights:
+                rounding.of(parameter)[target].copy_(merged)
+                rounding.filled(parameter)
+            else:
+                parameters[parameter].detach()[target].copy_(merged)
+    if quantize is None and (wide := wide | words - whole):
         logging.getLogger(__name__).warning(
             "%s: %d of %d rounded weights are widened to %s: no format holds their scales (of blocks), zeros or order "
             "of inputs, an adapter changes them, or they share a matrix with others. quantize=fp8, int8 or int4 rounds "
@@ -227,11 +240,12 @@ def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
 
 def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-    formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE,
+    formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE, rest: Any = None,
 ) -> Any:  # fmt: skip
     """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
 
-    `formats`: of parameters, where the network lets a format hold them. They have the shape of the rank's share.
+    `formats`: of parameters, where the network lets a format hold them; `rest`: of all others of these. They have the
+    shape of the rank's share. Raises ValueError for a shape that a format cannot hold.
     """
     from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
@@ -245,8 +259,11 @@ def empty_network(
             share = nn.Parameter(torch.empty(resized(whole, split, rank), dtype=dtype))
             setattr(network.get_submodule(path), own, share)
         for name, (module, own) in formatted(network).items():
-            if name in formats:
-                module.hold(own, formats[name].empty(module.get_parameter(own).shape, dtype), formats[name])
+            if (format := formats.get(name, rest)) is not None:
+                try:
+                    module.hold(own, format.empty(module.get_parameter(own).shape, dtype), format)
+                except ValueError as error:
+                    raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
     return network.to_empty(device=device).requires_grad_(False).eval()
 
 

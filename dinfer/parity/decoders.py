@@ -5,7 +5,7 @@ where the reference keeps stepping it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from dinfer.core.canvas import Phase, Status
 from dinfer.core.protocols import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS
+from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
@@ -43,26 +43,19 @@ class Rule:
     first: int | None = None  # what stands at position 0, if that is masked
 
 
+def renamed(name: str, names: dict[str, str], **fixed: Any) -> Callable[[Fields], Rule]:
+    """A decoder whose options have other names in the goldens, theirs -> ours, beside those that are fixed."""
+
+    def rule(params: Fields) -> Rule:
+        return Rule({"name": name, **{ours: params.take(theirs) for theirs, ours in names.items()}, **fixed})
+
+    return rule
+
+
 def _dinfer_threshold(params: Fields) -> Rule:
     precision = "float64" if params.take("use_float64", False) else "float32"
     config = {"name": "threshold", "threshold": params.take("threshold"), "precision": precision, "reference": "dinfer"}
     return Rule(config, decay=params.take("iter_threshold_decay", None))
-
-
-def _fastdllm_threshold(params: Fields) -> Rule:
-    return Rule({"name": "threshold", "threshold": params.take("threshold"), "precision": "float64"})
-
-
-def _minimal_topk(params: Fields) -> Rule:
-    return Rule({"name": "threshold", "threshold": params.take("threshold"), "least": params.take("minimal_topk")})
-
-
-def _fixed_steps(params: Fields) -> Rule:
-    return Rule({"name": "fixed", "steps": params.take("steps"), "precision": "float64"})
-
-
-def _sglang_low_confidence(params: Fields) -> Rule:
-    return Rule({"name": "threshold", "threshold": params.take("threshold"), "reference": "sglang"})
 
 
 def _credit(params: Fields) -> Rule:
@@ -84,10 +77,6 @@ def _remasking(params: Fields) -> Rule:
     return Rule({"name": "remasking", **config}, given=0)
 
 
-def _factor(params: Fields) -> Rule:
-    return Rule({"name": "factor", "factor": params.take("factor"), "reference": "fastdllm"})
-
-
 def _joint_threshold(params: Fields) -> Rule:
     names = {
         "threshold": "threshold", "edit_threshold": "edit_threshold", "max_post_edit_steps": "post_edits",
@@ -97,15 +86,6 @@ def _joint_threshold(params: Fields) -> Rule:
     given: dict[str, Any] = {"derived": "unmasked", "first2": 2}
     config |= {"name": "joint_threshold", "reference": "sglang"}
     return Rule(config, given=given[params.take("prompt")], done="idle after")
-
-
-def _eb_sampling(params: Fields) -> Rule:
-    config = {"name": "entropy_bound", "bound": params.take("gamma"), "suppress_mask": True, "precision": "float64"}
-    return Rule(config)
-
-
-def _entropy_threshold(params: Fields) -> Rule:
-    return Rule({"name": "entropy_bound", "bound": params.take("threshold"), "limits": "each"})
 
 
 def _hierarchy_block(params: Fields) -> Rule:
@@ -135,18 +115,18 @@ def insert_delete(params: Fields) -> dict[str, Any]:
 # Decoder of the goldens -> rule. Whoever adds a decoder adds an entry here.
 TRANSLATIONS: dict[str, Callable[[Fields], Rule]] = {
     "dinfer_threshold": _dinfer_threshold,
-    "dinfer_minimal_topk": _minimal_topk,
-    "fastdllm_threshold": _fastdllm_threshold,
-    "fixed_steps_low_confidence": _fixed_steps,
-    "sglang_low_confidence": _sglang_low_confidence,
+    "dinfer_minimal_topk": renamed("threshold", {"threshold": "threshold", "minimal_topk": "least"}),
+    "fastdllm_threshold": renamed("threshold", {"threshold": "threshold"}, precision="float64"),
+    "fixed_steps_low_confidence": renamed("fixed", {"steps": "steps"}, precision="float64"),
+    "sglang_low_confidence": renamed("threshold", {"threshold": "threshold"}, reference="sglang"),
     "dinfer_credit": _credit,
     "dinfer_hierarchy": partial(_hierarchy, ties="all"),
     "dinfer_hierarchy_fast_v2": partial(_hierarchy, ties="first"),
     "dinfer_hierarchy_remask": _remasking,
-    "fastdllm_factor": _factor,
+    "fastdllm_factor": renamed("factor", {"factor": "factor"}, reference="fastdllm"),
     "sglang_joint_threshold": _joint_threshold,
-    "sglang_eb_sampling": _eb_sampling,
-    "sglang_entropy_threshold": _entropy_threshold,
+    "sglang_eb_sampling": renamed("entropy_bound", {"gamma": "bound"}, suppress_mask=True, precision="float64"),
+    "sglang_entropy_threshold": renamed("entropy_bound", {"threshold": "bound"}, limits="each"),
     "sglang_hierarchy_block": _hierarchy_block,
     "sglang_gemma4_renoise": _renoise,
     "sglang_joint_threshold_indel": _insert_delete,
@@ -253,7 +233,7 @@ def unforced(decoder: Any) -> Decoder:
             found = super().select(stats, replace(view, must_progress_R=None), state)
             return replace(found, retry_R=torch.ones_like(view.masked_RL[:, 0]))
 
-    return Unforced(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+    return Unforced(**values_of(decoder))
 
 
 def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -> tuple[Recipe, BatchState]:

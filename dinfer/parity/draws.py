@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.protocols import BlockView
-from dinfer.core.registry import DECODERS
+from dinfer.core.registry import DECODERS, values_of
 from dinfer.decoders.dream import Dream
 from dinfer.parity.golden import GoldenError
 
@@ -32,7 +32,7 @@ class RecordedDream(Dream):
 
 def recorded(decoder: dict[str, Any], draws: list[list[float]], prompts_B: list[int], new_tokens: int) -> RecordedDream:
     """The decoder with the draws of each step, which are in the order of rows, then of positions."""
-    options = {name: getattr(DECODERS.build(decoder), name) for name in decoder if name != "name"}
+    options = {name: value for name, value in values_of(DECODERS.build(decoder)).items() if name in decoder}
     noise_S = torch.linspace(1, options["eps"], options["steps"] + 1)
     masked_BS = torch.ones(len(prompts_B), new_tokens, dtype=torch.bool)
     levels_BS = torch.zeros(len(prompts_B), new_tokens, dtype=torch.float64)

@@ -61,10 +61,27 @@ def _streaming(prompts: list[list[int]], params: Fields) -> Plan:
     return Plan(iteration, decoder, cache, new_tokens, every_step=True, response=True)
 
 
+def _daedal(prompts: list[list[int]], params: Fields) -> Plan:
+    """DAEDAL. The canvas has its full length from the beginning, and what does not exist yet is EOS."""
+    if params.take("temperature"):
+        raise Skip("the random numbers of the reference are not ours (temperature > 0)")
+    names = {
+        "initial_gen_length": "initial", "block_length": "window", "high_conf_threshold": "threshold",
+        "low_conf_threshold": "low_threshold", "expansion_factor": "expansion",
+        "eos_confidence_threshold": "eos_threshold", "expand_eos_confidence_threshold": "growth_threshold",
+        "eos_check_tokens": "eos_tokens",
+    }  # fmt: skip
+    decoder = {"name": "daedal"} | {ours: params.take(theirs) for theirs, ours in names.items()}
+    most, options = params.take("max_gen_length"), {"guidance": params.take("cfg_scale")}
+    plan = Plan({"name": "full"}, decoder, {"name": "none"}, most, every_step=True, response=True, grows=True)
+    return replace(plan, options=options)
+
+
 # Algorithm of the goldens -> plan.
 FURTHER: Algorithms = {
     "d2cache_vanilla": _d2cache,
     "sglang_joint_threshold_indel": _indel,
     "prophet": _prophet,
+    "daedal": _daedal,
     "streaming_dllm": _streaming,
 }

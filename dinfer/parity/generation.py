@@ -264,6 +264,13 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if plan.every_step:
         for row, got in enumerate(trail):
             found = snapshots(doc, row, prompts[row] + [mask_id] * plan.new_tokens)
+            if plan.grows:  # until the length is fixed, no step changes what exists
+                got, found = got[1 - len(found) :], found[1:]
+                beyond = {token for ours, want in zip(got, found, strict=True) for token in ours[len(want) :]}
+                same(f"tokens behind the end of row {row}", [eos_id] * len(beyond), [*beyond])
+                same(f"steps of row {row}", found, [ours[: len(want)] for ours, want in zip(got, found, strict=True)])
+                rows[row] = rows[row][: len(found[-1])]
+                continue
             changes, ours = (
                 [now for last, now in pairwise(canvases) if now != last] for canvases in (found, [found[0], *got])
             )

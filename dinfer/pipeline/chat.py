@@ -47,7 +47,12 @@ class ChatTemplate:
         return ids + self._text(rendered[end:].translate(public))
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-        return self.tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, **how)
+        from jinja2 import TemplateError  # by now transformers has imported it
+
+        try:
+            return self.tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, **how)
+        except TemplateError as error:
+            raise ValueError(f"the checkpoint's chat template: {error}") from error
 
     @cached_property
     def _literal(self) -> PreTrainedTokenizerBase:

@@ -1,7 +1,7 @@
 """What callers give a pipeline, as Python, numpy and torch have it. Raises ValueError for anything else."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,27 +19,34 @@ def is_conversation(prompt: Any) -> bool:
 
 def listed(value: Any, name: str) -> list[Any]:
     """The items of a list, tuple, array or tensor."""
-    lists = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
-    if not lists or getattr(value, "ndim", 1) == 0:  # a tensor or array of one number
+    if (items := _items(value)) is None:
         raise ValueError(f"{name} must be a list, not {value!r:.80}")
-    return list(value)
+    return items
 
 
 def each(value: Any, count: int, name: str) -> list[Any]:
     """One value for each prompt: a list of them, or the same for all."""
-    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", None) == 0:
+    if (items := _items(value)) is None:
         return [value] * count
-    if isinstance(value, Sequence) or hasattr(value, "ndim"):
-        if len(value) != count:
-            raise ValueError(f"{name} has {len(value)} values for {count} prompts: give one, or one for each")
+    if len(items) != count:
+        raise ValueError(f"{name} has {len(items)} values for {count} prompts: give one, or one for each")
+    return items
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of what has any in an order; None: it has not."""
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping, Set)):
+        return None
+    try:
         return list(value)
-    return [value] * count
+    except TypeError:  # a tensor or array of one number
+        return None
 
 
 def as_int(value: Any, what: str) -> int:
     """An integer, also of numpy or torch."""
     try:
-        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
             raise TypeError
         return operator.index(value)
     except TypeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,7 +166,7 @@ class Pipeline:
         max_new_tokens: int = 128,
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
-    ) -> Iterator[Update]:
+    ) -> Generator[Update]:
         """The canvas of one prompt after every step."""
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return self.engine.run(requests, snapshots=True)

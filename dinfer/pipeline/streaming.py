@@ -37,10 +37,11 @@ class GrowingText:
 
     def _shorten(self, whole: str) -> None:
         """Lets go of all but the last tokens, unless their text depends on those before."""
-        head, tail = self._ids[:-WINDOW], self._ids[-WINDOW:]
-        before, after = self._decode(head), self._decode(tail)
-        if before + after == whole and self._told.startswith(before):
-            self._ids, self._told = tail, self._told[len(before) :]
+        tail = self._ids[-WINDOW:]
+        after = self._decode(tail)
+        gone = len(whole) - len(after)
+        if whole.endswith(after) and gone <= len(self._told):
+            self._ids, self._told = tail, self._told[gone:]
         else:
             self._limit *= 2
 

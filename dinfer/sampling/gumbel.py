@@ -59,9 +59,9 @@ class GumbelSampling(Sampling):
             raise ValueError(f"sampling.repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
         if not 0 <= self.guidance < math.inf:
             raise ValueError(f"sampling.guidance={self.guidance} must be 0 (off) or more")
-        for name in ("ban_eos", "eos_last"):
-            if getattr(self, name) not in (0, 1):
-                raise ValueError(f"sampling.{name}={getattr(self, name)} must be 0 or 1")
+        for name, flag in (("ban_eos", self.ban_eos), ("eos_last", self.eos_last)):
+            if flag not in (0, 1):
+                raise ValueError(f"sampling.{name}={flag} must be 0 or 1")
         if not all(type(token) is int and token >= 0 for token in self.suppress):
             raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
 

@@ -30,18 +30,23 @@ class Admission:
         if not self.open:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=self.retry_after)
 
-    @contextmanager
-    def admit(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Holds room for the rows of one request, of these lengths, while it is served."""
+    def check(self, rows: int, tokens: int = 0) -> None:
+        """Raises ApiError unless there could be room for so many rows, with so many tokens, once others have ended."""
         self.check_open()
-        for what, more, now, most in (
-            ("requests", len(lengths), self.requests, self.max_requests),
-            ("tokens", sum(lengths), self.tokens, self.max_tokens),
-        ):
+        for what, more, most in (("requests", rows, self.max_requests), ("tokens", tokens, self.max_tokens)):
             if more > most:
                 raise ApiError(
                     400, f"{more} {what} at once are more than this server takes: at most {most}", code="too_large"
                 )
+
+    @contextmanager
+    def admit(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Holds room for the rows of one request, of these lengths, while it is served."""
+        self.check(len(lengths), sum(lengths))
+        for what, more, now, most in (
+            ("requests", len(lengths), self.requests, self.max_requests),
+            ("tokens", sum(lengths), self.tokens, self.max_tokens),
+        ):
             if now + more > most:
                 raise ApiError(
                     429, f"the server has {now} of at most {most} {what}: try again later",

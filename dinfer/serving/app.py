@@ -36,11 +36,12 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
 LOG = logging.getLogger("dinfer.serving")
+LONG = 8192  # characters from which on a prompt is encoded in a thread: the event loop serves others meanwhile
 
 
 def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
-    app = FastAPI(title="dinfer", version=dinfer.__version__, redoc_url=None)
+    app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=server.settings)
     handle_errors(app, server)
     add_operations(app, server)
@@ -100,6 +101,10 @@ def add_operations(app: FastAPI, server: Server) -> None:
     async def start() -> Response:
         return page.file("index.html")
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return page.reference(app.openapi())
+
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in page.FILES:
@@ -119,14 +124,15 @@ def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompt = encoded(served, body.conversation, "messages")
+        prompt = await encoded(served, body.conversation, "messages")
         top = body.top_logprobs or 0 if body.logprobs else None
         return await generated(served, body, [prompt], top, chat=True)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompts = [encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
+        server.admission.check(len(body.prompts) * body.choices)  # before anything is done for each
+        prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         return await generated(served, body, prompts, body.logprobs, chat=False)
 
     async def generated(
@@ -155,7 +161,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """The page that plays the denoising of the answer, as `dinfer trace` writes it. It is denoised once more."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
-        prompt = encoded(served, body.conversation, "messages")
+        prompt = await encoded(served, body.conversation, "messages")
         (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
         with server.admission.admit([row.length]):
             async with server.recording:  # one at a time: it runs beside the engine, step by step
@@ -195,10 +201,10 @@ def add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = server.catalogue.find(body.model)
-        if body.messages is None:
-            tokens = encoded(served, body.text, "text")
+        if body.text is not None:
+            tokens = await encoded(served, body.text, "text")
         else:
-            tokens = encoded(served, [message.plain() for message in body.messages], "messages")
+            tokens = await encoded(served, [message.plain() for message in body.messages or []], "messages")
         return {"model": served.name, "tokens": tokens, "count": len(tokens)}
 
     @app.post("/v1/detokenize")
@@ -211,10 +217,14 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         return {"model": served.name, "text": served.pipe.decode(body.tokens)}
 
 
-def encoded(served: Served, prompt: Any, field: str) -> list[int]:
+async def encoded(served: Served, prompt: str | list[dict[str, str]], field: str) -> list[int]:
     """Token ids. Conversations go through the chat template, texts do not."""
+    size = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) + 1 for message in prompt)
+    chat = False if isinstance(prompt, str) else None
     try:
-        return served.pipe.encode(prompt, chat=False if isinstance(prompt, str) else None)
+        if size < LONG:
+            return served.pipe.encode(prompt, chat=chat)
+        return await asyncio.to_thread(served.pipe.encode, prompt, chat=chat)
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
 

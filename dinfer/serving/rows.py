@@ -70,7 +70,7 @@ async def row_events(
                     yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens, done)
                     return
                 if piece or shown or scored:
-                    tokens = text.tokens if wanted.usage else 0
+                    tokens = text.taken if wanted.usage else 0
                     so_far = partial(update, tokens) if wanted.usage else None
                     yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
     except Exception as error:

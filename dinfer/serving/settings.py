@@ -27,12 +27,16 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("deadline", "send_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        counts = {
+            "max_requests": self.max_requests, "max_tokens": self.max_tokens, "max_body": self.max_body,
+            "max_connections": self.max_connections, "max_new_tokens": self.max_new_tokens,
+        }  # fmt: skip
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name}={count} must be at least 1")
+        for name, seconds in (("deadline", self.deadline), ("send_timeout", self.send_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds} must be more than 0 seconds")
         if not self.grace >= 0:
             raise ValueError(f"grace={self.grace} must be 0 seconds or more")
         if not 0 <= self.port < 65536:

@@ -31,6 +31,11 @@ class StoppableText:
         return piece
 
     @property
+    def taken(self) -> int:
+        """How many tokens it has been given."""
+        return len(self._ids)
+
+    @property
     def tokens(self) -> int:
         """How many tokens the text takes that has been told; of a stop string, none but what is told before it."""
         if not (self.stopped or self._held or self._grown.pending):

@@ -30,7 +30,7 @@ AFTER_DASHES = ["--watch", "-m", "--", "- 3 = x", "decoder=fixed", "--help me", 
 CHECKPOINT = "model.checkpoint=CHECKPOINT"
 # Arguments, and what stderr must say. CHECKPOINT stands for one.
 WRONG = [
-    (["generat"], "unknown command 'generat'. Did you mean 'generate'? Known: audit, batch, "),
+    (["generat"], "unknown command 'generat'. Did you mean 'generate'? Known: audit, batch, chat, "),
     (["generate"], "a question is needed"),
     (["generate", ""], "the prompt is empty"),
     (["generate", " \n"], "the prompt is empty"),

@@ -36,7 +36,7 @@ LINES = [
     ["models", "--json"],
     *(
         [command, "--help"]
-        for command in ("audit", "batch", "demo", "eval", "generate", "infill", "list", "plot", "tune")
+        for command in ("audit", "batch", "chat", "demo", "eval", "generate", "infill", "list", "plot", "tune")
     ),
     ["generate", "a", "--cfg", "job"],
     ["tune", "--cfg", "hydra"],

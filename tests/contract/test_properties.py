@@ -85,7 +85,8 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
     try:
         recipe = compose(model, iteration=iteration, decoder=decoder, cache=cache)
     except IncompatibleRecipe:
-        iteration = {"name": "blockwise", "block": block}
+        grows = DECODERS.get(decoder["name"]).grows
+        iteration = {"name": "full"} if grows else {"name": "blockwise", "block": block}
         recipe = compose(model, iteration=iteration, decoder=decoder, cache="none")
     requests = [
         Request([1 + i] * draw(st.integers(1, 12)), draw(st.integers(1, 25)), recipe.resolve(_options(draw, recipe)))

@@ -149,6 +149,7 @@ def test_gaps_are_filled(client: Client) -> None:
         ({"max_tokens": 10**9}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
         ({"stop": [""]}, "stop"),
         ({"stop": list("abcde")}, "stop"),
@@ -237,3 +238,21 @@ def test_the_page_loads_nothing_from_elsewhere(client: Client) -> None:
         assert f"static/{name}" in page.text
         assert client.ask(f"/static/{name}").status_code == 200
     assert client.ask("/static/app.py").status_code == 404
+
+
+def test_the_reference_needs_nothing_from_elsewhere(client: Client) -> None:
+    page = client.ask("/docs")
+    assert page.status_code == 200 and "POST /v1/chat/completions" in page.text
+    assert "http://" not in page.text and "https://" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_more_rows_than_there_can_ever_be_are_refused_before_they_are_made(client: Client) -> None:
+    many = {"model": "tiny", "prompt": ["a"] * 200_000, "n": 16}
+    response = client.ask("/v1/completions", many)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "too_large"
+
+
+def test_a_long_prompt_is_refused_by_its_length(client: Client) -> None:
+    response = chat(client, messages=[{"role": "user", "content": "12 " * 20_000}])
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("selenium")
 
-import uvicorn
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from support.browser import PROGRAM, needs_chromium
-from support.serving import Client, served
+from support.serving import Client, listening, served
 
-from dinfer.serving.app import application
-from dinfer.serving.run import listen
 from dinfer.serving.settings import Settings
 
 DRIVER = shutil.which("chromedriver")
@@ -41,14 +36,8 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def address(client: Client) -> Iterator[str]:
-    """A server in a thread."""
-    with listen(client.server.settings) as made:
-        web = uvicorn.Server(uvicorn.Config(application(client.server), log_config=None))
-        thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[made])))
-        thread.start()
-        yield f"http://127.0.0.1:{made.getsockname()[1]}/"
-        web.should_exit = True
-        thread.join()
+    with listening(client) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,10 @@ BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"
 
 # Options that make a component do something on a tiny model, set where a component has them.
-SMALL: dict[str, Any] = {"block": BLOCK, "threshold": 0.5, "steps": 3}
+SMALL: dict[str, Any] = {
+    "block": BLOCK, "threshold": 0.5, "steps": 3, "low_threshold": 0.4, "initial": 4, "window": 5, "expansion": 3,
+    "eos_tokens": 3,
+}  # fmt: skip
 # Further settings under which a component behaves like another one; each is run as a component of its own.
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from functools import cache
 from typing import Any
 
 import httpx
+import uvicorn
 
 import dinfer
 from dinfer.core.recipe import Recipe, compose
 from dinfer.serving.app import application
+from dinfer.serving.run import listen
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
@@ -56,3 +59,17 @@ def served(
         http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)
         yield Client(server, pipe, loop, http)
         loop.run(http.aclose())
+
+
+@contextmanager
+def listening(client: Client) -> Iterator[str]:
+    """The application behind a socket, in a thread: its address, which ends in a slash."""
+    with listen(Settings(port=0)) as made:
+        web = uvicorn.Server(uvicorn.Config(application(client.server), log_config=None))
+        thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[made])))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{made.getsockname()[1]}/"
+        finally:
+            web.should_exit = True
+            thread.join()

@@ -12,12 +12,13 @@ import torch
 from support.command_line import write_checkpoint
 
 import dinfer.kernels
-from benchmarks import dataset, parts, single, step, throughput
+from benchmarks import dataset, open_blocks, parts, single, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.peers import ours, work
 from benchmarks.prompts import Prompt, read_prompts
+from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
 from dinfer.core.canvas import Phase
 from dinfer.core.kv import KVPool
@@ -286,3 +287,26 @@ def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["forwards"] == 16 / work.RATE and found["same_tokens"] and len(found["all_s"]) == 2
     assert {width: row["forwards"] for width, row in found["by_width"].items()} == {"24": 2, "8": 2}
+
+
+def test_a_step_is_timed_by_open_blocks(tmp_path: Path) -> None:
+    out = tmp_path / "open.json"
+    open_blocks.main(f"--shape small --device cpu --blocks 1,2 --prompt 8 --new 128 --out {out}".split())
+    one, two = json.loads(out.read_text())["runs"]
+    assert (one["width"], two["width"]) == (32, 64) and one["ratio"] == 1 and two["step_ms"] > 0
+
+
+def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
+    """Of two requests, one after the other, in the form of guidellm's report."""
+    requests = [{"request_start_time": 1.0 + i, "request_end_time": 2.0 + i, "output_tokens": 30} for i in range(2)]
+    times = {"successful": {"percentiles": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}}
+    metrics = {
+        "request_totals": {"errored": 1, "incomplete": 0}, "time_to_first_token_ms": times,
+        "inter_token_latency_ms": times,
+    }  # fmt: skip
+    benchmark = {
+        "requests": {"successful": requests}, "metrics": metrics, "config": {"strategy": {"streams": 4}},
+    }  # fmt: skip
+    found = ratio.row(benchmark, {4: 40.0})
+    assert (found["tokens_per_s"], found["ratio"], found["failed"], found["requests"]) == (30.0, 0.75, 1, 2)
+    assert found["first_piece_ms"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}

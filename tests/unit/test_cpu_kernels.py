@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dinfer.kernels import packed
 from dinfer.kernels.cpu import linear as native
-from dinfer.kernels.linear import round_rows, scaled_linear
+from dinfer.kernels.linear import linear, round_rows, scaled_linear
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
 
@@ -97,3 +97,14 @@ def test_without_a_compiler_torch_computes(
         assert torch.equal(got, torch.nn.functional.linear(x, made.values.float()) * made.scale)
     finally:
         native.library.cache_clear()
+
+
+def test_16_bits_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are widened block by block, so that a result differs from torch's by one rounding at most."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr("dinfer.kernels.linear.BLOCK", 7 * 33)
+    x, weight, bias = torch.randn(2, 3, 33).bfloat16(), torch.randn(20, 33).bfloat16(), torch.randn(20).bfloat16()
+    with torch.no_grad():
+        got = linear(x, weight)
+        assert got.dtype == torch.bfloat16 and torch.equal(got, (x.float() @ weight.float().T).bfloat16())
+        assert torch.equal(linear(x, weight, bias), got + bias)

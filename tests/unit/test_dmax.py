@@ -85,6 +85,6 @@ def test_rows_of_a_batch_do_not_notice_each_other(cache: str) -> None:
 def test_what_it_cannot_be_combined_with_is_refused() -> None:
     with pytest.raises(IncompatibleRecipe, match=r"mixes tokens with the mask token, and this model has none"):
         compose(tiny_model("uniform"), iteration="dmax", decoder="entropy_bound", cache="none")
-    spec = {"delete_id": VOCAB - 2, "split_id": VOCAB - 3}
+    spec = {"delete_id": 5, "split_id": 6}
     with pytest.raises(IncompatibleRecipe, match=r"moves tokens, and DMaxSweep remembers"):
         compose(tiny_model("block_causal", **spec), iteration="dmax", decoder="insert_delete", cache="block")

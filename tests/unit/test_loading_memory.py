@@ -20,10 +20,13 @@ LARGE = {
     "weight_tying": False,
 }  # fmt: skip
 MEASURE = """
+import ctypes
 import sys
 from pathlib import Path
 import torch
 from dinfer.core.spec import WHOLE, Rank
+from dinfer.kernels import packed
+from dinfer.layers.formats import format
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
 from dinfer.models.llada import Llada
@@ -32,15 +35,19 @@ def memory(what):
     line = next(line for line in open("/proc/self/status") if line.startswith(what))
     return int(line.split()[1]) * 1024
 
-def load(folder, rank=WHOLE):
-    return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"), rank=rank)
+def load(folder, rank=WHOLE, quantize=None):
+    return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"), rank=rank, quantize=quantize)
 
-load(locate("tiny"))  # what torch imports on first use is not the checkpoint's
-for rank in (Rank(1, 2), WHOLE):
+format.PIECE = packed.PIECE = 1 << 20  # a small part of this model, as it is of a large one
+for quantize in ("int4", "int8", None):
+    load(locate("tiny"), quantize=quantize)  # what torch imports on first use is not the checkpoint's
+for rank, quantize in ((WHOLE, "int4"), (WHOLE, "int8"), (Rank(1, 2), None), (WHOLE, None)):
     before = memory("VmRSS")
-    network = load(Path(sys.argv[1]), rank)
-    print(memory("VmHWM") - before, sum(p.nbytes for p in network.parameters()))
+    network = load(Path(sys.argv[1]), rank, quantize)
+    print(memory("VmHWM") - before, sum(p.nbytes for p in (*network.parameters(), *network.buffers())))
     del network
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free, or the next would seem to need less
+    Path("/proc/self/clear_refs").write_text("5")  # the next peak begins here
 """
 
 
@@ -54,7 +61,11 @@ def test_the_peak_is_hardly_more_than_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
-    (share_peak, share), (peak, model) = (map(int, line.split()) for line in done.stdout.splitlines())
+    sizes = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    *rounded, (share_peak, share), (peak, model) = sizes
     assert 250e6 < model <= peak and model / 2.1 < share < model / 1.9
     assert peak <= 1.15 * model, f"{peak / model:.2f} x the model"
+    weight = 4 * 2 * 3072 * 1024  # the largest: gate and up
+    for small_peak, small in rounded:
+        assert small < model / 3.4 and small_peak <= small + 4 * weight, f"{small_peak:,} for {small:,}"
     assert share_peak <= 1.15 * share, f"{share_peak / share:.2f} x the share of a rank"

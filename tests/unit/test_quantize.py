@@ -8,11 +8,14 @@ from support.kernels import expert_mlps
 from support.models import tiny_model
 
 import dinfer
+from dinfer.core.registry import MODELS
 from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import check_float8, round_rows, rounded, scaled_linear
 from dinfer.kernels.packed import pack, packed_linear, unpack
 from dinfer.kernels.types import FLOAT8, LARGEST
 from dinfer.layers.linear import Linear, format_of, formatted, quantize
+from dinfer.loading.checkpoint import load_network
+from dinfer.loading.hub import locate
 
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
@@ -145,3 +148,18 @@ def test_float8_needs_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> No
     check_float8(torch.device("cpu"), "quantize=fp8", "quantize=int8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_float8(torch.device("cuda"), "quantize=fp8", "quantize=int8")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_loading_rounds_as_rounding_afterwards_does(name: str) -> None:
+    """Experts, and matrices of several tensors; scales of 4 bits lie in memory as kernels want them."""
+    folder = locate("tiny-llada2")
+    family = MODELS.build({"name": "llada2", "block": 32})
+    device = torch.device("cpu")
+    want = load_network(folder, family, dtype=None, device=device)
+    quantize(want, name)
+    got = load_network(folder, family, dtype=None, device=device, quantize=name)
+    for (path, one), other in zip(
+        (*want.named_parameters(), *want.named_buffers()), (*got.parameters(), *got.buffers()), strict=True
+    ):
+        assert torch.equal(one, other) and one.stride() == other.stride(), path

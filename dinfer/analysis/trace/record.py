@@ -14,7 +14,7 @@ from dinfer import __version__
 from dinfer.analysis.trace.pieces import Pieces
 from dinfer.core.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
 from dinfer.engine.runtime import Runtime
@@ -154,13 +154,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         "cache": (CACHES, recipe.cache),
         "sampling": (SAMPLINGS, recipe.sampling),
     }
-    return {kind: _described(registry, part) for kind, (registry, part) in parts.items()}
-
-
-def _described(registry: Registry, part: Any) -> dict[str, Any]:
-    names = [name for name in registry.names() if registry.get(name) is type(part)]
-    values = {info.name: getattr(part, info.name) for info in options_of(part)}
-    return {"name": names[0] if names else type(part).__name__, **values}
+    return {kind: {"name": registry.name_of(part), **values_of(part)} for kind, (registry, part) in parts.items()}
 
 
 def _short(part: dict[str, Any]) -> str:
@@ -198,7 +192,7 @@ def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:
             offers[:] = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
             return super().select(stats, view, state)
 
-    return Shown(**{info.name: getattr(decoder, info.name) for info in options_of(decoder)})
+    return Shown(**values_of(decoder))
 
 
 def spans(positions: Iterable[int]) -> list[Span]:

@@ -51,13 +51,14 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     settings.keys()  # raises where there are none
     others = recipes(config, "serve")
     from dinfer.serving.log import log_as_json
-    from dinfer.serving.run import listen, serve
+    from dinfer.serving.run import listen, serve, tuned
     from dinfer.serving.server import Server
 
     with listen(settings) as socket:
         server = Server(served(config, others, fitted(pipeline(config))), settings)
         log_as_json()
-        serve(server, socket, announced(server.catalogue))
+        with tuned():
+            serve(server, socket, announced(server.catalogue))
 
 
 def needed(command: str) -> None:

@@ -16,22 +16,29 @@ In a sweep (-m), every point writes files of its own: trace-0.html, trace-1.html
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+
 from dinfer.analysis.outputs import check_file, write
+from dinfer.cli import conf
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
-from dinfer.cli.compare_overrides import changed, taken_out
+from dinfer.cli.explain import parse
 from dinfer.cli.recipe import beside, pipeline, setting, text_of
 from dinfer.cli.terminal import say
+from dinfer.core.registry import unknown
 
 if TYPE_CHECKING:
     from dinfer.analysis.trace.record import Trace
     from dinfer.pipeline import Pipeline
 
+_CHANGE = re.compile(r"compare(?:\.(?P<change>[^=]+=.*)|=.*)", re.DOTALL)
+MAY_DIFFER = (*conf.GROUPS, "max_new_tokens")
 SUFFIXES = (".html", ".svg", ".json")
 
 
@@ -39,6 +46,29 @@ def run(args: Namespace) -> None:
     """Writes the traces of each point of a sweep."""
     args.words, changes = taken_out(args.words)
     launch(args, partial(trace, changes=changes), takes_text=True)
+
+
+def taken_out(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words without those that begin with `compare.`, and the overrides that these are. Raises ValueError."""
+    found = {word: match for word in words if (match := _CHANGE.fullmatch(word))}
+    for word, match in found.items():
+        if not match["change"]:
+            raise ValueError(f"{word!r} does not say what to change: write compare.decoder=NAME or compare.cache=NAME")
+    return [word for word in words if word not in found], [match["change"] for match in found.values()]
+
+
+def changed(command: str, changes: list[str]) -> dict[str, Any]:
+    """The running command's configuration with the changes.
+
+    Where they choose a component, the first recipe's options of that component do not hold. Raises ValueError.
+    """
+    keys = [parse(change).key_or_group for change in changes]
+    for key in keys:
+        if (root := key.partition(".")[0]) not in MAY_DIFFER:
+            raise unknown("setting to compare:", root, list(MAY_DIFFER))
+    given = HydraConfig.get().overrides.task
+    kept = [text for text in given if parse(text).key_or_group.partition(".")[0] not in {*keys} & {*conf.GROUPS}]
+    return conf.compose(command, [*kept, *changes])
 
 
 def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -> None:

@@ -62,7 +62,7 @@ typedef __m256 Floats;
 #define ADD_16 _mm256_add_epi16
 #define ADD_PAIRS(a, s) _mm256_add_epi32(a, _mm256_madd_epi16(s, _mm256_set1_epi16(1)))
 #endif
-#define TALL 3
+#define TALL 2
 static inline __m256i half(Ints v) { return v; }
 static inline float SUM_FLOATS(Floats v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -197,22 +197,22 @@ static inline Ints offset_of(const int32_t *c, int64_t g, int64_t group) {
 static inline __attribute__((always_inline)) void
 int4_block(const int8_t *x, int64_t K, const uint8_t *w, int64_t n, int64_t group, int tall, const float *sx,
            const int32_t *cx, int64_t G, const float *sw, float *out, int64_t O, int64_t rows, int first) {
-    Floats sum[2][ROWS];
+    Floats sum[TALL][ROWS];
     int64_t step = group < BYTES ? BYTES : group;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int o = 0; o < tall; o++)
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) sum[o][r] = FLOAT_ZERO;
     for (int64_t k = 0; k < n; k += step) {
         int64_t g = k / group;
-        Floats by[2];
-#pragma GCC unroll 2
+        Floats by[TALL];
+#pragma GCC unroll 4
         for (int o = 0; o < tall; o++) by[o] = scale_of(sw + o * (DEEP / 32), g, group);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             Floats own = scale_of(sx + r * G, g, group);
             Ints begin = offset_of(cx + r * G, g, group);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int o = 0; o < tall; o++) {
                 const int8_t *from = x + r * K + k;
                 const uint8_t *of = w + o * DEEP + k;
@@ -229,7 +229,7 @@ int4_block(const int8_t *x, int64_t K, const uint8_t *w, int64_t n, int64_t grou
             }
         }
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int o = 0; o < tall; o++)
         for (int64_t r = 0; r < rows; r++) {
             float found = SUM_FLOATS(sum[o][r]);
@@ -276,8 +276,8 @@ int dinfer_int4_linear(const float *x, int64_t R, int64_t K, const uint8_t *w, c
                     const float *own = sx + r * G + k / group;
                     const int32_t *off = cx + r * G + k / group;
                     float *to = out + r * O + tile;
-                    for (; o + 2 <= end; o += 2)
-                        int4_block(q + r * K + k, K, wide + o * DEEP, n, group, 2, own, off, G, sw + o * (DEEP / 32),
+                    for (; o + TALL <= end; o += TALL)
+                        int4_block(q + r * K + k, K, wide + o * DEEP, n, group, TALL, own, off, G, sw + o * (DEEP / 32),
                                    to + o, O, rows, !k);
                     for (; o < end; o++)
                         int4_block(q + r * K + k, K, wide + o * DEEP, n, group, 1, own, off, G, sw + o * (DEEP / 32),

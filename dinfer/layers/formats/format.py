@@ -16,6 +16,7 @@ from dinfer.kernels.types import Deferred, Inputs, Matrices
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 
+PIECE = 1 << 24  # values that are rounded at a time, so that their float32 copies need little memory
 Weight = tuple[Tensor, ...]
 """The tensors of one weight: its values, which are a parameter, and those that the format keeps `beside` them."""
 
@@ -70,8 +71,10 @@ class EightBits(Format):
         return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)
 
     def make(self, weight: Tensor) -> Weight:
-        made = round_rows(weight, self.values)
-        return made.values, made.scale
+        rows = weight.flatten(0, -2)
+        pieces = [round_rows(piece, self.values) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
+        values, scale = torch.cat([one.values for one in pieces]), torch.cat([one.scale for one in pieces])
+        return values.view(weight.shape), scale.view(weight.shape[:-1])
 
     def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
         """Fills a part of a weight with what a checkpoint has; scales [..., O, 1]."""

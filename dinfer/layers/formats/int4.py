@@ -23,7 +23,8 @@ class Int4(Format):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         *lead, width = shape
-        scale = torch.empty((*lead, width // (self.group or group_of(width))), dtype=self.scales)
+        groups = width // (self.group or group_of(width))
+        scale = torch.empty((groups, *lead), dtype=self.scales).movedim(0, -1)  # in memory as `pack` makes it
         return torch.empty((*lead, width // 2), dtype=torch.uint8), scale
 
     def make(self, weight: Tensor) -> Weight:

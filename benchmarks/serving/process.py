@@ -1,0 +1,45 @@
+"""A server in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Where a server is, and how it came to be."""
+
+    url: str  # ends in /
+    pid: int
+    seconds: float  # until it took requests
+
+
+@contextmanager
+def serving(*overrides: str, log: str = "server.log") -> Iterator[Started]:
+    """`dinfer serve` on a free port. It must end in peace, or RuntimeError is raised. `log`: the file of its stderr."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "dinfer.cli.main", "serve", "port=0", *overrides]
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            found = re.search(r"http://\S+?/(?= )", said)
+            if found is None:
+                raise RuntimeError(f"the server says {said!r}: see {log}")
+            yield Started(found[0], process.pid, time.perf_counter() - began)
+        finally:
+            process.terminate()
+            try:
+                status = process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+    if status:
+        raise RuntimeError(f"the server ended with status {status}: see {log}")

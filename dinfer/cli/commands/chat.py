@@ -1,0 +1,100 @@
+"""talks to a model, turn by turn
+
+usage: dinfer chat [model=NAME] [overrides ...]
+       dinfer chat < QUESTIONS > ANSWERS
+
+Shows the canvas of an answer while it is denoised, and then its text. Ctrl-C ends an answer, Ctrl-D the chat. /help
+explains /set, /save and other commands. A line that ends in a backslash goes on in the next.
+
+In a pipe each line is a question, or a command, and standard output gets the answers alone.
+
+Examples:
+  dinfer chat model=llada2_mini device=cuda system="Answer in one sentence."
+  printf '%s\\n' "What is 3 + 4?" "/set decoder.threshold=0.5" "And doubled?" | dinfer chat
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from dinfer.cli.application import launch
+from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.errors import debugging, failures, message
+from dinfer.cli.recipe import pipeline, text_of
+from dinfer.cli.terminal import say
+
+PROMPT, MORE = "> ", ". "
+
+
+def arguments(parser: Parser) -> None:
+    configured(parser)
+
+
+def run(args: Any) -> None:
+    """Talks until the input ends."""
+    if args.multirun:
+        raise ValueError("-m starts one chat after the other: change a setting within the chat with /set instead")
+    launch(args, partial(chat, folder=args.config_dir))
+
+
+def chat(config: dict[str, Any], _text: str | None, *, folder: str | None) -> None:
+    """Answers each line of standard input."""
+    system = text_of(config, "system", None)
+    from dinfer.cli.conversation import Conversation, Ended, interruptible
+
+    talk = Conversation(config, pipeline(config), system=system, folder=folder)
+    if not sys.stdin.isatty():
+        for line in piped():
+            talk.take(line)
+        return
+    survived: tuple[type[Exception], ...] = (ValueError, OSError, *failures())
+    say("Ctrl-C ends an answer, Ctrl-D the chat. /help explains the commands.")
+    with interruptible() as interrupts:
+        for line in typed_lines():
+            try:
+                talk.take(line, interrupts)
+            except Ended:
+                return
+            except survived as error:
+                if debugging():
+                    raise
+                say(f"dinfer: {message(error)}")
+
+
+def piped() -> Iterator[str]:
+    """The lines of standard input. Raises ValueError unless they are UTF-8."""
+    try:
+        for line in sys.stdin:
+            line.encode()
+            yield line.removesuffix("\n")
+    except UnicodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from error
+
+
+def typed_lines() -> Iterator[str]:
+    """What a person types, with the usual keys to edit it and to recall earlier lines."""
+    import readline  # noqa: F401  # `input` then uses it
+
+    while True:
+        try:
+            line = ask(PROMPT)
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + ask(MORE)
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D ends the chat)")
+        except EOFError:
+            say("")
+            return
+        else:
+            yield line
+
+
+def ask(prompt: str) -> str:
+    """A line. The prompt goes to stderr if stdout is no terminal: that holds answers alone."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
