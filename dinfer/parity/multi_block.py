@@ -132,7 +132,7 @@ def run(golden: Golden, doc: Fields) -> str:
             decoder=build(DECODERS, plan.decoder, **plan.rule),
             cache=CACHES.build(cache),
         )
-        engine = Engine(recipe, Runtime(rows=1), device=network.device, dtype=network.dtype)
+        engine = Engine(recipe, Runtime(rows=1))
         blank = prompt + [mask_id] * plan.new_tokens
         want = recorded(doc, row, blank)
         most = len(want) if doc.take("finish", None) in LIMITS else len(want) + 1
