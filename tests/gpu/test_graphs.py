@@ -12,6 +12,7 @@ from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
 from dinfer.core.recipe import compose
+from dinfer.core.speculation import refusal
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
 from dinfer.kernels.dispatch import VARIABLE
@@ -74,6 +75,21 @@ def test_graphs_tell_what_eager_steps_tell(combination: Combination) -> None:
         assert [[token for token, *_ in row] for row in got] == [[token for token, *_ in row] for row in want]
         for mine, theirs in zip(got, want, strict=True):
             assert [logprob for _, logprob, _ in mine] == pytest.approx([p for _, p, _ in theirs], abs=1e-4)
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
+
+
+@pytest.mark.parametrize(
+    "combination", [c for c in SAMPLE if refusal(c.recipe(tiny_model(c.variant))) is None][::6], ids=str
+)
+def test_speculation_under_graphs_gives_the_tokens_of_plain_steps(combination: Combination) -> None:
+    recipe = recipe_for(combination)
+    requests = [r for r in requests_for(recipe) if not recipe.guided(r.options)]
+    want = completions(engine_for(recipe, rows=3), requests)
+    engine = engine_for(recipe, rows=3, graphs=True, speculate=2)
+    for _ in range(3):
+        got = completions(engine, requests)
+        assert [(c.canvas, c.output) for c in got] == [(c.canvas, c.output) for c in want]
+        assert all(a.counts.forwards <= b.counts.forwards for a, b in zip(got, want, strict=True))
     assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
