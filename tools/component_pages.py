@@ -24,8 +24,8 @@ def page(registry: Registry) -> str:
     role = ROLES[registry.kind]
     parts = [
         f"# {registry.kind.capitalize()}s",
-        f"{role[0].upper()}{role[1:]}. Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` shows "
-        "the same.",
+        f"{role[0].upper()}{role[1:]}. Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` "
+        "shows the same.",
     ]
     for name in registry.names():
         parts.append(section(registry, name))
