@@ -33,7 +33,8 @@ NEXT = SHARED.with_name("goldens-next")
 LATER = {  # of the sets that came later; the other cases there are of components that are not there yet
     "models/": 1, "decoders/sglang_eb": 19, "decoders/sglang_entropy": 14, "decoders/sglang_hierarchy": 22,
     "decoders/sglang_gemma4": 12, "decoders/sglang_joint_threshold_indel": 60, "generation/llada2_moe/indel": 14,
-    "generation/llada/daedal": 11, "generation/llada/prophet": 5, "generation/llada/streaming": 5,
+    "generation/llada/d2cache": 5, "generation/dream/d2cache": 3, "generation/llada/daedal": 11,
+    "generation/llada/prophet": 5, "generation/llada/streaming": 5,
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
