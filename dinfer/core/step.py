@@ -144,6 +144,7 @@ def decode(
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        confidence_BKL=stats.confidence_RL.view(*by_block, -1),
         stable_BK=stability(stats, view).view(by_block) if iteration.reads_stability else None,
         next_B=commits.next_B,
     )
