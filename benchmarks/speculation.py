@@ -2,9 +2,8 @@
 
     python -m benchmarks.speculation --device cuda --out benchmarks/results/speculation-h200
 
-Each recipe runs without candidates and with K of them. A row holds the forwards of all problems, by how much they were
-divided, and whether every answer is the same, token by token. Nothing is written about a run whose answers differ but
-that they do.
+Each recipe runs without candidates and with K of them. A row of the report holds the forwards of all problems, by how
+much they were divided, and how many answers are the same, token by token.
 """
 
 import argparse
