@@ -61,9 +61,9 @@ def widest(recipe: Recipe, block: int, length: int) -> int:
     return min(region + plan.back + plan.ahead, length)
 
 
-# Which drafts each candidate fills in, by rank of confidence; a tree whose branches are commits in another order (Spiffy).
-# It is calibrated: each set is the one that saves most forwards beside those before it, on 24 problems of another seed
-# than the benchmarks', averaged over the recipes of benchmarks/speculation.py.
+# Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: each set
+# is the one that saves most forwards beside those before it, on 24 problems of another seed than the benchmarks',
+# averaged over the recipes of benchmarks/speculation.py.
 DRAFTED = (
     (0,), (0, 1), (1,), (0, 1, 2), (0, 2), (0, 1, 2, 3), (2,), (0, 1, 3), (0, 1, 2, 3, 4), (0, 1, 2, 4), (1, 2), (0, 3),
     (3,), (0, 1, 2, 3, 4, 5), (0, 2, 3), (0, 1, 4),
