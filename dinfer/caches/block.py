@@ -20,6 +20,7 @@ class BlockCache(CachePolicy):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
+    rewrites = True
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.attention_block:

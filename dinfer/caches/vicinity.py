@@ -19,6 +19,7 @@ class VicinityCache(CachePolicy):
     """
 
     paper = "dInfer, arXiv:2510.08666"
+    rewrites = True
 
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")

@@ -25,6 +25,7 @@ class NoCache(CachePolicy):
     """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
+    rewrites = True
     reuses = False
 
     def plan(self, phase: Phase) -> WindowPlan:
@@ -38,6 +39,7 @@ class NoCache(CachePolicy):
 class RefreshedCache(CachePolicy):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
+    rewrites = True
     ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
     interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")

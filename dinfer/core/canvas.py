@@ -57,6 +57,7 @@ class Cursors(NamedTuple):
     steps: int = 0
     refreshes: int = 0
     committed: int = 0
+    hits: int = 0
     seed: int = 0
     stops: int = 0
 
@@ -87,9 +88,10 @@ class RowCursors:
     block_B: Tensor  # blocks finished
     kept_B: Tensor  # keys and values before this position are those of final tokens, as far as the cache minds
     forwards_B: Tensor  # NFE since admission
-    steps_B: Tensor  # of these, those that decoded: what schedules and random streams count, so no cache shifts them
+    steps_B: Tensor  # denoise steps: what schedules and random streams count, so no cache shifts them
     refreshes_B: Tensor  # full passes whose keys and values were kept
     committed_B: Tensor  # masked positions decoded, less those masked again
+    hits_B: Tensor  # denoise steps without a forward: a candidate of the forward before had their logits
     seed_B: Tensor  # of the request's random stream
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
@@ -236,13 +238,13 @@ class Canvas:
 
     def finish(
         self, lanes: RowCursors, *, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
-        broken_B: Tensor, stale_B: Tensor | bool, refreshed: bool,
+        broken_B: Tensor, stale_B: Tensor | bool, refreshed: bool, hit: bool,
     ) -> None:  # fmt: skip
         """Counts the step in live lanes, says what they need next, and writes their cursors back.
 
         Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
         `entered` begin their count of steps; those behind the `left_B` first ones move to the front with theirs.
-        `refreshed`: this one was a FULL pass whose keys are kept.
+        `refreshed`: this one was a FULL pass whose keys are kept. `hit`: it had no forward of its own.
         """
         if use_triton(self.cursors_NC, "advance"):
             from dinfer.kernels.triton.advance import finish as kernel
@@ -252,7 +254,7 @@ class Canvas:
             phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
             return kernel(
                 self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_BK, left_B,
-                done_B, broken_B, stale_B, refreshed=refreshed, columns=columns, phases=phases,
+                done_B, broken_B, stale_B, refreshed=refreshed, hit=hit, columns=columns, phases=phases,
             )  # fmt: skip
         step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
         if left_B is not None:
@@ -265,10 +267,11 @@ class Canvas:
             replace(
                 lanes,
                 phase_B=phase_B.masked_fill(broken_B, int(Phase.FAULT)),
-                forwards_B=lanes.forwards_B + 1,
+                forwards_B=lanes.forwards_B + (not hit),
                 steps_B=lanes.steps_B + 1,
                 refreshes_B=lanes.refreshes_B + refreshed,
                 committed_B=lanes.committed_B + gained_B,
+                hits_B=lanes.hits_B + hit,
                 step_BK=step_BK.masked_fill(entered_BK, 0),
                 quota_BK=quota_BK,
             )

@@ -26,6 +26,7 @@ from dinfer.kernels.rotary import rotate_and_store
 from dinfer.kernels.upload import upload
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
+NOWHERE = 2**40  # behind every canvas
 Slot = TypeVar("Slot", int, Tensor)
 
 
@@ -46,11 +47,17 @@ class KVPool:
     table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
     local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
     layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
+    candidates: int = 0  # most candidates of a slot in a step; they have the last pages of the pool
+    fork: int = 0  # pages of one candidate
 
     @classmethod
     def alloc(
-        cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device
-    ) -> Self:
+        cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device,
+        candidates: int = 0, window: int = 0,
+    ) -> Self:  # fmt: skip
+        """`pages` for requests, and as many beside as `candidates` of each slot need for a window of `window`."""
+        fork = min(-(-(window - 1) // page) + 1, -(-length // page)) if candidates else 0
+        pages += (slots + 1) * candidates * fork
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
 
         def pool(layers: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +70,7 @@ class KVPool:
         local = None
         if spec.local is not None:
             local = cls(*pool(len(near), spec.local.kv_heads, spec.local.head_dim), None, ())
-        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places)
+        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places, candidates, fork)
 
     @property
     def page(self) -> int:
@@ -95,20 +102,47 @@ class KVPool:
         if self.local is not None:
             self.local.wipe(pages)
 
+    def forked(self, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
+        """The pages of each lane, and of `count` candidates that compute the same positions. [(1 + count) * B, P]
+
+        A candidate shares the pages without such a position and has its own instead of the others. Of these, the
+        first and the last may hold keys beside the window, so they are copied.
+        """
+        table_BP, last_B = self.table_NP.index_select(0, slot_B), pos_BW.amax(-1) // self.page
+        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
+        column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
+        base = self.k_JPTGE.shape[1] - self.table_NP.shape[0] // 2 * self.candidates * self.fork
+        own_KB = base + (slot_B * self.candidates + which_K[:, None]) * self.fork - first_B
+        inside_BP = (column_P >= first_B[:, None]) & (column_P <= last_B[:, None])
+        table_KBP = torch.where(inside_BP, own_KB[..., None] + column_P, table_BP)
+        ends_B2 = torch.stack((first_B, last_B), -1).clamp(0, table_BP.shape[1] - 1)
+        from_KB2 = table_BP.gather(1, ends_B2).expand(count, -1, -1)
+        self._copy(from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten())
+        return torch.cat((table_BP, table_KBP.flatten(0, 1)))
+
+    def _copy(self, from_X: Tensor, to_X: Tensor) -> None:
+        for pool in (self.k_JPTGE, self.v_JPTGE):
+            pool = pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool
+            pool.index_copy_(1, to_X, pool.index_select(1, from_X))
+        if self.local is not None:
+            self.local._copy(from_X, to_X)
+
     def attend(
         self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
         *, place_BW: Tensor | None = None, local_BW: tuple[Tensor, Tensor] | None = None,
-        context_BW: Tensor | None = None,
+        context_BW: Tensor | None = None, table_NP: Tensor | None = None,
     ) -> PagedAttend:  # fmt: skip
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
         `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
         `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.core.protocols.Attend`.
+        `table_NP`: the pages of each slot, if not those of requests.
         """
         kept_BW = pos_BW if place_BW is None else place_BW
         pages_BP, write_X = key_places(
-            self.table_NP, slot_B, kept_BW, page=self.page, pages=pages, null=NULL, scratch=SCRATCH
-        )
+            self.table_NP if table_NP is None else table_NP, slot_B, kept_BW,
+            page=self.page, pages=pages, null=NULL, scratch=SCRATCH,
+        )  # fmt: skip
         near_BW = None if local_BW is None else _contiguous(local_BW)
         return PagedAttend(self, pos_BW, write_X, pages_BP, _contiguous(interval_BW), near_BW, context_BW)
 

@@ -54,6 +54,7 @@ class StepShape:
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
+    candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class BlockAfter:
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    confidence_BKL: Tensor  # probability of what was proposed, see `TokenStats`
     stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 
@@ -233,6 +235,9 @@ class CachePolicy(Component):
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
     watches: ClassVar[bool] = False  # wants to `observe` how values change
+    # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
+    # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
+    rewrites: ClassVar[bool] = False
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""

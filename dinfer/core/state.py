@@ -12,6 +12,7 @@ from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import State
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import Drafts, widest
 from dinfer.core.told import Tellings
 from dinfer.kernels.canvas import option_columns
 from dinfer.kernels.rows import Rows, store_rows
@@ -66,16 +67,17 @@ class BatchState:
     decoder: StatePool
     cache: StatePool
     tellings: Tellings
+    drafts: Drafts | None = None  # of recipes that run with candidates
 
     @classmethod
     def alloc(
         cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
-        block: int | None = None,
+        block: int | None = None, candidates: int = 0,
     ) -> BatchState:  # fmt: skip
         """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
 
         `block` is L; None: what the iteration says for a generation of `length`. It is never longer than `length`:
-        a block ends where the canvas does.
+        a block ends where the canvas does. `candidates`: the most that a step evaluates.
         """
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
@@ -86,12 +88,23 @@ class BatchState:
         return cls(
             block=block,
             canvas=canvas,
-            kv=KVPool.alloc(spec, slots, length, pages, page, dtype=dtype, device=device),
+            kv=KVPool.alloc(
+                spec,
+                slots,
+                length,
+                pages,
+                page,
+                dtype=dtype,
+                device=device,
+                candidates=candidates,
+                window=widest(recipe, block, length),
+            ),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
             decoder=StatePool.alloc(block_state, n * iteration.blocks, device, recipe.decoder.large),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
             tellings=Tellings.alloc(canvas),
+            drafts=Drafts.alloc(n, iteration.blocks * block, device) if candidates else None,
         )
 
     def admit(
@@ -127,6 +140,8 @@ class BatchState:
         )  # fmt: skip
         self.iteration.reset(slot)
         self.cache.reset(slot)
+        if self.drafts is not None:
+            self.drafts.confidence_NX[slot] = -1.0
         blocks = recipe.iteration.blocks
         for row in range(slot * blocks, (slot + 1) * blocks):
             self.decoder.reset(row)

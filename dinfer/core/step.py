@@ -5,7 +5,7 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
-from dinfer.core.protocols import BlockAfter, Moved, Proposal, State, StepShape
+from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import Candidates
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
 from dinfer.core.told import Told
@@ -34,20 +35,25 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
     may be named once.
     """
-    model, iteration, decoder, cache = recipe.model, recipe.iteration, recipe.decoder, recipe.cache
-    canvas, spec = state.canvas, model.spec
+    model, iteration, cache, canvas = recipe.model, recipe.iteration, recipe.cache, state.canvas
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    computed = window(cache, lanes, canvas, spec, shape, cache_state)
+    computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
     pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
     interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
-    x_BWD = iteration.embed(model, tokens_BW, pos_BW, lanes, iteration_state)
-    attend = state.kv.attend(
-        slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
-    )
+    candidates = None
+    if shape.candidates and state.drafts is not None:
+        candidates = Candidates.of(state.drafts, canvas, lanes, shape)
+        tokens_BW = candidates.windows(pos_BW, tokens_BW)
+        attend = candidates.attend(state.kv, pos_BW, place_BW, interval_BW, shape.pages)
+    else:
+        attend = state.kv.attend(
+            slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
+        )
+    x_BWD = iteration.embed(model, tokens_BW, attend.pos_BW, lanes, iteration_state)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
@@ -63,18 +69,57 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         lanes.live_B = lanes.live_B & ~settled_B
     lanes.kept_B = kept_B
 
+    if candidates is None:
+        left = Hidden(model, h_BWD, pos_BW, computed.logits_RL)
+        decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
+        return
+    count = shape.candidates + 1
+    logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
+    row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
+    decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
+    for _ in range(shape.candidates):
+        candidates.live_B = lanes.live_B
+        lanes, choice_B = candidates.reached(canvas, shape.phase)
+        logits_RLV = logits_CRLV[rows_of(choice_B, shape.blocks), row_R]
+        iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+        decode(recipe, state, shape, lanes, logits_RLV, iteration_state, cache_state, hit=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What a forward leaves: hidden states, where they are, and where in them those of the active blocks are."""
+
+    model: Model  # of this step
+    h_BWD: Tensor
+    pos_BW: Tensor
+    logits_RL: Tensor
+
+
+def decode(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors, known: Hidden | Tensor,
+    iteration_state: State, cache_state: State, *, hit: bool = False,
+) -> None:  # fmt: skip
+    """The part of a denoise step behind its forward. `known`: what the forward left, or logits of the active blocks.
+
+    `hit`: the logits are those of a candidate, so no forward is counted.
+    """
+    iteration, decoder, cache = recipe.iteration, recipe.decoder, recipe.cache
+    canvas, spec, slot_B = state.canvas, recipe.model.spec, lanes.slot_B
+    model = known.model if isinstance(known, Hidden) else recipe.model
     # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
     row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
     decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, live_R)
-    if shape.scored:
-        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, h_BWD, computed.logits_RL)
+    if shape.scored and isinstance(known, Hidden):
+        stats, lanes.live_B = open_stats(recipe, shape, lanes, view, known.h_BWD, known.logits_RL)
     else:
-        if iteration.scores == "window":
-            logits_BWV = model.logits(h_BWD)
-            logits_RLV = take(logits_BWV, computed.logits_RL)
+        if isinstance(known, Tensor):
+            logits_RLV = known
+        elif iteration.scores == "window":
+            logits_BWV = model.logits(known.h_BWD)
+            logits_RLV = take(logits_BWV, known.logits_RL)
         else:
-            logits_RLV = model.logits(take(h_BWD, computed.logits_RL))
+            logits_RLV = model.logits(take(known.h_BWD, known.logits_RL))
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
@@ -83,8 +128,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         written, written_RL = state.tellings.tell(slot_B, lanes.live_B, view, stats, commits, spec.vocab)
         if shape.told == Told.LOGPROBS:
             state.tellings.tell_logprobs(written, written_RL, logits_RLV)
-    if logits_BWV is not None:
-        iteration.observe(model, logits_BWV, pos_BW, lanes, iteration_state)
+    if logits_BWV is not None and isinstance(known, Hidden):
+        iteration.observe(model, logits_BWV, known.pos_BW, lanes, iteration_state)
     elif iteration.scores == "adjusted":
         by_lane = (slot_B.shape[0], -1)
         pos_BX, adjusted_BXV = view.pos_RL.view(by_lane), adjusted_RLV.reshape(*by_lane, spec.vocab)
@@ -99,6 +144,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),
         finished_BK=finished_R.view(by_block),
+        confidence_BKL=stats.confidence_RL.view(*by_block, -1),
         stable_BK=stability(stats, view).view(by_block) if iteration.reads_stability else None,
         next_B=commits.next_B,
     )
@@ -110,12 +156,14 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     canvas.finish(
         lanes, gained_B=commits.gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
         broken_B=commits.broken_B, stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
-        refreshed=cache.reuses and shape.phase == Phase.FULL,
+        refreshed=cache.reuses and shape.phase == Phase.FULL, hit=hit,
     )  # fmt: skip
 
     state.iteration.store(slot_B, iteration_state, lanes.live_B)
     state.decoder.store(row_R, decoder_state, rows_of(lanes.live_B, shape.blocks))
     state.cache.store(slot_B, cache_state, lanes.live_B)
+    if state.drafts is not None:
+        state.drafts.keep(lanes, stats, commits, moved)
 
 
 def seen(

@@ -14,7 +14,7 @@ from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.row import Row
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import Runtime, candidates_of
 
 
 class Room(NamedTuple):
@@ -58,7 +58,7 @@ class Batch:
         self.recipe, self.runtime, self.room = recipe, runtime, room
         self.state = BatchState.alloc(
             recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
-            device=recipe.model.device, block=room.block,
+            device=recipe.model.device, block=room.block, candidates=candidates_of(runtime),
         )  # fmt: skip
         self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block)
         self.pages = PageAllocator(room.pages)

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
-import torch
-
 from dinfer.core.kv import kv_dtype
-from dinfer.core.recipe import Recipe
+from dinfer.core.recipe import IncompatibleRecipe, Recipe
+from dinfer.core.speculation import refusal
 from dinfer.engine.batch import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update
@@ -37,13 +36,16 @@ class Engine:
     than all before it waits until then.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         if runtime.compile != "none":
             recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
+        self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
-        self.recipe, self.runtime, self.device = recipe, runtime, device
-        self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, dtype, device))
+        if runtime.speculate and (reason := refusal(recipe)) is not None:
+            raise IncompatibleRecipe(reason)
+        self.recipe, self.runtime = recipe, runtime
+        self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, recipe.model.dtype, device))
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -151,6 +153,11 @@ class Engine:
             raise ValueError(
                 f"a request's gaps has given tokens behind an open position, and {type(self.recipe.decoder).__name__} "
                 "moves tokens behind the prompt: use a decoder that does not, such as threshold"
+            )
+        if runtime.speculate and self.recipe.guided(request.options):
+            raise ValueError(
+                "a request's sampling.guidance takes a second branch, which runtime.speculate has no candidates for: "
+                "leave guidance at 0, or use runtime.speculate=0"
             )
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:

@@ -9,6 +9,7 @@ import torch
 
 from dinfer.core.canvas import ACTIVE
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import widest
 from dinfer.engine.batch import Batch, Room, pages_of, room_for
 from dinfer.engine.reader import Seen
 from dinfer.engine.request import StalledRow, Update
@@ -220,6 +221,7 @@ class Loop:
         batch = Batch(self.recipe, self.runtime, room, kv=self.kv)
         self.runner.open(batch.state)
         self.scheduler.block = batch.state.block
+        self.scheduler.widest = widest(self.recipe, batch.state.block, room.length)
         self.batch, self._room = batch, room
 
     def _close(self) -> None:

@@ -99,6 +99,7 @@ class Counts:
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
+    hits: int = 0  # denoise steps that took no forward, see `dinfer.core.speculation`
 
     @property
     def tpf(self) -> float:

@@ -62,6 +62,7 @@ class Row:
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
     since: int = 0  # forwards at that time
+    drafted: bool = False  # the last step decoded, and the row stayed in its blocks: there are drafts for the next
     steady: bool = False  # the last step changed nothing but counts
     fastest: int = 0  # most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # cached plan
@@ -84,6 +85,7 @@ class Row:
         self.idle, self.since = (0, now.forwards) if progress else (self.idle + 1, self.since)
         if now.forwards == old.forwards:
             return False
+        self.drafted = now.steps > old.steps and (now.start, now.end) == (old.start, old.end)
         self.steady = now[:PLACE] == old[:PLACE]
         self.fastest = max(self.fastest, now.committed - old.committed)
         self.before, self.cursors = old, now
@@ -168,5 +170,6 @@ class Row:
         tokens = [token if token >= 0 else spec.eos_id for token in self.canvas[: self.request.asked]]
         output, stopped = self.request.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began
-        counts = Counts(now.forwards, now.forwards - now.steps, now.refreshes, now.committed, len(output), seconds)
+        prefills = now.forwards + now.hits - now.steps
+        counts = Counts(now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, now.hits)
         return Completion(tokens, output, stopped, counts)

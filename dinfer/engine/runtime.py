@@ -7,6 +7,8 @@ from dinfer.core.registry import check_range, check_types
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
+AUTO_CANDIDATES = 4  # where `speculate` is auto
+MOST_CANDIDATES = 64
 LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
 
 
@@ -22,6 +24,7 @@ class Runtime:
     settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
     gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
+    speculate: int | Literal["auto"] = 0  # candidates of a step, `core/speculation.py`; auto: as many as are free
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
@@ -29,7 +32,14 @@ class Runtime:
     def __post_init__(self) -> None:
         check_types("runtime", self)
         check_range("runtime", self, "rows", "max_length", "pages", "positions", least=1)
+        if self.speculate != "auto":
+            check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
+
+
+def candidates_of(runtime: Runtime) -> int:
+    """The most candidates of a step."""
+    return AUTO_CANDIDATES if runtime.speculate == "auto" else runtime.speculate
 
 
 def compiled(model: Any, mode: str) -> Any:

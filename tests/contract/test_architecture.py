@@ -59,14 +59,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
-    "core.state": {"core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv"},
+    "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
+    "core.state": {
+        "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+    },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
-    "core.step": CORE | {"core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window"},
+    "core.step": CORE | {
+        "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+    },
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
-        "core.step", "core.told",
+        "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),

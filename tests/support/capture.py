@@ -10,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dinfer.core.canvas import ACTIVE, Cursors
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import deciding, refusal
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
+from dinfer.core.told import Told
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3
@@ -59,19 +61,22 @@ def signature(value: Any) -> Any:
     return tuple(map(signature, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def meta_steps(recipe: Recipe) -> None:
+def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
+    guessed = [deciding(recipe)] if refusal(recipe) is None else []  # phases that may have candidates
     state = BatchState.alloc(
-        recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta")
-    )
+        recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
+        candidates=len(guessed),
+    )  # fmt: skip
+    state.tellings.want_logprobs()
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
     for phase in ACTIVE:
         width = max(cache.width(recipe.model.spec, row._replace(phase=phase)), 1)
-        for more in (False, True):
+        for more, candidates in [(False, 0), (True, 0), *((False, 1) for _ in guessed if phase in guessed)]:
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
             shape = StepShape(
                 phase,
@@ -84,7 +89,9 @@ def meta_steps(recipe: Recipe) -> None:
                 guided=guided,
                 settles=more,
                 top_candidates=8 * more,
-                scored=0 if more or not recipe.scores_open else 7,
+                scored=0 if more or candidates or told == Told.LOGPROBS or not recipe.scores_open else 7,
+                candidates=candidates,
+                told=told,
             )
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

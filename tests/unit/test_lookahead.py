@@ -35,10 +35,10 @@ class Watch:
         self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
-        def asked(reader: CanvasReader, *, blocks: bool) -> None:
+        def asked(reader: CanvasReader, *, blocks: bool, drafts: bool) -> None:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
-            request(reader, blocks=blocks)
+            request(reader, blocks=blocks, drafts=drafts)
 
         def seen(reader: CanvasReader) -> Any:
             found = read(reader)

@@ -106,7 +106,7 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
         lanes.quota_BK = quota_BK
         mine.finish(
             lanes, gained_B=gained_B, entered_BK=entered_BK, left_B=left_B, done_B=done_B, broken_B=broken_B,
-            stale_B=stale_B if stale is None else stale, refreshed=stale is True,
+            stale_B=stale_B if stale is None else stale, refreshed=stale is True, hit=stale is None,
         )  # fmt: skip
         return [*seen, mine.cursors_NC]
 

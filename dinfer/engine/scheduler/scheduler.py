@@ -6,9 +6,10 @@ from typing import NamedTuple
 from dinfer.core.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import deciding
 from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
@@ -30,6 +31,7 @@ class Scheduler:
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe, self.runtime = recipe, runtime
         self.block = 0  # L of the batch
+        self.widest = 0  # most positions of a row in a step with candidates
         self.lookahead = Lookahead()
         self._free = free_positions(recipe.model.spec)
         self._prefills = PrefillBatching(self._free, runtime.positions)
@@ -90,16 +92,28 @@ class Scheduler:
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
+        candidates = self._candidates(phase, group.width, rows)
         sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
-        if positions >= MANY and not sampled and not guided and told < Told.LOGPROBS and self.recipe.scores_open:
+        plain = not (sampled or guided or candidates or told == Told.LOGPROBS)
+        if positions >= MANY and plain and self.recipe.scores_open:
             scored = sum(row.left for row in rows)
         shape = StepShape(
             phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
             settles=group.settles, top_candidates=max(row.top_candidates for row in rows),
             scored=scored if 0 < scored < positions else 0, told=told,
+            candidates=candidates,
         )  # fmt: skip
         return Step(shape, group.slots)
+
+    def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
+        """How many candidates of each row a step evaluates."""
+        most = candidates_of(self.runtime)
+        if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):
+            return 0
+        if self.runtime.speculate == "auto":
+            most = min(most, self._free // (len(rows) * width) - 1)
+        return max(most, 0)
 
     def _holds(self, phases: dict[int, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""

@@ -68,10 +68,11 @@ def leave_blocks(
 @triton.jit
 def _finish(
     rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, left_ptr,
-    done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed,
+    done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed, hit,
     BEHIND: tl.constexpr, K: tl.constexpr, LEFT: tl.constexpr,
     PHASE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
     FORWARDS: tl.constexpr, STEPS: tl.constexpr, REFRESHES: tl.constexpr, COMMITTED: tl.constexpr,
+    HITS: tl.constexpr,
     IDLE: tl.constexpr, FULL: tl.constexpr, WINDOW: tl.constexpr, FAULT: tl.constexpr,
     PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +89,8 @@ def _finish(
     tl.store(row + END, tl.load(end_ptr + lane, mask=inside), mask=live)
     tl.store(row + BLOCK, tl.load(block_ptr + lane, mask=inside), mask=live)
     tl.store(row + KEPT, tl.load(kept_ptr + lane, mask=inside), mask=live)
-    tl.store(row + FORWARDS, tl.load(row + FORWARDS, mask=live) + 1, mask=live)
+    tl.store(row + FORWARDS, tl.load(row + FORWARDS, mask=live) + 1 - hit, mask=live)
+    tl.store(row + HITS, tl.load(row + HITS, mask=live) + hit, mask=live)
     tl.store(row + STEPS, tl.load(row + STEPS, mask=live) + 1, mask=live)
     tl.store(row + REFRESHES, tl.load(row + REFRESHES, mask=live) + refreshed, mask=live)
     gained = tl.load(gained_ptr + lane, mask=inside)
@@ -104,13 +106,14 @@ def _finish(
         tl.store(row + BEHIND + K + k, tl.load(quota_ptr + lane * K + block, mask=inside), mask=live)
 
 
-WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed")
+WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed", "hits")
 
 
 def finish(
     rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
     quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor, broken_B: Tensor,
-    stale_B: Tensor | bool, *, refreshed: bool, columns: dict[str, int], phases: dict[str, int],
+    stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
+    phases: dict[str, int],
 ) -> None:  # fmt: skip
     """See `dinfer.core.canvas.Canvas.finish`. `columns`: of the cursors by name; `phases`: their numbers."""
     lanes, blocks = quota_BK.shape
@@ -122,8 +125,7 @@ def finish(
         done_B if left_B is None else left_B, done_B, broken_B, stale_B,
     )  # fmt: skip
     _finish[(triton.cdiv(lanes, PIECE),)](
-        rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), BEHIND=len(columns),
-        K=blocks, LEFT=left_B is not None, **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE,
-        num_warps=WARPS,
-        **early(rows_NC),
+        rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), int(hit),
+        BEHIND=len(columns), K=blocks, LEFT=left_B is not None,
+        **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE, num_warps=WARPS, **early(rows_NC),
     )  # fmt: skip

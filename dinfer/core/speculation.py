@@ -1,0 +1,135 @@
+"""Lossless speculation: a forward evaluates the active blocks as they are, and as the next commits may leave them.
+
+Where the commits of a step lead to one of these candidates, its logits are known, so the next denoise step takes no
+forward (Spiffy; Self-Speculative Decoding, arXiv:2510.04147). Only equal tokens count as a hit. So drafts decide how
+many forwards a request takes, and never what it says.
+
+Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C candidates, the
+present state among them, G = C * B lanes of the forward.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import Canvas, RowCursors
+from dinfer.core.commits import Commits
+from dinfer.core.kv import KVPool, PagedAttend
+from dinfer.core.protocols import Iteration, Moved, Phase, StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.stats import TokenStats
+from dinfer.kernels.rows import store_rows
+from dinfer.kernels.window import span
+
+
+def refusal(recipe: Recipe) -> str | None:
+    """Why candidates could change what a recipe gives, and what to use instead; None: they cannot."""
+    cache, iteration, spec = recipe.cache, recipe.iteration, recipe.model.spec
+    if not cache.rewrites:
+        return (
+            f"runtime.speculate needs a cache that recomputes the whole window in every pass, which "
+            f"{type(cache).__name__} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
+        )
+    if type(iteration).embed is not Iteration.embed:
+        return (
+            f"runtime.speculate needs an iteration that feeds the model tokens alone. What {type(iteration).__name__} "
+            "feeds at masks depends on the logits of the step before. Use iteration=blockwise, or runtime.speculate=0."
+        )
+    if spec.mask_id is None:
+        return (
+            "runtime.speculate needs a model with a mask token: what open positions of this one hold changes at every "
+            "step. Use runtime.speculate=0."
+        )
+    return None
+
+
+def deciding(recipe: Recipe) -> Phase:
+    """The phase of the passes that may have candidates."""
+    return Phase.WINDOW if recipe.cache.reuses else Phase.FULL
+
+
+def widest(recipe: Recipe, block: int, length: int) -> int:
+    """The most positions that a pass with candidates computes for a row. `block`: L, `length`: of the canvas."""
+    plan, region = recipe.cache.plan(deciding(recipe)), recipe.iteration.blocks * block
+    region += 1 + (recipe.model.spec.attention_block or 1)  # logits that predict the next token; whole attention blocks
+    if plan.keeps:  # the region before is computed once more
+        return min(2 * region, length)
+    if plan.back is None or plan.ahead is None:
+        return length
+    return min(region + plan.back + plan.ahead, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What the last known logits propose for each active position."""
+
+    token_NX: Tensor  # int64
+    confidence_NX: Tensor  # float32; -1: nothing is proposed
+
+    @classmethod
+    def alloc(cls, slots: int, active: int, device) -> Self:
+        token_NX = torch.zeros(slots, active, dtype=torch.int64, device=device)
+        return cls(token_NX, torch.full((slots, active), -1.0, device=device))
+
+    def keep(self, lanes: RowCursors, stats: TokenStats, commits: Commits, moved: Moved) -> None:
+        """Takes what a step proposed where live rows are still open. Rows that moved on have no drafts."""
+        shape = (lanes.slot_B.shape[0], -1)
+        kept_BX = commits.open_RL.view(shape) & ~moved.entered_B[:, None]
+        confidence_BX = stats.confidence_RL.view(shape).float().masked_fill(~kept_BX, -1.0)
+        store_rows(self.token_NX, lanes.slot_B, lanes.live_B, stats.token_RL.view(shape))
+        store_rows(self.confidence_NX, lanes.slot_B, lanes.live_B, confidence_BX)
+
+    def states(self, slot_B: Tensor, tokens_BX: Tensor, count: int) -> Tensor:
+        """The present state, and those with 1, 2, ..., `count` of the surest drafts filled in. int64 [C, B, X]"""
+        confidence_BX = self.confidence_NX.index_select(0, slot_B)
+        rank_BX = confidence_BX.argsort(stable=True, dim=-1, descending=True).argsort(dim=-1)
+        filled_CBX = rank_BX < torch.arange(count + 1, device=slot_B.device)[:, None, None]
+        filled_CBX = filled_CBX & (confidence_BX >= 0)
+        return torch.where(filled_CBX, self.token_NX.index_select(0, slot_B), tokens_BX)
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The states that one forward evaluates, and where the rows are among them."""
+
+    slot_B: Tensor
+    live_B: Tensor  # bool: the row has followed the candidates so far
+    start_B: Tensor  # the active region that the candidates are of
+    end_B: Tensor
+    pos_BX: Tensor
+    states_CBX: Tensor  # int64, tokens of the active region
+
+    @classmethod
+    def of(cls, drafts: Drafts, canvas: Canvas, lanes: RowCursors, shape: StepShape) -> Self:
+        """The present state of each lane, and `shape.candidates` others."""
+        pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
+        states_CBX = drafts.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], shape.candidates)
+        return cls(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, pos_BX, states_CBX)
+
+    def windows(self, pos_BW: Tensor, tokens_BW: Tensor) -> Tensor:
+        """What the window of each lane of the forward holds. int64 [G, W]"""
+        inside_BW = (pos_BW >= self.start_B[:, None]) & (pos_BW < self.end_B[:, None])
+        count, place_BW = self.states_CBX.shape[0], torch.where(inside_BW, pos_BW - self.start_B[:, None], 0)
+        states_CBW = self.states_CBX.gather(2, place_BW.expand(count, -1, -1))
+        return torch.where(inside_BW, states_CBW, tokens_BW).flatten(0, 1)
+
+    def attend(
+        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int
+    ) -> PagedAttend:
+        """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own."""
+        count = self.states_CBX.shape[0]
+        table_GP = kv.forked(self.slot_B, place_BW, count - 1)
+        pos_GW, place_GW, start_GW, end_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW, *interval_BW))
+        lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
+        return kv.attend(lane_G, pos_GW, (start_GW, end_GW), pages, place_BW=place_GW, table_NP=table_GP)
+
+    def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
+        """The lanes after a step; those are live whose state is a candidate. And which one it is. int64 [B]"""
+        lanes = canvas.lanes(self.slot_B, phase)
+        tokens_BX = canvas.gather(self.slot_B, self.pos_BX)[0]
+        same_CB = ((tokens_BX == self.states_CBX) | (self.pos_BX < 0)).all(-1)
+        stays_B = (lanes.start_B == self.start_B) & (lanes.end_B == self.end_B)
+        lanes.live_B = self.live_B = self.live_B & lanes.live_B & stays_B & same_CB.any(0)
+        return lanes, same_CB.long().argmax(0)
