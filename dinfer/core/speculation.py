@@ -61,7 +61,7 @@ def widest(recipe: Recipe, block: int, length: int) -> int:
     return min(region + plan.back + plan.ahead, length)
 
 
-# Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: each set
+# Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: a set
 # is the one that saves most forwards beside those before it, on 24 problems of another seed than the benchmarks',
 # averaged over the recipes of benchmarks/speculation.py.
 DRAFTED = (
