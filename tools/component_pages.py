@@ -12,25 +12,20 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from dinfer.cli.commands.list import ROLES
 from dinfer.core.registry import CACHES, REGISTRIES, Registry, options_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "components"
 BLOCK = 32  # length of an attention block, to ask caches whether they are exact
-WHAT = {
-    "model": "The network. A family says what a checkpoint's config.json and tensors mean; the code is shared.",
-    "iteration": "How the canvas is swept, and what the model is fed at masked positions.",
-    "decoder": "Which positions are committed at each step, and to what.",
-    "cache": "Which keys and values are recomputed, seen and refreshed.",
-    "sampling": "How a token is drawn from the logits.",
-}
 
 
 def page(registry: Registry) -> str:
     """One registry as Markdown."""
+    role = ROLES[registry.kind]
     parts = [
         f"# {registry.kind.capitalize()}s",
-        f"{WHAT.get(registry.kind, '')} Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` "
-        "shows the same.".strip(),
+        f"{role[0].upper()}{role[1:]}. Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` "
+        "shows the same.",
     ]
     for name in registry.names():
         parts.append(section(registry, name))

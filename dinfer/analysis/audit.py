@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dinfer.core.canvas import Status
 from dinfer.core.protocols import Attend, Phase
-from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES
 from dinfer.core.step import seen
 from dinfer.engine.engine import Engine
@@ -94,8 +93,9 @@ def audit(
     requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
     watch = _Watched(recipe.model)
-    engine = _engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))
-    plain = _engine(replace(recipe, cache=CACHES.build("none")))
+    # One row at a time, so that a step is one forward, and slot 0 is the one.
+    engine = Engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))
+    plain = Engine(replace(recipe, cache=CACHES.build("none")), Runtime(rows=1))
     samples: list[Sample] = []
     same = total = 0
     for index, request in enumerate(requests):
@@ -114,11 +114,6 @@ def audit(
     if kv != "model":
         names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
-
-
-def _engine(recipe: Recipe, runtime: Runtime = Runtime(rows=1)) -> Engine:  # noqa: B008, it is frozen
-    """One row at a time, so that a step is one forward, and slot 0 is the one."""
-    return Engine(recipe, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
 
 
 class _Watched:

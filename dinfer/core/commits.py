@@ -112,7 +112,7 @@ def allowed_commits(
 
 
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
-    """Decoded positions to mask again; none in a row that must progress and would not end up with fewer masks.
+    """Decoded positions to mask again; none in a row that would not end up with fewer masks.
 
     So a decoder that takes tokens back cannot hang the loop, unless it counts these steps itself (`retry_R`) or moves.
     """
@@ -124,8 +124,6 @@ def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edit
     free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
     if proposal.retry_R is not None:
         free_R = free_R | proposal.retry_R
-    if view.must_progress_R is not None:
-        free_R = free_R | ~view.must_progress_R
     return remask_RL & free_R[:, None]
 
 

@@ -83,6 +83,7 @@ class BlockAfter:
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
+    confidence_BKL: Tensor  # probability of what was proposed, see `TokenStats`
     stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
 

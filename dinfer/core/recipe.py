@@ -84,6 +84,11 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
+        if self.decoder.moves and self.iteration.scores != "block":
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} moves tokens, and {type(self.iteration).__name__} remembers what it "
+                "expects at each position. Use iteration=block_diffusion or multi_block."
+            )
         if self.iteration.reads_stability and not self.decoder.edits:
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} asks how much of a block is predicted again, and "

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
-import torch
-
 from dinfer.core.kv import kv_dtype
 from dinfer.core.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.speculation import refusal
@@ -38,15 +36,16 @@ class Engine:
     than all before it waits until then.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         if runtime.compile != "none":
             recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
+        self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
         if runtime.speculate and (reason := refusal(recipe)) is not None:
             raise IncompatibleRecipe(reason)
-        self.recipe, self.runtime, self.device = recipe, runtime, device
-        self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, dtype, device))
+        self.recipe, self.runtime = recipe, runtime
+        self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, recipe.model.dtype, device))
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added

@@ -56,6 +56,7 @@ class MultiBlock(BlockSweep):
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start, end = super().first_region(prompt, length)
         opens = self.blocks > 1 and start < prompt and (prompt - start) / (end - start) >= self.add_at
+        opens = opens and not self.stable_at  # nothing has been predicted again yet
         return start, min(end + self.block * opens, length)
 
     def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:

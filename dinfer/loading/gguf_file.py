@@ -189,10 +189,6 @@ class SmallFile:
         return json.dumps(self.found)
 
 
-def is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf"
-
-
 def gguf_file(path: Path) -> GgufFile:
     """Reads the header of a GGUF file, and of its other shards. CheckpointError for one that makes no model."""
     fields, own_tensors = _header(path)

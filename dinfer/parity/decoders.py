@@ -226,11 +226,12 @@ def random_canvases(case: Fields, x0_BL: Tensor) -> Tensor:
 
 
 def unforced(decoder: Any) -> Decoder:
-    """The decoder as if every row had to progress, for a sweep that lets rows stall where the references do."""
+    """The decoder as if every row had to progress, and free to mask again what it likes, as the references do."""
 
     class Unforced(type(decoder)):  # type: ignore[misc]
         def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-            return super().select(stats, replace(view, must_progress_R=None), state)
+            found = super().select(stats, replace(view, must_progress_R=None), state)
+            return replace(found, retry_R=torch.ones_like(view.masked_RL[:, 0]))
 
     return Unforced(**values_of(decoder))
 

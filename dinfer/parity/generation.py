@@ -252,7 +252,7 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     requests = [
         plan.request(prompt, mask_id, recipe.resolve(plan.options | {"seed": row})) for row, prompt in enumerate(bare)
     ]
-    engine = Engine(recipe, Runtime(rows=len(requests)), device=network.device, dtype=network.dtype)
+    engine = Engine(recipe, Runtime(rows=len(requests)))
     rows: list[list[int]] = [[] for _ in requests]
     forwards = [0] * len(requests)
     trail: list[list[list[int]]] = [[] for _ in requests]

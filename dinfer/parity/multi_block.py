@@ -66,6 +66,20 @@ def _multi_bd_edit(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     return replace(plan, sweep={"forces": False})
 
 
+def _dmax(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    decoder = {"name": "dmax", "reference": "diffulex_decoder", "threshold": params.take("accept_threshold")}
+    plan = _diffulex(prompt, params, doc, decoder)
+    feed = {"name": "dmax", "rescale": params.take("token_merge_renormalize", True)}
+    mode, top = params.take("token_merge_mode", "dmax_topk"), params.take("token_merge_top_k", None)
+    if mode == "iter_smooth_topk":
+        feed |= {"mix": "topk", "top": top, "weight": params.take("token_merge_weight")}
+    fast = params.take("dmax_sampler_fast_path", True)
+    return replace(
+        plan, iteration=plan.iteration | feed, sweep={"forces": False, "fast": fast}, rule={"fast": fast},
+        caches=("none", "block"),
+    )  # fmt: skip
+
+
 def _d2f(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     """D2F. Blocks are unlimited there."""
     if params.take("temperature"):
@@ -93,6 +107,7 @@ PLANS: dict[str, Callable[[list[int], Fields, Fields], Plan]] = {
     "d2f": _d2f,
     "diffulex_multi_bd": _multi_bd,
     "diffulex_multi_bd_edit": _multi_bd_edit,
+    "diffulex_dmax": _dmax,
     "sglang_full_attn_multi_block": _full_attention,
 }
 
@@ -117,18 +132,17 @@ def run(golden: Golden, doc: Fields) -> str:
             decoder=build(DECODERS, plan.decoder, **plan.rule),
             cache=CACHES.build(cache),
         )
-        engine = Engine(recipe, Runtime(rows=1), device=network.device, dtype=network.dtype)
+        engine = Engine(recipe, Runtime(rows=1))
         blank = prompt + [mask_id] * plan.new_tokens
-        got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank)
         want = recorded(doc, row, blank)
-        if doc.take("finish", None) in LIMITS:
-            got = got[: len(want)]
+        most = len(want) if doc.take("finish", None) in LIMITS else len(want) + 1
+        got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank, most)
         _compare(row, got, want, len(prompt), eos_id)
     return f"{forwards} forwards, reference {doc.take('num_forwards')}"
 
 
-def trail(engine: Engine, request: Request, blank: list[int]) -> tuple[Trail, int]:
-    """What a run of ours did, and its forwards."""
+def trail(engine: Engine, request: Request, blank: list[int], most: int) -> tuple[Trail, int]:
+    """What a run of ours did in at most so many steps that changed something, and its forwards."""
     found: Trail = []
     forwards, last = 0, blank
     for update in engine.run([request], snapshots=True):
@@ -136,6 +150,8 @@ def trail(engine: Engine, request: Request, blank: list[int]) -> tuple[Trail, in
         if update.tokens is not None and update.tokens != last:
             last = update.tokens
             found.append((last, forwards))
+            if len(found) == most:
+                break
     return found, forwards
 
 

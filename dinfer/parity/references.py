@@ -13,11 +13,13 @@ from dinfer.core.canvas import BlockView, Phase, RowCursors
 from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats
 from dinfer.core.registry import Registry
 from dinfer.decoders.credit import Credit
+from dinfer.decoders.dmax import DMax
 from dinfer.decoders.factor import Factor
 from dinfer.decoders.joint_threshold import JointThreshold
 from dinfer.decoders.threshold import Threshold
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.dmax import DMaxSweep
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
 from dinfer.kernels.rank import descending_rank
@@ -146,6 +148,48 @@ class DiffulexMultiBlock(MultiBlock):
         return super().opens(lanes, after, last_B1, stopped_B, state) & (state["last"] != lanes.end_B)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DiffulexDMax(DMax):
+    """The mask token may replace any token. `fast`: what stood there counts as certain; else prompts are judged too."""
+
+    fast: bool = True
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        found = super().select(stats, replace(view, must_progress_R=None), state)
+        return replace(found, retry_R=torch.ones_like(view.masked_RL[:, 0]))
+
+    def judged(self, view: BlockView) -> Tensor:
+        return super().judged(view) if self.fast else ~view.masked_RL & (view.pos_RL >= 0)
+
+    def confidence(self, stats: TokenStats, view: BlockView) -> Tensor:
+        return super().confidence(stats, view) if self.fast else stats.top_RL
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffulexDMaxSweep(DiffulexMultiBlock, DMaxSweep):
+    """The same with mixtures. `fast`: of what stood there, the probability is 1, not that of the new prediction.
+
+    The prompt's part of a block is judged with it, and is not predicted as it is.
+    """
+
+    fast: bool = True
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return DiffulexMultiBlock.fresh_state(self, spec, length) | DMaxSweep.fresh_state(self, spec, length)
+
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        if after.stable_BK is not None:
+            held_BX = state["belief"].gather(1, self.places(lanes, after, state)) > 0
+            held_BK, given_BK = held_BX.view_as(after.open_BKL).sum(-1), after.given_BKL.sum(-1)
+            share_BK = held_BK / (held_BK + given_BK).clamp_min(1)
+            stable_BK = torch.where(given_BK > 0, after.stable_BK * share_BK, after.stable_BK)
+            after = replace(after, stable_BK=stable_BK)
+        return super().advance(lanes, after, state)
+
+    def belief(self, confidence_BX: Tensor, held_BX: Tensor) -> Tensor:
+        return super().belief(confidence_BX, held_BX) if self.fast else confidence_BX
+
+
 class FastdllmFactor(Factor):
     """If only the last rank fails, it is committed too."""
 
@@ -220,6 +264,8 @@ REFERENCES: dict[tuple[str, str], type] = {
     ("joint_threshold", "sglang"): SglangJointThreshold,
     ("joint_threshold", "diffulex"): DiffulexJointThreshold,
     ("multi_block", "diffulex"): DiffulexMultiBlock,
+    ("dmax", "diffulex"): DiffulexDMaxSweep,
+    ("dmax", "diffulex_decoder"): DiffulexDMax,
     ("blockwise", "dinfer"): DinferBlockwise,
     ("smooth", "dinfer"): DinferSmooth,
     ("vicinity", "dinfer"): DinferVicinity,

@@ -74,7 +74,7 @@ def run_generation(golden: Golden, doc: Fields) -> str:
     requests = [Request(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)]
     rows: list[list[int]] = [[] for _ in prompts]
     after, steps = doc.take("canvas_after"), [0] * len(prompts)
-    engine = Engine(recipe, Runtime(rows=len(prompts)), device=network.device, dtype=network.dtype)
+    engine = Engine(recipe, Runtime(rows=len(prompts)))
     for update in engine.run(requests, snapshots=True):
         row, (start, end) = update.index, update.region
         if update.phase == Phase.PREFILL:

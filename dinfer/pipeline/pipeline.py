@@ -53,7 +53,7 @@ class Pipeline:
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
-        self.engine = Engine(recipe, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
+        self.engine = Engine(recipe, runtime)
 
     @property
     def model(self) -> Any:

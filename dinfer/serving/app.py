@@ -75,6 +75,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{where} is missing", where, "missing_field")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json")
+    if where == "body" and isinstance(first.get("input"), bytes):
+        return ApiError(400, "the header Content-Type must be application/json", "Content-Type", "invalid_value")
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         what = "is not a field of this request"

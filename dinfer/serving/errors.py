@@ -22,7 +22,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        # A client's own words may hold what is no character.
+        message, param = (
+            None if t is None else t.encode(errors="backslashreplace").decode() for t in (self.message, self.param)
+        )
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 def refused(field: str, value: Any, reason: str) -> ApiError:

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, is_loopback
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -81,6 +82,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
+        self._check_host(headers.get(b"host", b"localhost").decode("latin-1"))
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise ApiError(400, "the header Content-Length must be a number", "Content-Length")
@@ -92,6 +94,20 @@ class Guard:
             fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
             if scheme.lower() != b"bearer" or not any(fits):
                 raise ApiError(401, "give a key of this server: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _check_host(self, host: str) -> None:
+        """Raises ApiError if a page of some other site may have sent the request.
+
+        Without keys, a server on the loopback address is for this machine alone. The owner of a name may let it point
+        to that address, and then his pages may read what the server says to browsers here (DNS rebinding).
+        """
+        settings = self._settings
+        name = re.sub(r":\d+$", "", host)
+        if settings.loopback and not self._keys and not settings.insecure and not is_loopback(name):
+            raise ApiError(
+                421, f"this server answers to localhost alone, not to {name!r:.80}. Start it with api_key=, or with "
+                "insecure=true, to reach it by another name", "Host", "wrong_host",
+            )  # fmt: skip
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The whole body; None: the client has left."""

@@ -6,7 +6,7 @@ for nothing (`frequency_penalty: 0`, `tools: []`). Clients send such values by d
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dinfer.serving.errors import refused
 
@@ -49,6 +49,18 @@ IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"} 
 def _same(value: Any, allowed: Any) -> bool:
     """Equal, where 0 and 0.0 are one value, and 0 and False are two."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell half of a pair of surrogates, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be text: it holds half of a surrogate pair") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Strict(BaseModel):
@@ -141,12 +153,12 @@ class Generation(Strict):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -190,7 +202,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | Annotated[list[str], Field(min_length=1)] | list[int] | list[list[int]]
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @property
@@ -204,7 +216,7 @@ class InfillRequest(Strict):
     """Text with gaps: `[MASK:n]` stands for n tokens that are to be found."""
 
     model: str
-    text: str
+    text: Text
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: int | None = None
@@ -214,7 +226,7 @@ class InfillRequest(Strict):
 
 class TokenizeRequest(Strict):
     model: str
-    text: str | None = None
+    text: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

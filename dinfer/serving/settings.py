@@ -8,6 +8,14 @@ from pathlib import Path
 LEAST_KEY = 8  # characters
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine and is known to no other."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of `dinfer serve`. Raises ValueError for those that contradict each other or are not safe."""
@@ -49,12 +57,7 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def keys(self) -> list[bytes]:
         """The keys that clients may use; one a line in a file."""

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.capture import CaptureRefused, meta_steps
-from support.matrix import LEGAL, Combination, every_recipe
+from support.matrix import LEGAL, SAMPLE, Combination, every_recipe
 from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe
+from dinfer.core.told import Told
 from dinfer.decoders.threshold import Threshold
 
 
@@ -22,6 +23,13 @@ from dinfer.decoders.threshold import Threshold
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
     meta_steps(combination.recipe(on_meta(combination.variant)))
+
+
+@pytest.mark.parametrize("told", [Told.DRAFTS, Told.LOGPROBS])
+@pytest.mark.parametrize("combination", SAMPLE[::24], ids=str)
+@torch.inference_mode()
+def test_what_steps_tell_is_device_work_of_fixed_shapes(combination: Combination, told: Told) -> None:
+    meta_steps(combination.recipe(on_meta(combination.variant)), told)
 
 
 @cache

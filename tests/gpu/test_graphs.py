@@ -12,7 +12,9 @@ from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
 from dinfer.core.recipe import compose
+from dinfer.core.speculation import refusal
 from dinfer.decoders.threshold import Threshold
+from dinfer.engine.engine import Engine
 from dinfer.kernels.dispatch import VARIABLE
 
 compiles = torch._dynamo.utils.counters["stats"]
@@ -50,6 +52,44 @@ def test_graphs_give_the_tokens_of_eager_steps(
         assert [outcome(c) for c in completions(engine, requests)] == want
         made.append((engine.runner.captured, compiles["unique_graphs"]))
         assert len(made) <= 6, made
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
+
+
+@pytest.mark.parametrize("combination", SAMPLE[::12], ids=str)
+def test_graphs_tell_what_eager_steps_tell(combination: Combination) -> None:
+    recipe = recipe_for(combination)
+    requests = requests_for(recipe)
+
+    def told(engine: Engine) -> list[list[tuple[int, float, int]]]:
+        rows: list[list[tuple[int, float, int]]] = [[] for _ in requests]
+        for update in engine.run(requests, deltas="commit", drafts=True, logprobs=True):
+            assert len(update.drafts) == update.region[1] - update.region[0]
+            pairs = zip(update.new or [], update.logprobs or [], strict=True)
+            rows[update.index] += [(token, entry.logprob, entry.top[0][0]) for token, entry in pairs]
+        return rows
+
+    want = told(engine_for(recipe, rows=3))
+    engine = engine_for(recipe, rows=3, graphs=True)
+    for _ in range(2):
+        got = told(engine)
+        assert [[token for token, *_ in row] for row in got] == [[token for token, *_ in row] for row in want]
+        for mine, theirs in zip(got, want, strict=True):
+            assert [logprob for _, logprob, _ in mine] == pytest.approx([p for _, p, _ in theirs], abs=1e-4)
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
+
+
+@pytest.mark.parametrize(
+    "combination", [c for c in SAMPLE if refusal(c.recipe(tiny_model(c.variant))) is None][::6], ids=str
+)
+def test_speculation_under_graphs_gives_the_tokens_of_plain_steps(combination: Combination) -> None:
+    recipe = recipe_for(combination)
+    requests = [r for r in requests_for(recipe) if not recipe.guided(r.options)]
+    want = completions(engine_for(recipe, rows=3), requests)
+    engine = engine_for(recipe, rows=3, graphs=True, speculate=2)
+    for _ in range(3):
+        got = completions(engine, requests)
+        assert [(c.canvas, c.output) for c in got] == [(c.canvas, c.output) for c in want]
+        assert all(a.counts.forwards <= b.counts.forwards for a, b in zip(got, want, strict=True))
     assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 

@@ -33,6 +33,8 @@ NEXT = SHARED.with_name("goldens-next")
 LATER = {  # of the sets that came later; the other cases there are of components that are not there yet
     "models/": 1, "decoders/sglang_eb": 19, "decoders/sglang_entropy": 14, "decoders/sglang_hierarchy": 22,
     "decoders/sglang_gemma4": 12, "decoders/sglang_joint_threshold_indel": 60, "generation/llada2_moe/indel": 14,
+    "generation/llada/d2f": 26, "generation/dream/d2f": 13, "generation/llada/full_multiblock": 8,
+    "generation/llada2_moe/multi_bd": 23, "generation/sdar/multi_bd": 4, "generation/llada2_moe/dmax": 11,
     "generation/llada/d2cache": 5, "generation/dream/d2cache": 3, "generation/llada/daedal": 11,
     "generation/llada/prophet": 5, "generation/llada/streaming": 5,
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,

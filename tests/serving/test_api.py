@@ -16,6 +16,7 @@ from support.serving import QUESTION, Client, served
 from dinfer.serving.protocol import NOT_SUPPORTED
 from dinfer.serving.settings import Settings
 
+CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
 
 
@@ -26,7 +27,7 @@ def client() -> Iterator[Client]:
 
 
 def chat(client: Client, **fields: Any) -> httpx.Response:
-    return client.ask("/v1/chat/completions", ASK | fields)
+    return client.ask(CHAT, ASK | fields)
 
 
 def pieces(response: httpx.Response) -> list[dict[str, Any]]:
@@ -256,3 +257,34 @@ def test_more_rows_than_there_can_ever_be_are_refused_before_they_are_made(clien
 def test_a_long_prompt_is_refused_by_its_length(client: Client) -> None:
     response = chat(client, messages=[{"role": "user", "content": "12 " * 20_000}])
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "param"),
+    [
+        (CHAT, '{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', "messages.0.content"),
+        ("/v1/completions", '{"model":"tiny","prompt":"\\udfff"}', "prompt"),
+        ("/v1/infill", '{"model":"tiny","text":"[MASK:1]\\ud800"}', "text"),
+        ("/v1/tokenize", '{"model":"tiny","text":"\\ud800"}', "text"),
+        ("/v1/completions", '{"model":"tiny","prompt":"a","\\ud800":1}', "body"),
+        ("/v1/completions", '{"model":"tiny","prompt":"a","dinfer":{"\\ud800":1}}', "dinfer"),
+        ("/v1/completions", '{"model":"\\ud800","prompt":"a"}', "model"),
+        ("/v1/completions", "{" * 100_000, None),
+        ("/v1/completions", '{"model":"tiny","prompt":"a","seed":' + "9" * 5000 + "}", None),
+        ("/v1/completions", '{"model":"tiny","prompt":"a","dinfer":{"least":' + "9" * 400 + "}}", "dinfer.least"),
+        ("/v1/completions", "[" * 5000 + "]" * 5000, None),
+        ("/v1/completions", '"a', None),
+        ("/v1/completions", "", None),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_or_no_json_is_refused(client: Client, path: str, text: str, param: str | None) -> None:
+    sent = client.http.post(path, content=text, headers={"Content-Type": "application/json"})
+    response = client.loop.run(sent)
+    assert response.status_code in (400, 404)
+    error = response.json()["error"]
+    assert error["message"] and (param is None or param in error["param"])
+
+
+def test_a_body_that_says_not_what_it_is_is_refused_so(client: Client) -> None:
+    response = client.loop.run(client.http.post("/v1/completions", content=json.dumps(ASK)))
+    assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"]

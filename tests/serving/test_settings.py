@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.serving import served
 
 from dinfer.serving.settings import Settings
 
@@ -39,3 +40,22 @@ def test_a_key_that_is_none_is_refused(api_key: str, monkeypatch: pytest.MonkeyP
 def test_a_limit_that_lets_nothing_through_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Settings(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        (Settings(), "localhost:8000", 200),
+        (Settings(), "127.0.0.1", 200),
+        (Settings(), "[::1]:8000", 200),
+        (Settings(), "rebound.example:8000", 421),
+        (Settings(insecure=True), "rebound.example", 200),
+        (Settings(api_key="env:SECRET"), "rebound.example", 200),
+    ],
+)
+def test_no_web_site_reaches_a_server_without_keys_by_its_own_name(
+    settings: Settings, host: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "a-long-key")
+    with served(settings) as client:
+        assert client.ask("/health", host=host).status_code == status

@@ -13,6 +13,7 @@ from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import deciding, refusal
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
+from dinfer.core.told import Told
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3
@@ -60,7 +61,7 @@ def signature(value: Any) -> Any:
     return tuple(map(signature, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def meta_steps(recipe: Recipe) -> None:
+def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
@@ -69,6 +70,7 @@ def meta_steps(recipe: Recipe) -> None:
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
         candidates=len(guessed),
     )  # fmt: skip
+    state.tellings.want_logprobs()
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
@@ -87,8 +89,9 @@ def meta_steps(recipe: Recipe) -> None:
                 guided=guided,
                 settles=more,
                 top_candidates=8 * more,
-                scored=0 if more or candidates or not recipe.scores_open else 7,
+                scored=0 if more or candidates or told == Told.LOGPROBS or not recipe.scores_open else 7,
                 candidates=candidates,
+                told=told,
             )
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

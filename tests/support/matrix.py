@@ -177,7 +177,7 @@ def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
 
 
 def engine_for(recipe: Recipe, **runtime: Any) -> Engine:
-    return Engine(recipe, Runtime(**runtime), device=recipe.model.device, dtype=recipe.model.dtype)
+    return Engine(recipe, Runtime(**runtime))
 
 
 def launched_ahead(engine: Engine) -> Engine:

@@ -56,7 +56,7 @@ def served(
     server = Server(catalogue(pipe, found, max_new_tokens=64, created=0), settings or Settings())
     transport = httpx.ASGITransport(app=application(server))
     with asyncio.Runner() as loop:
-        http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)
+        http = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
         yield Client(server, pipe, loop, http)
         loop.run(http.aclose())
 

@@ -113,7 +113,7 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     fed = _Fed(recipe.model)
     watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
     runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv)
-    engine = Engine(watched, runtime, device=recipe.model.device, dtype=recipe.model.dtype)
+    engine = Engine(watched, runtime)
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None

@@ -79,7 +79,7 @@ def run(args: Namespace) -> None:
     for task, own in tasks.items():
         console.print(f"\n{task}")
         console.print(fronts(own))
-        console.print(area_table(own, by))
+        console.print(table([{"method": name, "AUP": f"{area:.1f}"} for name, area in areas(own, by).items()]))
     if skipped:
         say(f"{skipped} lines have no accuracy or no forwards (tasks of likelihoods) and are not drawn")
     say(f"wrote {out}")
@@ -154,8 +154,3 @@ def options(rows: Sequence[dict[str, Any]]) -> list[str]:
     kinds = SETTINGS["by"].split(",")
     names = [*kinds, *(name for name in rows[0] if name.partition(".")[0] in kinds and "." in name), "options"]
     return [name for name in names if len({row.get(name) for row in rows}) > 1] or ["decoder"]
-
-
-def area_table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> Table:
-    """The area of each method, the best first."""
-    return table([{"method": name, "AUP": f"{area:.1f}"} for name, area in areas(rows, by).items()])

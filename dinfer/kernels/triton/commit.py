@@ -130,7 +130,7 @@ def _commit(
             free = tl.sum((commit & masked).to(tl.int32), 1) > tl.sum(remask.to(tl.int32), 1)
             if RETRY:
                 free = free | (tl.load(retry_ptr + row, mask=block < blocks, other=0) != 0)
-            remask = remask & (free | ~must)[:, None]
+            remask = remask & free[:, None]
         remask = remask & able
 
     left = (masked & ~commit) | remask

@@ -1,5 +1,6 @@
 """Lists of numbers that are sorted, reversed and shortened."""
 
+from collections.abc import Callable
 from random import Random
 
 from dinfer.demo.problems.problem import Draft
@@ -10,10 +11,6 @@ _PLACES = ("first", "second", "third", "fourth")
 
 def _row(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _sort(numbers: list[int]) -> list[int]:
-    return sorted(numbers)
 
 
 def _reverse(numbers: list[int]) -> list[int]:
@@ -29,8 +26,8 @@ def _drop_smallest(numbers: list[int]) -> list[int]:
 
 
 # what the question says -> (the operation, how a solution may say it)
-_OPERATIONS = {
-    "sort it": (_sort, ("Sorted:", "In order that is", "Sorting gives us")),
+_OPERATIONS: dict[str, tuple[Callable[[list[int]], list[int]], tuple[str, ...]]] = {
+    "sort it": (sorted, ("Sorted:", "In order that is", "Sorting gives us")),
     "reverse it": (_reverse, ("Reversed:", "Backwards that is", "Reversing gives us")),
     "remove the largest": (_drop_largest, ("Without the largest:", "The largest goes, leaving", "What stays is")),
     "remove the smallest": (_drop_smallest, ("Without the smallest:", "The smallest goes, leaving", "What stays is")),
