@@ -15,7 +15,7 @@ from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import Candidates
+from dinfer.core.speculation import Candidates, longest_chain
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
 from dinfer.core.told import Told
@@ -77,7 +77,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
-    for _ in range(shape.candidates):
+    for _ in range(longest_chain(shape.candidates)):
         candidates.live_B = lanes.live_B
         lanes, choice_B = candidates.reached(canvas, shape.phase)
         logits_RLV = logits_CRLV[rows_of(choice_B, shape.blocks), row_R]
