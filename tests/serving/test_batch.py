@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_a_pipe_goes_in_and_out(dinfer: CommandLine, tmp_path: Path) -> None:
     with os.fdopen(out) as file:
         assert text(json.loads(file.read())), said.err
     os.close(reader)
+
+
+def test_a_named_pipe_is_opened_once(dinfer: CommandLine) -> None:
+    write(line(0))
+    os.mkfifo("out.jsonl")
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(Path("out.jsonl").read_text)
+        assert dinfer("batch", "in.jsonl", "out.jsonl", *QUICK).status == 0
+        assert text(json.loads(read.result()))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
     target = target.resolve() if target.is_file() else target
     overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
-    check_file(target)
+    if target.is_file() or target.is_dir() or not target.exists():
+        check_file(target)  # a named pipe, once it is closed, has no reader any more
     with opened(source) as asked, Report() as progress:
         if source != STANDARD and target.is_file() and target.samefile(source):
             raise ValueError(f"{source} is IN and OUT: give another OUT")
