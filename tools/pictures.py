@@ -1,4 +1,6 @@
-"""Draws the pictures of docs/how_it_works.md from runs of the model in the box: docs/images/how-*.svg.
+"""Draws the pictures of docs/how_it_works.md and docs/multi-block.md from runs of the model in the box.
+
+They are docs/images/how-*.svg.
 
 python -m tools.pictures
 """
@@ -54,15 +56,19 @@ def grid(rows: Sequence[tuple[str, Sequence[str]]], x: float, y: float, title: s
     return parts
 
 
-def canvas(trace: Trace) -> str:
-    """When each position of the answer was decoded: a row a forward."""
+def canvas(trace: Trace, what: str = "green: committed by this forward", blocks: bool = False) -> str:
+    """When each position of the answer was decoded: a row a forward. `blocks`: masks of open blocks are darker."""
     first, done, rows = len(trace.prompt_ids), set[int](), []
     for step in trace.steps:
         now = {position for position, _ in step.commits}
-        kinds = ["now" if p in now else "done" if p in done else "open" for p in range(first, trace.length)]
+        ahead = range(step.region[1] if blocks else trace.length, trace.length)
+        kinds = [
+            "now" if p in now else "done" if p in done else "given" if p in ahead else "open"
+            for p in range(first, trace.length)
+        ]
         rows.append((f"forward {step.forward}" if step.forward % 2 else "", kinds))
         done |= now
-    title = "Positions of the answer, left to right; green: committed by this forward"
+    title = f"Positions of the answer, left to right; {what}"
     width = LEFT + (trace.length - first) * CELL + 2 * MARGIN
     return document(grid(rows, MARGIN, MARGIN, title), max(width, 560), TOP + len(rows) * CELL + 2 * MARGIN, title)
 
@@ -135,7 +141,12 @@ def main() -> None:
     runs = {}
     for name in ("none", "prefix", "dual"):
         runs[name] = record(dinfer.load("tiny", device="cpu", cache=name, iteration=sweep), QUESTION, max_new_tokens=48)
+    open_blocks = {"name": "multi_block", "blocks": 3, "block": 8}
+    pipe = dinfer.load("tiny", device="cpu", cache="dual", iteration=open_blocks)
+    several = record(pipe, QUESTION, max_new_tokens=48)
+    what = "grey: masks of open blocks; green: committed by this forward"
     pictures = {
+        "blocks": canvas(several, what, blocks=True),
         "canvas": canvas(runs["dual"]),
         "caches": caches(runs),
         "step": step(),

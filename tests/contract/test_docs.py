@@ -97,14 +97,14 @@ def test_the_component_pages_are_those_of_the_docstrings() -> None:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     """`make docs` says so too, but this takes no time."""
-    named = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    named = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(pages)
 
 
 TUTORIALS = (
     "first_answer", "choose", "evaluate", "read_a_trace", "add_a_cache", "add_an_iteration", "add_a_model",
-    "how_it_works",
+    "how_it_works", "multi-block",
 )  # fmt: skip
 # Each page is a program of its own. All run in one process, which is not that of the tests: a page may register
 # components, and importing torch takes longer than most pages.
