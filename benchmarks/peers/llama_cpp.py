@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import statistics
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,34 @@ THEIR_STEPS = 12  # of a pass over the whole canvas each; one for each of its bl
 MEASURED = 2 * STEPS * BLOCK // NEW  # steps of ours that are timed: two blocks
 
 
-def theirs(program: Path, file: Path, threads: int) -> float:
-    """Seconds of a step of llama.cpp."""
+def theirs(program: Path, file: Path, threads: int) -> tuple[float, int]:
+    """Seconds of a step of llama.cpp, and its peak memory in KB."""
     canvas = str(PROMPT + NEW)
     command = [
         str(program), "-m", str(file), "-p", "a" * PROMPT, "-ub", canvas, "-b", canvas, "-c", canvas, "--temp", "0",
         "--diffusion-block-length", str(BLOCK), "--diffusion-steps", str(THEIR_STEPS), "-t", str(threads),
     ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
-    found = re.search(r"time per step: ([\d.]+)ms", done.stdout + done.stderr)
+    peak = 0
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            peak = max(peak, peak_of(Path(f"/proc/{process.pid}/status")))
+            time.sleep(0.2)
+        said.seek(0)
+        text = said.read()
+    found = re.search(r"time per step: ([\d.]+)ms", text)
     if found is None:
-        raise SystemExit(f"{program} says no time per step:\n{done.stderr[-2000:]}")
-    return float(found[1]) / 1000
+        raise SystemExit(f"{program} says no time per step:\n{text[-2000:]}")
+    return float(found[1]) / 1000, peak
+
+
+def peak_of(status: Path) -> int:
+    """Peak memory of a process in KB; 0 if it has just ended."""
+    try:
+        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def ours(pipe: dinfer.Pipeline) -> tuple[float, float]:
@@ -74,8 +90,8 @@ def main() -> None:
         runtime=dinfer.Runtime(rows=1, graphs=False),
     )  # fmt: skip
     ours(pipe)
-    rounds = [(theirs(given.program, given.file, given.threads), *ours(pipe)) for _ in range(given.rounds)]
-    step, whole, window = (statistics.median(times) for times in zip(*rounds, strict=True))
+    rounds = [(*theirs(given.program, given.file, given.threads), *ours(pipe)) for _ in range(given.rounds)]
+    step, peak, whole, window = (statistics.median(times) for times in zip(*rounds, strict=True))
     blocks = NEW // BLOCK
     mean = (blocks * whole + (STEPS - blocks) * window) / STEPS
     found: dict[str, Any] = {
@@ -83,8 +99,7 @@ def main() -> None:
         "seconds": {"llama.cpp step": step, "our whole pass": whole, "our step of a block": window},
         "whole pass / their step": whole / step,
         "tokens/s, ours / theirs": step / mean,
-        "peak memory / theirs": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        / resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+        "peak memory / theirs": peak_of(Path("/proc/self/status")) / peak,
         "rounds": rounds, "cpu": torch.backends.cpu.get_cpu_capability(), **provenance(torch.device("cpu")),
     }  # fmt: skip
     print(json.dumps(found, indent=1))

@@ -129,7 +129,7 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
             clients[index].kill()
             killed, clients[index], next_kill = killed + 1, crowd(), next_kill + seconds / 8
     statuses = [client.wait() for client in clients]
-    end = time.monotonic() + SETTLED
+    lasted, end = time.monotonic() - began, time.monotonic() + SETTLED
     while not free(taken := gauges(server.url)) and time.monotonic() < end:
         time.sleep(0.2)
     time.sleep(1)
@@ -139,7 +139,7 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
     errors = Counter(found["error"] or f"status {found['status']}" for found in read if not found["done"])
     return {
         "streams": streams,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(lasted, 1),
         "most_in_flight": most,
         "requests": len(outcomes),
         "left": len(outcomes) - len(read),
@@ -150,8 +150,8 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
         "survivors_right": len(right),
         "survivors_wrong": sum(found["done"] for found in read) - len(right),
         "survivors_unfinished": dict(errors),
-        "answers_per_s": round(len(right) / seconds, 1),
-        "tokens_per_s": round(sum(found["tokens"] for found in right) / seconds, 1),
+        "answers_per_s": round(len(right) / lasted, 1),
+        "tokens_per_s": round(sum(found["tokens"] for found in right) / lasted, 1),
         "clients_ended_well": not any(statuses),
         "taken_after": taken,
         "all_free_after": free(taken),
