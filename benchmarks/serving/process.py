@@ -21,18 +21,23 @@ class Started:
 
 
 @contextmanager
-def serving(*overrides: str, log: str = "server.log") -> Iterator[Started]:
-    """`dinfer serve` on a free port. It must end in peace, or RuntimeError is raised. `log`: the file of its stderr."""
+def serving(*overrides: str, log: str) -> Iterator[Started]:
+    """`dinfer serve` on a free port; `log`: the file of its stderr. Raises RuntimeError unless it ends in peace."""
+    with started([sys.executable, "-m", "dinfer.cli.main", "serve", "port=0", *overrides], log) as found:
+        yield found
+
+
+@contextmanager
+def started(command: list[str], log: str) -> Iterator[Started]:
+    """The same for any command that says its address."""
     began = time.perf_counter()
-    command = [sys.executable, "-m", "dinfer.cli.main", "serve", "port=0", *overrides]
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         try:
-            said = process.stdout.readline()
-            found = re.search(r"http://\S+?/(?= )", said)
+            found = next((at for line in process.stdout if (at := re.search(r"http://\S+?/(?=\s)", line))), None)
             if found is None:
-                raise RuntimeError(f"the server says {said!r}: see {log}")
+                raise RuntimeError(f"the server ended before it took requests: see {log}")
             yield Started(found[0], process.pid, time.perf_counter() - began)
         finally:
             process.terminate()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.spec import ModelSpec
-from dinfer.kernels.attention import paged_attention, taken
+from dinfer.kernels.attention import attention_received, paged_attention, taken
 from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import rotate_and_store
@@ -163,6 +163,17 @@ class PagedAttend:
     interval_BW: tuple[Tensor, Tensor]
     local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
     context_BW: Tensor | None = None
+    queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
+
+    @property
+    def layers(self) -> int:
+        return len(self.queries or ())
+
+    def received(self, layer: int, weight_BW: Tensor) -> Tensor:
+        """See `dinfer.core.model.Followed`; only with `queries`."""
+        assert self.queries is not None
+        keys = self.pool.of(layer)[0]
+        return attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
 
     def values(self, layer: int = -1) -> Tensor:
         """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
@@ -174,4 +185,6 @@ class PagedAttend:
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
         q_BWHE = rotate_and_store(qkv, *pools, self.write_X)
+        if self.queries is not None:
+            self.queries.append(q_BWHE)
         return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW)

@@ -24,6 +24,17 @@ class Attend(Protocol):
         ...
 
 
+class Followed(Protocol):
+    """The attention of a forward that has ended."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def received(self, layer: int, weight_BW: Tensor) -> Tensor:
+        """Attention that each position receives from queries of these weights, as a mean over heads. float32 [B, S]"""
+        ...
+
+
 class Model(Protocol):
     """A network. It keeps no state between calls; keys and values go through `attend`."""
 

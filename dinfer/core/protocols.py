@@ -8,7 +8,7 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
-from dinfer.core.model import Attend, Model, SelfConditioned
+from dinfer.core.model import Attend, Followed, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
-    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Iteration", "Model",
-    "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Followed", "Iteration",
+    "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
     "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
@@ -235,6 +235,7 @@ class CachePolicy(Component):
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
     watches: ClassVar[bool] = False  # wants to `observe` how values change
+    follows: ClassVar[bool] = False  # wants to `follow` attention, and may leave out masks of the active blocks
     # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
     # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
     rewrites: ClassVar[bool] = False
@@ -300,6 +301,12 @@ class CachePolicy(Component):
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
+
+    def follow(
+        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        phase: Phase, state: State,
+    ) -> None:  # fmt: skip
+        """Sees the attention of a forward, and may ask for the logits of its window; only if `follows`."""
 
     @abstractmethod
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:

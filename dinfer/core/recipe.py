@@ -66,6 +66,11 @@ class Recipe:
                 f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit."
             )
+        if self.cache.follows and (self.decoder.reads_logits or "entropy" in self.decoder.needs):
+            raise IncompatibleRecipe(
+                f"{type(self.cache).__name__} leaves masks out, and {type(self.decoder).__name__} would take what is "
+                "not computed there for certain. Use cache=dual, or decoder=threshold, factor or calibrated."
+            )
         if self.decoder.grows and (self.iteration.block or self.iteration.blocks > 1):
             raise IncompatibleRecipe(
                 f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
@@ -118,6 +123,11 @@ class Recipe:
         if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
+            )
+        if self.cache.follows and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                f"{type(self.cache).__name__} follows the attention of one branch, and guidance takes two. Leave "
+                "sampling.guidance at 0, or use cache=dual."
             )
         if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
@@ -178,7 +188,7 @@ class Recipe:
         """
         decoder = self.decoder
         reads = decoder.reads_logits or decoder.edits or self.iteration.scores != "block"
-        return not reads and not self.cache.watches
+        return not reads and not self.cache.watches and not self.cache.follows
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

@@ -6,6 +6,7 @@ whole, LM head and commits included, once per `StepShape`.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import Candidates
+from dinfer.core.speculation import Candidates, longest_chain
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Draw, TokenStats
 from dinfer.core.told import Told
@@ -53,6 +54,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         attend = state.kv.attend(
             slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
         )
+    attend = replace(attend, queries=[]) if cache.follows else attend
     x_BWD = iteration.embed(model, tokens_BW, attend.pos_BW, lanes, iteration_state)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
@@ -60,6 +62,9 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     h_BWD = model.forward(x_BWD, fed)
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
+    if cache.follows:
+        logits = partial(model.logits, h_BWD)
+        cache.follow(attend, logits, pos_BW, lanes, model.spec.shift, shape.phase, cache_state)
     kept_B = lanes.kept_B if computed.kept_B is None else computed.kept_B
     if computed.settled_B is not None:
         settled_B = settle(canvas, lanes, computed.settled_B, kept_B, shape.phase)
@@ -77,7 +82,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
-    for _ in range(shape.candidates):
+    for _ in range(longest_chain(shape.candidates)):
         candidates.live_B = lanes.live_B
         lanes, choice_B = candidates.reached(canvas, shape.phase)
         logits_RLV = logits_CRLV[rows_of(choice_B, shape.blocks), row_R]
@@ -121,7 +126,13 @@ def decode(
         else:
             logits_RLV = model.logits(take(known.h_BWD, known.logits_RL))
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
-    proposal = decoder.select(stats, view, decoder_state)
+    if cache.follows and isinstance(known, Hidden):  # what is not computed has no logits, and is not decoded
+        here_RL = known.logits_RL >= 0
+        stats = stats.each(lambda stat_RL: stat_RL.masked_fill(~here_RL, 0))
+        proposal = decoder.select(stats, view, decoder_state)
+        proposal = replace(proposal, commit_RL=proposal.commit_RL & here_RL)
+    else:
+        proposal = decoder.select(stats, view, decoder_state)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
     if shape.told:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dinfer.core.registry import check_range, check_types
+from dinfer.core.speculation import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
 AUTO_CANDIDATES = 4  # where `speculate` is auto
-MOST_CANDIDATES = 64
 LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
 
 
@@ -33,7 +33,7 @@ class Runtime:
         check_types("runtime", self)
         check_range("runtime", self, "rows", "max_length", "pages", "positions", least=1)
         if self.speculate != "auto":
-            check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
+            check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
 
 

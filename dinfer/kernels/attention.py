@@ -13,6 +13,8 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8
 
+PIECE = 128  # queries whose attention over all keys is there at once, where it is followed
+
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
     """Which of `keys` positions each query sees. bool [B, W, keys]"""
@@ -81,6 +83,26 @@ def paged_attention(
         taken(pool, pages_BP).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE)
     )
     return interval_attention(q_BWHE, k_BSGE, v_BSGE, interval_mask(*interval_BW, k_BSGE.shape[1]))
+
+
+def attention_received(
+    q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor], weight_BW: Tensor
+) -> Tensor:
+    """What each key receives of `paged_attention` from queries of these weights, as a mean over heads. float32 [B, S]
+
+    The queries come in pieces, so that the attention of all of them is never there at once.
+    """
+    lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]
+    k_BSGE = taken(k_PTGE, pages_BP).view(lanes, -1, *k_PTGE.shape[2:])
+    k_BHSE = k_BSGE.to(q_BWHE.dtype).transpose(1, 2).repeat_interleave(heads // k_BSGE.shape[2], 1)
+    got_BS = torch.zeros(lanes, k_BHSE.shape[2], device=q_BWHE.device)
+    pieces = (tensor.split(PIECE, 1) for tensor in (q_BWHE, *interval_BW, weight_BW))
+    for q_BXHE, start_BX, end_BX, weight_BX in zip(*pieces, strict=True):
+        score_BHXS = (q_BXHE.transpose(1, 2) @ k_BHSE.transpose(2, 3)).float() / q_BWHE.shape[3] ** 0.5
+        seen_BXS = interval_mask(start_BX, end_BX, k_BHSE.shape[2])
+        share_BXS = score_BHXS.masked_fill(~seen_BXS[:, None], float("-inf")).softmax(-1).mean(1)
+        got_BS += (share_BXS * weight_BX[..., None].float()).sum(1)
+    return got_BS
 
 
 def attention_interval(

@@ -77,6 +77,8 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     first = roles["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] is LLAMA3) else None
+    vocab = {text: token for token, text in enumerate(texts)}
+    merges = [pair for pair in fields.get("tokenizer.ggml.merges") or [] if pair.replace(" ", "", 1) in vocab]
     whole = {
         "version": "1.0",
         "added_tokens": added,
@@ -86,8 +88,8 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "vocab": {text: token for token, text in enumerate(texts)},
-            "merges": fields.get("tokenizer.ggml.merges") or [],
+            "vocab": vocab,
+            "merges": merges,  # llama.cpp passes over those that make no token
             "ignore_merges": PATTERNS[pre] is LLAMA3,
         },
     }

@@ -1,6 +1,7 @@
 """How runs of the later sets are said in dinfer: insertion and deletion, length, attention-driven caches."""
 
 from dataclasses import replace
+from typing import Any
 
 from dinfer.parity.decoders import insert_delete
 from dinfer.parity.golden import Fields, Skip
@@ -9,19 +10,28 @@ from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned, fixed_blocks
 
 def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:
     """The loop of d2Cache's repository: the best positions of a block by a score; each forward is a step."""
-    if params.take("cache") is not None:
-        raise Skip("d2Cache: its cache policy is not there yet")
-    if params.take("factor") is not None or params.take("gamma") is not None or params.take("temperature"):
-        raise Skip("d2Cache: factor, gamma and temperature are not there yet")
+    if params.take("gamma") is not None or params.take("temperature"):
+        raise Skip("d2Cache: gamma and temperature are not there yet")
+    factor, policy = params.take("factor"), params.take("cache")
     score = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}[params.take("alg")]
     threshold, clip, until_eos = params.take("threshold"), params.take("clip_alpha"), params.take("stop_until_eos")
     decoder = {"name": "calibrated", "score": score, "sigma": params.take("sigma") or 0.0}
     decoder |= {"least": params.take("num_transfer_tokens"), "threshold": NEVER if threshold is None else threshold}
     if params.take("debias"):
         decoder |= {"clip": 10.0 if clip is None else clip}
+    if factor is not None:
+        if decoder != decoder | {"sigma": 0.0, "least": 1, "score": "low_confidence"}:
+            raise Skip("d2Cache: factor with a certainty prior or several tokens is not there yet")
+        decoder = {"name": "factor", "reference": "d2cache", "factor": factor}
+    cache: dict[str, Any] = {"name": "none"}
+    if policy is not None:
+        given = Fields("cache", policy)
+        names = {"name": "name", "rollout_p": "mass", "current_k": "masks", "sigma": "sigma", "inflate_w": "bridge"}
+        cache = {ours: given.take(theirs) for theirs, ours in names.items()} | {"score": score, "share": None}
+        given.finish()
     iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "cut" if until_eos else "off"}
-    plan = Plan(iteration, decoder, {"name": "none"}, params.take("gen_length"), every_step=True, response=True)
-    return replace(plan, keep_masks=until_eos)
+    plan = Plan(iteration, decoder, cache, params.take("gen_length"), every_step=True, response=True)
+    return replace(plan, keep_masks=until_eos, computed=policy is not None)
 
 
 def _indel(prompts: list[list[int]], params: Fields) -> Plan:

@@ -233,6 +233,9 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
     if not all(0 <= token < network.spec.vocab for prompt in prompts for token in prompt):
         raise GoldenError(f"{doc.where}: prompt_ids must be tokens of the model's vocabulary of {network.spec.vocab}")
+    computed: list[list[int]] = []
+    if plan.computed:
+        network.forward = heard(network.forward, computed)
     pads_B = plan.pads_B or [0] * len(prompts)
     bare = [prompt[pad:] for prompt, pad in zip(prompts, pads_B, strict=True)]
     options = dict(plan.decoder)
@@ -261,6 +264,10 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
             rows[update.index] = prompts[update.index][: pads_B[update.index]] + (canvas or [])
             forwards[update.index] = update.completion.counts.forwards
 
+    if plan.computed:
+        everything = [*range(len(prompts[0]) + plan.new_tokens)]
+        want = [everything if step["computed"] is None else step["computed"] for step in doc.take("steps")]
+        same("positions of each forward", want, computed)
     if plan.every_step:
         for row, got in enumerate(trail):
             found = snapshots(doc, row, prompts[row] + [mask_id] * plan.new_tokens)
@@ -286,6 +293,16 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     same("output_ids", doc.take("output_ids"), rows)
     at_most("num_forwards", doc.take("num_forwards"), max(forwards))
     return f"{max(forwards)} forwards, reference {doc.take('num_forwards')}"
+
+
+def heard(forward: Callable[..., Any], computed: list[list[int]]) -> Callable[..., Any]:
+    """A forward that notes which positions it computes."""
+
+    def noted(x_BWD: Any, attend: Any) -> Any:
+        computed.append([pos for pos in attend.pos_BW[0].tolist() if pos >= 0])
+        return forward(x_BWD, attend)
+
+    return noted
 
 
 def snapshots(doc: Fields, row: int, before: list[int]) -> list[list[int]]:

@@ -28,6 +28,7 @@ class Plan:
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
+    computed: bool = False  # compare the positions that each forward computes, too; of a single row
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there
     constraints: dict[int, int] = field(default_factory=dict)  # tokens that are given, by place behind the prompt
 

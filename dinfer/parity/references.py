@@ -83,6 +83,17 @@ class D2fThreshold(Threshold):
         return Proposal(sure_RL | (descending_rank(score_RL) < needy_R1) & view.masked_RL)
 
 
+class D2CacheFactor(Factor):
+    """The last rank is never taken with the others, and a rank that is exactly sure enough is not."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
+        rank_RL, count_R1 = descending_rank(score_RL), view.masked_RL.sum(-1, keepdim=True)
+        fails_RL = (rank_RL + 2) * (1 - score_RL) >= view.options["factor"]
+        first_R1 = torch.where(fails_RL | (rank_RL == count_R1 - 1), rank_RL, count_R1).amin(-1, keepdim=True)
+        return Proposal((rank_RL < first_R1.clamp_min(1)) & view.masked_RL & ~stats.declined_RL)
+
+
 class SglangJointThreshold(JointThreshold):
     """A block that changed in its last step of editing makes one more forward, which is idle."""
 
@@ -250,6 +261,7 @@ REFERENCES: dict[tuple[str, str], type] = {
     ("threshold", "d2f"): D2fThreshold,
     ("credit", "dinfer"): DinferCredit,
     ("factor", "fastdllm"): FastdllmFactor,
+    ("factor", "d2cache"): D2CacheFactor,
     ("joint_threshold", "sglang"): SglangJointThreshold,
     ("joint_threshold", "diffulex"): DiffulexJointThreshold,
     ("multi_block", "diffulex"): DiffulexMultiBlock,

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
 ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("iteration", "blockwise"): [{"align": True, "stop": "off"}, {"stop": "cut"}],
     ("cache", "prefix"): [{"suffix": 3}],
+    ("cache", "d2cache"): [{"masks": 3, "mass": 0.3, "bridge": 2, "share": 0.25}],
     ("cache", "dual"): [{"interval": 3}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],

@@ -121,6 +121,13 @@ def test_text_and_chat() -> None:
     assert len(pipe.generate("the", max_new_tokens=8).ids) <= 8
 
 
+def test_merges_that_make_no_token(tmp_path: Path) -> None:
+    """llama.cpp passes over them."""
+    merges = [*gguf.GGUFReader(LLADA).fields["tokenizer.ggml.merges"].contents(), "! !"]
+    pipe = dinfer.load(str(rewritten(tmp_path / "a.gguf", {"tokenizer.ggml.merges": merges})), cache="none")
+    assert pipe.encode("the in!!") == dinfer.load(str(LLADA), cache="none").encode("the in!!")
+
+
 def test_what_a_file_says_of_itself() -> None:
     found = inspect(LLADA, {"checkpoint": str(LLADA)})
     assert not found.problems and (found.stored, found.expected) == (30, 30) and found.types == {"F16": 23, "F32": 7}

@@ -36,6 +36,12 @@ def use_native(x: Tensor, group: Group) -> bool:
     return wanted and library() is not None
 
 
+def prepare(device: torch.device) -> None:
+    """Compiles the kernels now, where they will be needed, so that no request waits for it."""
+    if device.type == "cpu":
+        library()
+
+
 def int8_linear(x: Tensor, weight_OK: Tensor, scale_O: Tensor) -> Tensor:
     """x times the transpose of a weight in int8. Each row of x is rounded to 13 bits. [..., K] -> [..., O]"""
     rows_RK, out = _rows(x), x.new_empty(*x.shape[:-1], len(weight_OK), dtype=torch.float32)

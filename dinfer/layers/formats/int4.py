@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dinfer.kernels.cpu.linear import prepare
 from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear
@@ -29,6 +30,9 @@ class Int4(Format):
 
     def make(self, weight: Tensor) -> Weight:
         return pack(weight)
+
+    def check(self, device: torch.device, what: str) -> None:
+        prepare(device)
 
     def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
         group = values.shape[-1] // scale.shape[-1]

@@ -2,6 +2,7 @@
 
 import torch
 
+from dinfer.kernels.cpu.linear import prepare
 from dinfer.layers.formats.format import FORMATS, EightBits
 
 
@@ -10,3 +11,6 @@ class Int8(EightBits):
     """Integers, and a scale for each output."""
 
     values, stored = torch.int8, "I8"
+
+    def check(self, device: torch.device, what: str) -> None:
+        prepare(device)

@@ -1,0 +1,274 @@
+"""A thousand streams at once, of which many break off; and what a server costs beside its engine.
+
+    python -m benchmarks.serving.load endure --seconds 600 --out benchmarks/results/serving-endure.json
+    python -m benchmarks.serving.load measure --in-flight 1,16,64,256 --shape llada2-mini --out FILE.json
+    python -m benchmarks.serving.load measure --in-flight 1,8 --url http://127.0.0.1:8000/ --name tiny
+
+`endure` starts a server of the model in the box. Of its clients 30% leave, 5% read slowly, and whole processes of
+clients are killed. All answers that were read to their end must be those of the library. Afterwards every slot and page
+must be free, and memory must not have grown by more than 50 MB since the first tenth of the time.
+
+`measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
+know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
+`--url` there is no such baseline; it asks held-out problems as chats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks import throughput
+from benchmarks.feeds import random_prompts
+from benchmarks.provenance import provenance
+from benchmarks.serving.process import Started, serving, started
+from benchmarks.shapes import shape
+from dinfer.demo.problems import generate
+
+LEAVE, SLOW = 0.3, 0.05  # shares of the requests
+PROCESSES = 8  # of clients
+QUESTIONS = 64
+NEW_TOKENS = 64
+MEGABYTE = 2**20
+MOST_GROWTH = 50 * MEGABYTE
+SETTLED = 20  # seconds in which everything must be free
+SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}", "runtime.rows=128", "max_requests=4096")
+
+
+class Clients:
+    """A process of clients, whose outcomes a thread collects."""
+
+    def __init__(self, outcomes: list[dict[str, Any]], **crowd: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.serving.streams"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        json.dump(crowd, self.process.stdin)
+        self.process.stdin.close()
+        self._reader = threading.Thread(target=self._collect, args=(outcomes,))
+        self._reader.start()
+
+    def _collect(self, outcomes: list[dict[str, Any]]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a process that was killed
+                outcomes.append(json.loads(line))
+
+    def wait(self) -> int:
+        status = self.process.wait()
+        self._reader.join()
+        return status
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.wait()
+
+
+def memory(pid: int) -> int:
+    """Resident bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def gauges(url: str) -> dict[str, float]:
+    """What the server says is taken."""
+    with urllib.request.urlopen(f"{url}metrics") as response:
+        text = response.read().decode()
+    names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
+    return {
+        name: float(value) for name, value in re.findall(rf"^dinfer_({names})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    }
+
+
+def free(taken: dict[str, float]) -> bool:
+    """Whether nothing is."""
+    busy = ("requests_in_flight", "tokens_in_flight", "waiting", "running")
+    return not any(taken[name] for name in busy) and taken["pages"] == taken["pages_free"]
+
+
+def endured(server: Started, seconds: float, streams: int, want: list[str], bodies: list[Any]) -> dict[str, Any]:
+    """Lets the crowd loose for so long."""
+    outcomes: list[dict[str, Any]] = []
+    began, draw, seeds, killed = time.monotonic(), random.Random(0), itertools.count(), 0
+
+    def crowd() -> Clients:
+        left = max(seconds - (time.monotonic() - began), 1)
+        return Clients(
+            outcomes, url=f"{server.url}v1/chat/completions", streams=streams // PROCESSES, bodies=bodies,
+            seed=next(seeds), seconds=left, leave=LEAVE, slow=SLOW,
+        )  # fmt: skip
+
+    clients = [crowd() for _ in range(PROCESSES)]
+    resident, most, next_kill, warm = [memory(server.pid)], 0.0, seconds / 8, None
+    while (now := time.monotonic() - began) < seconds:
+        time.sleep(min(1, seconds - now))
+        resident.append(memory(server.pid))
+        most = max(most, gauges(server.url)["requests_in_flight"])
+        warm = resident[-1] if warm is None and now >= seconds / 10 else warm
+        if now >= next_kill and now < 0.9 * seconds:
+            index = draw.randrange(PROCESSES)
+            clients[index].kill()
+            killed, clients[index], next_kill = killed + 1, crowd(), next_kill + seconds / 8
+    statuses = [client.wait() for client in clients]
+    lasted, end = time.monotonic() - began, time.monotonic() + SETTLED
+    while not free(taken := gauges(server.url)) and time.monotonic() < end:
+        time.sleep(0.2)
+    time.sleep(1)
+    after, before = memory(server.pid), warm or resident[0]
+    read = [found for found in outcomes if found["fate"] != "leave"]
+    right = [found for found in read if found["done"] and found["text"] == want[found["asked"]]]
+    errors = Counter(found["error"] or f"status {found['status']}" for found in read if not found["done"])
+    return {
+        "streams": streams,
+        "seconds": round(lasted, 1),
+        "most_in_flight": most,
+        "requests": len(outcomes),
+        "left": len(outcomes) - len(read),
+        "read_slowly": sum(found["fate"] == "slow" for found in read),
+        "processes_killed": killed,
+        "streams_killed": killed * (streams // PROCESSES),
+        "survivors": len(read),
+        "survivors_right": len(right),
+        "survivors_wrong": sum(found["done"] for found in read) - len(right),
+        "survivors_unfinished": dict(errors),
+        "answers_per_s": round(len(right) / lasted, 1),
+        "tokens_per_s": round(sum(found["tokens"] for found in right) / lasted, 1),
+        "clients_ended_well": not any(statuses),
+        "taken_after": taken,
+        "all_free_after": free(taken),
+        "memory_mb": {
+            "ready": round(resident[0] / MEGABYTE, 1), "after_a_tenth": round(before / MEGABYTE, 1),
+            "most": round(max(resident) / MEGABYTE, 1), "after": round(after / MEGABYTE, 1),
+            "growth": round((after - before) / MEGABYTE, 1),
+        },
+        "memory_is_steady": after - before <= MOST_GROWTH,
+        "survivors_are_right": bool(right) and len(right) == len(read),
+    }  # fmt: skip
+
+
+def endure(args: argparse.Namespace) -> dict[str, Any]:
+    asked = [[{"role": "user", "content": p.question}] for p in generate("heldout", QUESTIONS, 0)]
+    want = [r.text for r in dinfer.load("tiny", device="cpu").generate(asked, max_new_tokens=NEW_TOKENS)]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    bodies = [{"model": "tiny", "messages": messages, **usage} for messages in asked]
+    with tempfile.TemporaryDirectory() as folder, serving(*SERVER, log=f"{folder}/server.log") as server:
+        found = endured(server, args.seconds, args.streams, want, bodies)
+        errors = [line for line in Path(f"{folder}/server.log").read_text().splitlines() if '"level": "error"' in line]
+    found["errors_in_the_log"] = errors[:5]
+    return {"server": list(SERVER), **found}
+
+
+def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """What N requests in flight see of a server, and what of its engine's throughput is left."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        levels: list[int] = args.in_flight
+        if args.url:
+            if rest:
+                raise SystemExit(f"{' '.join(rest)}: a server at a URL has settings of its own")
+            asked = [p.question for p in generate("heldout", max(levels), 0)]
+            bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": args.new} for text in asked]
+            url, path, alone = args.url, "v1/chat/completions", {}
+        else:
+            shared = [
+                *rest, "--in-flight", ",".join(map(str, levels)), "--new", str(args.new), "--rounds", str(args.rounds)
+            ]  # fmt: skip
+            given, report = throughput.arguments(shared), f"{folder}/engine.json"
+            command = [sys.executable, "-m", "benchmarks.serving.full_size", "--port", "0", "--out", report, *shared]
+            url = stack.enter_context(started(command, f"{folder}/server.log")).url
+            alone = {run["in_flight"]: run["tokens_per_s"] for run in json.loads(Path(report).read_text())["runs"]}
+            asked = random_prompts(shape(given.shape)[1], max(levels), given.prompt)
+            bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in asked]
+            path = "v1/completions"
+        usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
+        runs = []
+        for level, drafts in itertools.product(levels, (False, True)):
+            own = [body | usage | {"dinfer": {"drafts": drafts}} for body in bodies[:level]]
+            timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
+            run = timed(f"{url}{path}", level, own * args.rounds)
+            engine = alone.get(level)
+            share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
+            runs.append({"in_flight": level, "drafts": drafts, **run, **share})
+            print(runs[-1], flush=True)
+    return {"runs": runs}
+
+
+def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """A closed loop over the requests."""
+    outcomes: list[dict[str, Any]] = []
+    count, began = min(PROCESSES // 2, streams), time.perf_counter()
+    clients = [
+        Clients(outcomes, url=url, streams=len(range(i, streams, count)), bodies=bodies[i::count]) for i in range(count)
+    ]
+    if any([client.wait() for client in clients]):
+        raise RuntimeError("a process of clients failed")
+    wall = time.perf_counter() - began
+    if bad := [found for found in outcomes if not found["done"]]:
+        raise RuntimeError(f"{len(bad)} of {len(outcomes)} requests failed: {bad[0]}")
+    # From the first request to the last answer, without the start of the processes.
+    seconds = max(found["ended"] for found in outcomes) - min(found["began"] for found in outcomes)
+    tokens = sum(found["tokens"] for found in outcomes)
+    return {
+        "requests": len(outcomes), "tokens": tokens, "seconds": round(seconds, 3), "wall_s": round(wall, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "ttfb_ms": percentiles([found["first"] for found in outcomes if found["first"] is not None]),
+        "inter_commit_ms": percentiles([gap for found in outcomes for gap in found["gaps"]]),
+    }  # fmt: skip
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Milliseconds at p50, p95 and p99."""
+    ranked = sorted(values)
+    return {
+        f"p{p}": round(1e3 * ranked[min(len(ranked) * p // 100, len(ranked) - 1)], 2) for p in (50, 95, 99) if ranked
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("endure")
+    first.add_argument("--seconds", type=float, default=600)
+    first.add_argument("--streams", type=int, default=1000)
+    second = commands.add_parser("measure")
+    second.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
+    second.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    second.add_argument("--new", type=int, default=512, help="tokens of an answer")
+    second.add_argument("--url", help="of a server that runs; ends in a slash")
+    second.add_argument("--name", default="shape", help="the model at that URL")
+    for each in (first, second):
+        each.add_argument("--out", type=Path, help="a JSON file")
+    args, rest = parser.parse_known_args()
+    if args.command == "endure" and rest:
+        parser.error(f"{rest[0]} is not an argument of endure")
+    found = endure(args) if args.command == "endure" else measure(args, rest)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text = json.dumps({**provenance(device), **found}, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    if failed := [name for name, value in found.items() if value is False]:
+        raise SystemExit(f"not so: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

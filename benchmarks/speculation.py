@@ -1,0 +1,76 @@
+"""How many forwards candidates save, with the same tokens: `runtime.speculate` on held-out problems, batch 1.
+
+    python -m benchmarks.speculation --device cuda --out benchmarks/results/speculation-h200
+
+Each recipe runs without candidates and with K of them. A row of the report holds the forwards of all problems, by how
+much they were divided, and how many answers are the same, token by token.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.provenance import provenance
+from benchmarks.quality import write
+from dinfer.demo.problems import generate
+
+BLOCK = {"name": "blockwise", "block": 32}
+THRESHOLD = {"name": "threshold", "threshold": 0.9}
+# Model, iteration, decoder, cache: the recipes of the table in docs/results.md.
+RECIPES: list[tuple[str, Any, Any, str]] = [
+    ("tiny", BLOCK, THRESHOLD, "dual"),
+    ("tiny", BLOCK, THRESHOLD, "none"),
+    ("tiny", BLOCK, {"name": "fixed", "steps": 32}, "dual"),
+    ("tiny-llada2", {"name": "block_diffusion"}, THRESHOLD, "block"),
+    ("tiny", BLOCK, {"name": "entropy_bound"}, "none"),
+]
+
+
+def solved(base: dinfer.Pipeline, recipe: Any, count: int, questions: list[str], new: int) -> tuple[list[Any], float]:
+    """The results of all problems, one at a time, and the seconds that they took."""
+    runtime = dinfer.Runtime(rows=1, max_length=256, speculate=count, graphs=base.model.device.type == "cuda")
+    pipe = dinfer.Pipeline(recipe, base.tokenizer, runtime)
+    pipe.generate(questions[:3], max_new_tokens=new)  # compiles kernels and captures graphs
+    began = time.perf_counter()
+    return pipe.generate(questions, max_new_tokens=new), time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=60, help="held-out problems")
+    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
+    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of recipes; all if left out")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    given = parser.parse_args()
+    device, rows, bases = torch.device(given.device), list[dict[str, Any]](), dict[str, dinfer.Pipeline]()
+    questions = [problem.question for problem in generate("heldout", given.count, 0)]
+    for number, (model, iteration, decoder, cache) in enumerate(RECIPES):
+        if given.only is not None and number not in given.only:
+            continue
+        base = bases.get(model) or bases.setdefault(model, dinfer.load(model, device=device, dtype="float32"))
+        recipe = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
+        plain, without = solved(base, recipe, 0, questions, given.new)
+        for candidates in given.candidates:
+            results, seconds = solved(base, recipe, candidates, questions, given.new)
+            forwards, fewer = (sum(r.counts.forwards for r in some) for some in (plain, results))
+            row = {
+                "model": model, "decoder": " ".join(map(str, decoder.values())), "cache": cache,
+                "candidates": candidates, "forwards_without": forwards, "forwards": fewer,
+                "divided_by": round(forwards / fewer, 3),
+                "same_tokens": sum(a.canvas == b.canvas for a, b in zip(plain, results, strict=True)),
+                "problems": given.count, "seconds_without": round(without, 3), "seconds": round(seconds, 3),
+            }  # fmt: skip
+            rows.append(row)
+            print(row, flush=True)
+            if given.out:
+                write(given.out, rows, {"setting": vars(given) | {"out": str(given.out)}} | provenance(device))
+
+
+if __name__ == "__main__":
+    main()

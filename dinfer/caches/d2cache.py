@@ -1,0 +1,167 @@
+"""Recompute masks that are about to be decoded, and tokens that others attend to (d2Cache, arXiv:2509.23094).
+
+Published names: current_k is `masks`, rollout_p is `mass`, inflate_w is `bridge`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.core.canvas import Canvas, Status
+from dinfer.core.plan import SHARES
+from dinfer.core.protocols import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.core.registry import CACHES, check_range, option
+from dinfer.kernels.canvas import padded
+from dinfer.kernels.density import density
+from dinfer.kernels.rank import descending_rank
+
+FAR = 2**40  # behind every position
+GRAIN = 2**22
+
+
+@CACHES.register("d2cache")
+@dataclass(frozen=True, kw_only=True)
+class D2Cache(CachePolicy):
+    """After one full pass, recomputes what was just decoded, the `masks` surest masks, and what receives attention.
+
+    How sure a mask is was measured in the full pass, and is weighted by the decoded positions around it (`sigma`);
+    masks of the active block come first. Attention received is rolled out over all layers: of the other positions,
+    those with most of it are taken, up to a share of `mass`. All else keeps its keys. A mask that is not computed is
+    not decoded. `share` bounds what a step computes beside the active block; the least attended are left out.
+    """
+
+    paper = "d2Cache, arXiv:2509.23094"
+    scores_decoded: ClassVar[bool] = False
+    follows: ClassVar[bool] = True
+
+    masks: int = option(32, "masks recomputed at every step, one of the active block in any case")
+    mass: float = option(0.1, "share of all attention whose receivers are recomputed")
+    sigma: float = option(10.0, "reach of the weight by decoded neighbours, in positions; 0: no such weight")
+    bridge: int = option(0, "also recompute what lies between two positions that are at most so far apart")
+    score: Literal["low_confidence", "margin"] = option(
+        "low_confidence", "what makes a mask sure: probability, or lead"
+    )
+    share: float | None = option(0.5, "compute at most this share of the response beside the block; null: any number")
+
+    def __post_init__(self) -> None:
+        check_range("cache", self, "mass", least=0, most=1)
+        check_range("cache", self, "sigma", least=0, most=256)
+        check_range("cache", self, "masks", "bridge", least=0)
+        if self.share is not None:
+            check_range("cache", self, "share", least=0, most=1)
+
+    def incompatibility(self, spec: ModelSpec) -> str | None:
+        if not spec.attention_block:
+            return None
+        return (
+            "cache=d2cache chooses among positions that all see each other, and this model's attention is causal "
+            "between blocks. Use cache=block."
+        )
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        number = torch.zeros(())
+        return {
+            "sure": number.expand(length + 1),
+            "attention": number.expand(length + 1),
+            "open": torch.zeros((), dtype=torch.bool).expand(length + 1),  # before the step that was last
+            "region": torch.zeros(2, dtype=torch.int64),  # of that step
+        }
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        free = phase == Phase.FULL or self.share is None
+        return WindowPlan(None, None, chosen=True, share=None if free else round((self.share or 0) * SHARES))
+
+    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
+        pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
+        inside_BS = pos_S < lanes.length_B[:, None]
+        open_BS = open_BS & inside_BS
+        full = phase == Phase.FULL
+        flags_BS = inside_BS if full else self.chosen(lanes, open_BS, inside_BS, spec.shift, state)
+        state["open"].copy_(open_BS)
+        state["region"].copy_(torch.stack((lanes.start_B, lanes.end_B), 1))
+        return flags_BS
+
+    def chosen(self, lanes: RowCursors, open_BS: Tensor, inside_BS: Tensor, shift: int, state: State) -> Tensor:
+        """The positions of a window pass. bool [B, S + 1]"""
+        pos_S, prompt_B1 = torch.arange(open_BS.shape[1], device=open_BS.device), lanes.prompt_B[:, None]
+        asked_BS = self.masks_to_decode(lanes, open_BS, state)
+        fresh_BS = state["open"] & ~open_BS
+        first_BS = asked_BS & (pos_S == prompt_B1)
+        told_BS = asked_BS & ~first_BS if shift else asked_BS
+        base_BS = fresh_BS | F.pad(told_BS[:, shift:], (0, shift))
+        other_BS = inside_BS & ~base_BS
+        attention_BS = state["attention"].masked_fill(~other_BS, 0.0)
+        attention_BS = attention_BS / attention_BS.sum(-1, keepdim=True).clamp_min(1e-9)
+        order_BS = attention_BS.masked_fill(~other_BS, -1.0).sort(dim=-1, descending=True, stable=True).indices
+        sum_BS = attention_BS.gather(1, order_BS).cumsum(-1)
+        taken_BS = (sum_BS <= self.mass) | (pos_S == 0)
+        flags_BS = base_BS | (torch.zeros_like(base_BS).scatter(1, order_BS, taken_BS) & other_BS)
+        if shift:  # the last position of the prompt is computed for its logits alone
+            flags_BS = torch.where(pos_S == prompt_B1 - 1, first_BS.any(-1, keepdim=True), flags_BS)
+        if self.bridge:
+            left_BS = torch.where(flags_BS, pos_S, -FAR).cummax(-1).values
+            right_BS = torch.where(flags_BS, pos_S, FAR).flip(-1).cummin(-1).values.flip(-1)
+            flags_BS = flags_BS | ((right_BS - left_BS <= self.bridge) & inside_BS)
+        if self.share is None:
+            return flags_BS
+        first_B1, new_B1 = (lanes.start_B - shift).clamp_min(0)[:, None], (lanes.length_B - lanes.prompt_B)[:, None]
+        room_B1 = lanes.end_B[:, None] - first_B1 + self.plan(Phase.WINDOW).allowance(new_B1, lanes.forwards_B[:, None])
+        rank_BS = attention_BS + 2.0 * base_BS - 4.0 * ~flags_BS
+        order_BS = rank_BS.sort(dim=-1, descending=True, stable=True).indices
+        return flags_BS & torch.zeros_like(flags_BS).scatter(1, order_BS, (pos_S < room_B1).expand_as(order_BS))
+
+    def masks_to_decode(self, lanes: RowCursors, open_BS: Tensor, state: State) -> Tensor:
+        """The surest masks, those of the block of the last step first, and one of the active block. bool [B, S + 1]"""
+        pos_S, prompt_B1 = torch.arange(open_BS.shape[1], device=open_BS.device), lanes.prompt_B[:, None]
+        place_BS = pos_S + prompt_B1  # from here on, positions count from the first generated one
+        there_BS, index_BS = place_BS < lanes.length_B[:, None], place_BS.clamp_max(len(pos_S) - 1)
+        left_BS = open_BS.gather(1, index_BS) & there_BS
+        last_BS = (place_BS >= state["region"][:, :1]) & (place_BS < state["region"][:, 1:])
+        block_BS = state["open"].gather(1, index_BS) & there_BS & last_BS
+        active_BS = left_BS & (place_BS >= lanes.start_B[:, None]) & (place_BS < lanes.end_B[:, None])
+        score_BS = state["sure"].gather(1, index_BS)
+        if self.sigma:
+            from_BS = torch.where(there_BS, place_BS, -1)
+            score_BS = score_BS * density(there_BS & ~left_BS, from_BS, lanes.prompt_B, lanes.length_B, self.sigma)
+        score_BS = score_BS + 2.0 * block_BS
+
+        kth_BS = left_BS & (left_BS.cumsum(-1) == self.masks)
+        last_B1 = (lanes.length_B - lanes.prompt_B)[:, None] - 1
+        kth_B1 = torch.where(kth_BS, pos_S, last_B1).amin(-1, keepdim=True)
+        size_B1 = block_BS.sum(-1, keepdim=True).clamp_min(1)
+        end_B1 = (torch.div(kth_B1, size_B1, rounding_mode="floor") + 1) * size_B1
+        start_B1 = torch.where(block_BS, pos_S, FAR).amin(-1, keepdim=True)
+        near_BS = left_BS & (pos_S >= start_B1) & (pos_S < end_B1)
+        asked_BS = near_BS & (descending_rank(score_BS.masked_fill(~near_BS, -1.0)) < self.masks)
+        best_BS = active_BS & (descending_rank(score_BS.masked_fill(~active_BS, -1.0)) == 0)
+        asked_BS = asked_BS | (best_BS & ~(asked_BS & active_BS).any(-1, keepdim=True))
+        return asked_BS.gather(1, (pos_S - prompt_B1).clamp_min(0)) & (pos_S >= prompt_B1)
+
+    def follow(
+        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        phase: Phase, state: State,
+    ) -> None:  # fmt: skip
+        size = state["attention"].shape[1]
+        index_BW, there_BW = padded(pos_BW, size - 1), pos_BW >= 0
+        # Column sums of the product over the layers of (attention + identity) / 2, from the last layer to the first.
+        flow_BS = (torch.arange(size, device=pos_BW.device) < lanes.length_B[:, None]).float()
+        for layer in reversed(range(attend.layers)):
+            half_BW = flow_BS.gather(1, index_BW) * there_BW / 2
+            flow_BS = flow_BS.scatter_add(1, index_BW, -half_BW)
+            got_BS = attend.received(layer, half_BW)[:, :size]
+            flow_BS = flow_BS + F.pad(got_BS, (0, size - got_BS.shape[1]))
+        # Rounded, or the order of what receives the same would be that of rounding errors.
+        state["attention"].copy_((flow_BS / flow_BS.sum(-1, keepdim=True) * GRAIN).round() / GRAIN)
+        if phase == Phase.FULL:
+            first_BW, second_BW = logits().float().softmax(-1).topk(2, -1).values.unbind(-1)
+            sure_BW = first_BW if self.score == "low_confidence" else first_BW - second_BW
+            told_BW = padded(torch.where(there_BW, pos_BW + shift, -1), size - 1)
+            state["sure"].scatter_(1, told_BW, sure_BW)
+
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+        return False
