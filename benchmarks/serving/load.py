@@ -8,9 +8,9 @@
 clients are killed. All answers that were read to their end must be those of the library. Afterwards every slot and page
 must be free, and memory must not have grown by more than 50 MB since the first tenth of the time.
 
-`measure` keeps so many requests in flight, in a closed loop. What it does not know goes to `benchmarks.throughput`,
-which says what the engine alone does with the same requests: shape, prompts, decoder. With `--url` there is no such
-baseline; it asks held-out problems as chats. Of each figure: without drafts and with them.
+`measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
+know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
+`--url` there is no such baseline; it asks held-out problems as chats.
 """
 
 from __future__ import annotations
@@ -192,13 +192,12 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             shared = [
                 *rest, "--in-flight", ",".join(map(str, levels)), "--new", str(args.new), "--rounds", str(args.rounds)
             ]  # fmt: skip
-            report = f"{folder}/engine.json"
-            subprocess.run([sys.executable, "-m", "benchmarks.throughput", *shared, "--out", report], check=True)
-            runs = json.loads(Path(report).read_text())["runs"]
-            alone = {run["in_flight"]: run["tokens_per_s"] for run in runs}
-            command = [sys.executable, "-m", "benchmarks.serving.shaped", *shared]
+            given, report = throughput.arguments(shared), f"{folder}/engine.json"
+            command = [sys.executable, "-m", "benchmarks.serving.full_size", "--port", "0", "--out", report, *shared]
             url = stack.enter_context(started(command, f"{folder}/server.log")).url
-            bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in prompts(url, shared)]
+            alone = {run["in_flight"]: run["tokens_per_s"] for run in json.loads(Path(report).read_text())["runs"]}
+            asked = random_prompts(shape(given.shape)[1], max(levels), given.prompt)
+            bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in asked]
             path = "v1/completions"
         usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
         runs = []
@@ -211,22 +210,6 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             runs.append({"in_flight": level, "drafts": drafts, **run, **share})
             print(runs[-1], flush=True)
     return {"runs": runs}
-
-
-def prompts(url: str, shared: list[str]) -> list[list[int]]:
-    """Those that `benchmarks.throughput` runs."""
-    given = throughput.arguments(shared)
-    count = max(given.in_flight)
-    if given.prompts == "random":
-        return random_prompts(shape(given.shape)[1], count, given.prompt)
-    return [tokens(url, problem.question) for problem in generate("heldout", count, 0)]
-
-
-def tokens(url: str, question: str) -> list[int]:
-    body = {"model": "shape", "messages": [{"role": "user", "content": question}]}
-    asked = urllib.request.Request(f"{url}v1/tokenize", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked) as response:
-        return json.load(response)["tokens"]
 
 
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:

@@ -29,16 +29,15 @@ def serving(*overrides: str, log: str) -> Iterator[Started]:
 
 @contextmanager
 def started(command: list[str], log: str) -> Iterator[Started]:
-    """The same for any command that says its address first."""
+    """The same for any command that says its address."""
     began = time.perf_counter()
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         try:
-            said = process.stdout.readline()
-            found = re.search(r"http://\S+?/(?= )", said)
+            found = next((at for line in process.stdout if (at := re.search(r"http://\S+?/(?=\s)", line))), None)
             if found is None:
-                raise RuntimeError(f"the server says {said!r}: see {log}")
+                raise RuntimeError(f"the server ended before it took requests: see {log}")
             yield Started(found[0], process.pid, time.perf_counter() - began)
         finally:
             process.terminate()
