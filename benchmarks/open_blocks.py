@@ -1,11 +1,11 @@
-"""The time of a window step by how many blocks are open: what more tokens per forward cost.
+"""The time of a window step by how many blocks are open, and by how many candidates it evaluates.
 
     python -m benchmarks.open_blocks --out benchmarks/results/open-blocks-h200.json
     python -m benchmarks.open_blocks --shape small --device cpu --blocks 1,2                      # dry run
 
 Random weights, one request, the dual cache. Every block commits one token a step, and the next one opens at once, so
-most steps have all blocks open. The time is that of the most frequent window step with CUDA graphs, the ratio that to
-the first one.
+most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time is that of
+the most frequent window step with CUDA graphs, the ratio that to the first one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--blocks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
@@ -42,7 +43,8 @@ def main(args: list[str] | None = None) -> None:
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     prompts = random_prompts(spec, 1, given.prompt)
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
-    for blocks in given.blocks:
+    points = [*((blocks, 0) for blocks in given.blocks), *((1, candidates) for candidates in given.candidates)]
+    for blocks, candidates in points:
         iteration = {
             "name": "multi_block",
             "block": 32,
@@ -51,13 +53,13 @@ def main(args: list[str] | None = None) -> None:
             "force_at": 0.0,
             "stop": "off",
         }
-        pipe = Pipeline(
-            compose(model, iteration=iteration, decoder="threshold", cache="dual"), None, Runtime(graphs=cuda)
-        )
+        recipe = compose(model, iteration=iteration, decoder="threshold", cache="dual")
+        pipe = Pipeline(recipe, None, Runtime(graphs=cuda, speculate=candidates))
         run, _ = timed_run(pipe, partial(pipe.generate_ids, prompts, max_new_tokens=given.new))
         base = report["runs"][0]["step_ms"] if report["runs"] else run["step_ms"]
         kept = {name: run[name] for name in ("step_ms", "host_ms", "width", "refused_graphs", "steps")}
-        report["runs"].append({"blocks": blocks, "ratio": round(run["step_ms"] / base, 4), **kept})
+        about = {"blocks": blocks, "candidates": candidates}
+        report["runs"].append(about | {"ratio": round(run["step_ms"] / base, 4), **kept})
         print({k: v for k, v in report["runs"][-1].items() if k != "steps"}, flush=True)
         if given.out is not None:
             given.out.write_text(json.dumps(report, indent=1) + "\n")

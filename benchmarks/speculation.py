@@ -1,4 +1,4 @@
-"""How many forwards candidates save, with the same tokens: `runtime.speculate` on held-out problems, batch 1.
+"""How many forwards candidates save, with the same tokens: `runtime.speculate` on held-out problems.
 
     python -m benchmarks.speculation --device cuda --out benchmarks/results/speculation-h200
 
@@ -30,19 +30,23 @@ RECIPES: list[tuple[str, Any, Any, str]] = [
 ]
 
 
-def solved(base: dinfer.Pipeline, recipe: Any, count: int, questions: list[str], new: int) -> tuple[list[Any], float]:
-    """The results of all problems, one at a time, and the seconds that they took."""
-    runtime = dinfer.Runtime(rows=1, max_length=256, speculate=count, graphs=base.model.device.type == "cuda")
+def solved(
+    base: dinfer.Pipeline, recipe: Any, count: int, questions: list[str], given: argparse.Namespace
+) -> tuple[list[Any], float]:
+    """The results of all problems, and the seconds that they took."""
+    runtime = dinfer.Runtime(rows=given.rows, max_length=256, speculate=count, graphs=base.model.device.type == "cuda")
     pipe = dinfer.Pipeline(recipe, base.tokenizer, runtime)
-    pipe.generate(questions[:3], max_new_tokens=new)  # compiles kernels and captures graphs
+    if runtime.graphs:
+        pipe.generate(questions[:3], max_new_tokens=given.new)  # compiles kernels and captures graphs
     began = time.perf_counter()
-    return pipe.generate(questions, max_new_tokens=new), time.perf_counter() - began
+    return pipe.generate(questions, max_new_tokens=given.new), time.perf_counter() - began
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60, help="held-out problems")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
+    parser.add_argument("--rows", type=int, default=1, help="requests in flight: seconds depend on it, forwards do not")
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--only", type=int, nargs="+", help="numbers of recipes; all if left out")
     parser.add_argument("--device", default="cpu")
@@ -55,9 +59,9 @@ def main() -> None:
             continue
         base = bases.get(model) or bases.setdefault(model, dinfer.load(model, device=device, dtype="float32"))
         recipe = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
-        plain, without = solved(base, recipe, 0, questions, given.new)
+        plain, without = solved(base, recipe, 0, questions, given)
         for candidates in given.candidates:
-            results, seconds = solved(base, recipe, candidates, questions, given.new)
+            results, seconds = solved(base, recipe, candidates, questions, given)
             forwards, fewer = (sum(r.counts.forwards for r in some) for some in (plain, results))
             row = {
                 "model": model, "decoder": " ".join(map(str, decoder.values())), "cache": cache,

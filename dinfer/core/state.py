@@ -151,9 +151,9 @@ class BatchState:
         """Where the decoder's state of each active block is. int64 [R]
 
         A slot's rows are a ring: a block keeps its row while it is active, and one that enters takes that of one that
-        left. So nothing is copied when blocks move.
+        left. So nothing is copied when blocks move. Where there is no such state, nobody looks there.
         """
-        if blocks == 1:
+        if blocks == 1 or not self.decoder.rows:
             return slot_B
         place_BK = (block_B[:, None] + torch.arange(blocks, device=slot_B.device)) % blocks
         return (slot_B[:, None] * blocks + place_BK).flatten()

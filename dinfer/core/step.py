@@ -161,7 +161,8 @@ def decode(
     )
     lanes.quota_BK = view.quota_R.view(by_block)
     moved = iteration.advance(lanes, after, iteration_state)
-    state.decoder.refresh(decoder_state, fresh_rows(moved))
+    if decoder_state:
+        state.decoder.refresh(decoder_state, fresh_rows(moved))
     if proposal.length_R is not None:
         canvas.resize(lanes, proposal.length_R)
     canvas.finish(

@@ -20,7 +20,7 @@ class AsyncEngine:
     """Runs rounds in a thread while there are requests, so the event loop is never blocked. One event loop at a time.
 
     Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that concerned no
-    request: the engine has a defect, and cannot be relied on.
+    request, or of a device that has failed: the engine cannot be relied on.
     """
 
     def __init__(self, engine: Engine, executor: Executor | None = None) -> None:
@@ -68,6 +68,13 @@ class AsyncEngine:
                 timer.cancel()
             del self.callers[index]
             self.engine.cancel(index)
+
+    async def probe(self) -> None:
+        """Notes a failure if the device does not answer any more."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.engine.check_device)
+        except Exception as error:
+            self.failure = error
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
+import torch
+
 from dinfer.core.kv import kv_dtype
 from dinfer.core.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.speculation import refusal
@@ -170,6 +172,10 @@ class Engine:
                 f"a request of {request.length} positions needs {need} pages of keys and values, and runtime.pages="
                 f"{runtime.pages}: raise it, or leave it out"
             )
+
+    def check_device(self) -> None:
+        """Raises what the device answers if it has failed for good, as a GPU has after an illegal access."""
+        torch.ones((), device=self.device).item()
 
     def _advance(self, inbox: deque[Update]) -> None:
         """Runs a round, or waits for the thread that runs one. Returns at once if there is something in the inbox."""

@@ -139,13 +139,14 @@ class DiffulexMultiBlock(MultiBlock):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"last": torch.zeros((), dtype=torch.int64)}
 
-    def ends(self, after: BlockAfter, leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
-        ended_B, stopped_B = super().ends(after, leaves_BK)
-        return ended_B | (stopped_B & ~after.open_BKL.flatten(1).any(-1)), stopped_B
-
-    def opens(self, lanes: RowCursors, after: BlockAfter, last_B1: Tensor, stopped_B: Tensor, state: State) -> Tensor:
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        stopped_B = (after.stop_BKL & ~after.given_BKL).flatten(1).any(-1) & (self.stop != "off")
         state["last"].copy_(torch.where(stopped_B, lanes.end_B, state["last"]))
-        return super().opens(lanes, after, last_B1, stopped_B, state) & (state["last"] != lanes.end_B)
+        whole_B = stopped_B & ~after.open_BKL.flatten(1).any(-1)
+        return super().advance(lanes, replace(after, finished_BK=after.finished_BK | whole_B[:, None]), state)
+
+    def holds(self, lanes: RowCursors, state: State) -> Tensor:
+        return state["last"] == lanes.end_B
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class Drafts:
             if self._known[position] != entry:
                 self._note(position, entry, changed)
         if update.completion is not None:
-            for position, token in enumerate(update.completion.canvas[self._first :]):
+            for position, token in enumerate(update.completion.canvas[self._first : self._asked]):
                 known = self._known[position]
                 bucket = BUCKETS if known is None else known[1]
                 if known != (token, bucket, FINAL):

@@ -8,7 +8,11 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from typing import Any
+
+from starlette.requests import ClientDisconnect
 
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID
@@ -28,6 +32,15 @@ SAFE_HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 GONE = 499  # nginx's status for a client that has left, in the log alone
+
+
+# What a request holds until it ends, in whatever way: its place in the queue, and its rows. A response that is never
+# sent, or is given up while it is, cannot be relied on to let go of them.
+HELD: ContextVar[AsyncExitStack] = ContextVar("held")
+
+
+class NotRead(Exception):
+    """The client did not read for as long as it may. Not a TimeoutError: Starlette takes an OSError for its own."""
 
 
 class Guard:
@@ -50,8 +63,11 @@ class Guard:
                 own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": [*message.get("headers", []), *own]}
             # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
-            async with asyncio.timeout(self._settings.send_timeout):
-                await send(message)
+            try:
+                async with asyncio.timeout(self._settings.send_timeout):
+                    await send(message)
+            except TimeoutError:
+                raise NotRead from None
 
         try:
             self._check(scope)
@@ -60,10 +76,9 @@ class Guard:
                 status = GONE
         except ApiError as error:
             await respond(error, sending)
-        except TimeoutError:
-            LOG.warning("the client did not read for %s s", self._settings.send_timeout)
+        except (NotRead, ClientDisconnect) as error:  # uvicorn then closes the connection
+            LOG.warning("the answer could not be sent: %r", error)
             status = GONE
-            raise  # uvicorn then closes the connection
         except Exception as error:
             LOG.error("the request failed in the server", exc_info=error)
             if status:
@@ -142,14 +157,16 @@ class Guard:
         async def app() -> None:
             await self._app(scope, once, send)
 
-        work = asyncio.create_task(app())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            here = work.done()
-            for task in (work, gone):
-                task.cancel()
-            results = await asyncio.gather(work, gone, return_exceptions=True)
+        async with AsyncExitStack() as held:
+            HELD.set(held)
+            work = asyncio.create_task(app())
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                here = work.done()
+                for task in (work, gone):
+                    task.cancel()
+                results = await asyncio.gather(work, gone, return_exceptions=True)
         if here and isinstance(results[0], BaseException):
             raise results[0]
         return here

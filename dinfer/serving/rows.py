@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from dinfer.core.told import TokenLogprob
-from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.served import Served
 from dinfer.serving.text import StoppableText
+
+# Errors that say nothing about other requests.
+OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, MemoryError, torch.OutOfMemoryError, TimeoutError)
 
 LOG = logging.getLogger("dinfer.serving")
 
@@ -74,6 +77,8 @@ async def row_events(
                     so_far = partial(update, tokens) if wanted.usage else None
                     yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
     except Exception as error:
+        if not isinstance(error, OF_ONE_REQUEST):
+            await served.engine.probe()
         raise failure(error) from error
 
 

@@ -165,8 +165,12 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
     """Recipes over the model of one pipeline, by name. Its weights are shared.
 
     Recipes that differ only in the defaults of per-request options share an engine, and so its steps. One thread runs
-    the rounds of all engines, since they share a device.
+    the rounds of all engines, since they share a device. Raises ValueError for a checkpoint without a tokenizer.
     """
+    if pipe.tokenizer is None:
+        raise ValueError(
+            "the checkpoint has no tokenizer, and clients send text: put a tokenizer.json beside its weights"
+        )
     thread = ThreadPoolExecutor(1, "dinfer-engine")
     made: list[tuple[Any, Pipeline, AsyncEngine]] = []
     served = []

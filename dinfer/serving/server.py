@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from fastapi import Response
@@ -13,6 +13,7 @@ from dinfer.engine.request import Request as Row
 from dinfer.serving.admission import Admission
 from dinfer.serving.answers import Answer, sse
 from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.guard import HELD
 from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.metrics import Metrics
 from dinfer.serving.protocol import Own
@@ -82,33 +83,31 @@ class Server:
     async def answer(self, job: Job, answer: Answer, *, stream: bool, usage: bool) -> Response:
         """Runs a request and answers it, whole or as server-sent events."""
         self.check()
-        held = AsyncExitStack()
+        held = HELD.get()
         held.enter_context(self.admission.admit([row.length for row in job.rows]))
         self.metrics.prompt_tokens.labels(job.served.name).inc(answer.prompt_tokens)
         events = self.events(job)
+        held.push_async_callback(events.aclose)
         if stream:
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not hold pieces back
-            pieces = self._pieces(held, events, answer, usage)
+            pieces = self._pieces(events, answer, usage)
+            held.push_async_callback(pieces.aclose)
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        async with held, aclosing(events):
-            async for event in events:
-                answer.take(event)
+        async for event in events:
+            answer.take(event)
         return JSONResponse(answer.whole())
 
-    async def _pieces(
-        self, held: AsyncExitStack, events: AsyncGenerator[Event], answer: Answer, usage: bool
-    ) -> AsyncGenerator[str]:
-        async with held, aclosing(events):
-            if opening := answer.opening():
-                yield sse(opening)
-            try:
-                async for event in events:
-                    yield sse(answer.pieces(event))
-            except ApiError as error:
-                self.refuse(error)
-                yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
-                return
-            yield sse([answer.closing()] if usage else []) + "data: [DONE]\n\n"
+    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[str]:
+        if opening := answer.opening():
+            yield sse(opening)
+        try:
+            async for event in events:
+                yield sse(answer.pieces(event))
+        except ApiError as error:
+            self.refuse(error)
+            yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
+            return
+        yield sse([answer.closing()] if usage else []) + "data: [DONE]\n\n"
 
     def refuse(self, error: ApiError) -> None:
         """Counts an error that a client is told."""

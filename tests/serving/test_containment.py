@@ -97,6 +97,14 @@ def free(client: Client) -> bool:
     return taken["running"] == taken["waiting"] == 0 and taken["pages"] == taken["pages_free"]
 
 
+def scope() -> dict[str, Any]:
+    return {
+        "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "client": ("test", 1), "server": ("test", 80), "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_row(client: Client, stream: bool) -> None:
     """As a server of ASGI says so: the body, and later that there is nobody any more."""
@@ -116,12 +124,7 @@ def test_a_client_that_leaves_frees_its_row(client: Client, stream: bool) -> Non
         pass
 
     async def main() -> tuple[httpx.Response, int]:
-        scope = {
-            "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
-            "client": ("test", 1), "server": ("test", 80), "asgi": {"version": "3.0", "spec_version": "2.4"},
-        }  # fmt: skip
-        left = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        left = asyncio.create_task(app(scope(), receive, send))  # type: ignore[arg-type]
         stays = asyncio.create_task(client.http.post(PATH, json=body()))
         await left
         admitted = client.server.admission.requests
@@ -130,6 +133,44 @@ def test_a_client_that_leaves_frees_its_row(client: Client, stream: bool) -> Non
     stayed, admitted = client.loop.run(main())
     assert stayed.status_code == 200 and admitted <= 1
     assert free(client)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_neither_sends_nor_reads_is_given_up(reads: bool) -> None:
+    content, sent, asked = json.dumps(body(stream=True)).encode(), list[dict[str, Any]](), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if reads or asked.is_set():  # no body comes, or nothing behind it
+            await asyncio.sleep(60)
+        asked.set()
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if not reads:
+            await asyncio.sleep(60)
+
+    with served(Settings(send_timeout=0.05)) as client:
+        app = application(client.server)
+        client.loop.run(app(scope(), receive, send))  # type: ignore[arg-type]
+        assert [message["status"] for message in sent if "status" in message] == [408 if reads else 200]
+        assert free(client) and client.server.admission.requests == 0
+
+
+def test_a_device_that_has_failed_is_found_out(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(engine: Engine) -> None:
+        raise RuntimeError("the GPU has fallen off the bus")
+
+    broken = RuntimeError("illegal access")
+    fails_for_the_bad(monkeypatch, Batch, "admit", broken, lambda _, row: row)
+    assert client.ask(PATH, body(BAD)).status_code == 500
+    assert client.ask("/health").status_code == 200  # the device answers: it was that request
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "check_device", lost)
+        assert client.ask(PATH, body(BAD)).status_code == 500
+        assert client.ask("/health").status_code == 503 and client.ask(PATH, body()).status_code == 503
+    (engine,) = client.server.catalogue.engines.values()
+    engine.failure = None
 
 
 def test_a_request_ends_with_its_deadline(client: Client) -> None:

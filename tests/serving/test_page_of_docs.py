@@ -15,7 +15,7 @@ from support.serving import QUESTION, Client, served
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = re.findall(r"^\| `(\".*)` \| .+? \| (honoured|400)", (DOCS / "serving.md").read_text(), re.MULTILINE)
-ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, "seed": 1}
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def test_what_the_table_says_of_a_field_is_so(client: Client, text: str, outcome
     without = {name: value for name, value in fields.items() if name != last}
     other = client.ask("/v1/chat/completions", ASK | without).json()
     assert response.json()["choices"] != other["choices"] or response.json()["usage"] != other["usage"]
-    assert client.ask("/v1/chat/completions", ASK | fields).json()["choices"] == response.json()["choices"]
+    if "the same seed" in (DOCS / "serving.md").read_text().split(f"`{text}`")[1].split("\n")[0]:
+        assert client.ask("/v1/chat/completions", ASK | fields).json()["choices"] == response.json()["choices"]
 
 
 def test_the_board_asks_for_metrics_that_there_are(client: Client) -> None:

@@ -25,7 +25,7 @@ from dinfer.core import commits  # noqa: E402
 from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
 from dinfer.core.plan import WindowPlan  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
-from dinfer.kernels import advance, attention, canvas, rotary, thresholding, token_stats, window  # noqa: E402
+from dinfer.kernels import advance, attention, canvas, rotary, slide, thresholding, token_stats, window  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -45,7 +45,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, window):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, slide, window):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -242,6 +242,33 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
+@pytest.mark.parametrize(("blocks", "length"), [(1, 4), (3, 5), (4, 8)])
+def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, length: int) -> None:
+    """Thresholds that quotients meet exactly, which single precision would miss."""
+    lanes = 12
+    stop_BKL, given_BKL, open_BKL = (chance(lanes, blocks, length, p=p) for p in (0.05, 0.3, 0.3))
+    start_B, block_B = number(30, lanes), number(9, lanes)
+    end_B = start_B + number(blocks * length + 1, lanes)
+    next_B, length_B = end_B + number(4, lanes), end_B + number(9, lanes)
+    finished_BK, stable_BK, hold_B = ~open_BKL.any(-1) | chance(lanes, blocks), torch.rand(lanes, blocks), chance(lanes)
+    stable_BK = (stable_BK.to(DEVICE).double() * 4).round() / 4
+    rules = (
+        (True, 0.6, None, None),
+        (False, 0.0, stable_BK, hold_B),
+        (True, 2 / 3, stable_BK, None),
+        (False, 1, None, None),
+    )
+    for align, add_at, stable, hold in rules:
+        work = partial(
+            slide.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
+            end_B, block_B, grid=advance.Grid(length, align=align), add_at=add_at, stable_at=0.75, stop=stop,
+        )  # fmt: skip
+        same(*both(monkeypatch, work))
+        rule = {"block": length, "force_at": add_at, "first": align}
+        same(*both(monkeypatch, partial(slide.forced_blocks, open_BKL, start_B, end_B, **rule)))
+
+
+@pytest.mark.parametrize("stop", ["block", "cut", "off"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
     lanes, active = 64, 5 * blocks
@@ -275,7 +302,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, token_stats):
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, slide, token_stats):
         small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())

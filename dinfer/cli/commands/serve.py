@@ -105,6 +105,8 @@ def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipe
     from dinfer.serving.served import catalogue
 
     name = setting(config, "name", str | None) or conf.chosen("model")
+    if not name or ":" in name:
+        raise ValueError(f"name={name!r} must be a word without a colon, which divides the model from the recipe")
     recipes = {name: pipe.recipe}
     for preset, other in others.items():
         parts = {kind: other[kind] for kind in conf.GROUPS if kind != "model"}
