@@ -9,6 +9,7 @@ import pty
 import signal
 import threading
 from pathlib import Path
+from select import select
 
 import pytest
 from support.command_line import CommandLine
@@ -90,6 +91,9 @@ def test_what_cannot_be_done_is_said(dinfer: CommandLine, lines: str, message: s
     assert said.status == 2 and message in said.err and said.out == ""
 
 
+PATIENCE = 20  # seconds without a word
+
+
 class Terminal:
     """The chat on a pseudo-terminal in this process; what it prints is read by a thread."""
 
@@ -111,23 +115,32 @@ class Terminal:
             patch.setenv("COLUMNS", "60")
             main(["chat", *args])
         reader.join()
+        assert "waited in vain" not in self.shown, self.shown
         return self.shown
 
     def _read(self) -> None:
-        seen = 0
+        seen, waits, last = 0, 0, b""
         while True:
+            if not select([self._parent], [], [], 1)[0]:
+                waits += 1
+                if waits > PATIENCE:
+                    self.shown += f"\n(waited in vain for {self._waiting[:1]})"
+                    os.write(self._parent, b"\x15\x04")  # ends the chat
+                elif isinstance(last, int):  # it came after the prompt was shown, but before anything waited there
+                    os.kill(os.getpid(), last)
+                continue
             try:
                 chunk = os.read(self._parent, 4096)
             except OSError:  # how Linux says that the other end is closed
                 break
-            self.shown += chunk.decode(errors="replace")
+            self.shown, waits = self.shown + chunk.decode(errors="replace"), 0
             while self._waiting and (at := self.shown.find(self._waiting[0][0], seen)) >= 0:
-                wanted, act = self._waiting.pop(0)
+                wanted, last = self._waiting.pop(0)
                 seen = at + len(wanted)
-                if isinstance(act, bytes):
-                    os.write(self._parent, act)
+                if isinstance(last, bytes):
+                    os.write(self._parent, last)
                 else:
-                    os.kill(os.getpid(), act)
+                    os.kill(os.getpid(), last)
         os.close(self._parent)
 
 
