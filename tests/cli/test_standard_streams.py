@@ -111,7 +111,13 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     assert answers.count('"key"') == 4 and answers.count('"setup"') == 2
 
 
-def test_outputs_are_checked_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_are_checked_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*given: object, **named: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("dinfer.pipeline.load", loaded)
     (tmp_path / "file").write_text("")
     wrong = [
         (["trace", "a", f"out={tmp_path}/file/a.html"], "file: Not a directory"),
@@ -121,7 +127,7 @@ def test_outputs_are_checked_before_anything_is_loaded(tmp_path: Path, capsys: p
         (["tune", f"folder={tmp_path}/conf", f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
     ]
     for args, message in wrong:
-        assert ended([*args, "model.checkpoint=/no/such/folder"]) == 2
+        assert ended(args) == 2
         assert message in capsys.readouterr().err
 
 

@@ -291,9 +291,10 @@ def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None
 
 def test_a_step_is_timed_by_open_blocks(tmp_path: Path) -> None:
     out = tmp_path / "open.json"
-    open_blocks.main(f"--shape small --device cpu --blocks 1,2 --prompt 8 --new 128 --out {out}".split())
-    one, two = json.loads(out.read_text())["runs"]
-    assert (one["width"], two["width"]) == (32, 64) and one["ratio"] == 1 and two["step_ms"] > 0
+    open_blocks.main(f"--shape small --device cpu --blocks 1,2 --candidates 2 --prompt 8 --new 64 --out {out}".split())
+    one, two, drafted = json.loads(out.read_text())["runs"]
+    assert (one["width"], two["width"], drafted["width"]) == (32, 64, 32) and one["ratio"] == 1
+    assert [run["candidates"] for run in (one, two, drafted)] == [0, 0, 2]
 
 
 def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
