@@ -19,7 +19,7 @@ from dinfer.core.told import Told
 from dinfer.decoders.threshold import Threshold
 
 
-@every_recipe
+@every_recipe(SAMPLE[::2])
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
     meta_steps(combination.recipe(on_meta(combination.variant)))

@@ -143,10 +143,16 @@ LEGAL = legal()
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
-# `make test` runs the sample, `make test-all` every legal combination.
-every_recipe = pytest.mark.parametrize(
-    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
-)
+
+def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
+    """`make test-all` runs every legal combination, `make test` those that are `quick`.
+
+    Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
+    """
+    chosen = {*quick}
+    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in LEGAL]
+    return pytest.mark.parametrize("combination", params, ids=str)
+
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7] * 8, [36], list(range(5, 18))]
