@@ -96,6 +96,7 @@ def test_what_only_the_whole_set_has_passes_too() -> None:
     assert len(find(SHARED)) == sum((PASSING | BEYOND).values())
 
 
+@pytest.mark.matrix  # it takes 20 seconds
 @pytest.mark.skipif(not NEXT.is_dir(), reason=f"{NEXT} is not here")
 def test_what_came_later_passes_as_far_as_there_are_components() -> None:
     report = check(NEXT)
