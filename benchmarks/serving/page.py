@@ -34,13 +34,14 @@ READABLE = 4.5  # the contrast that WCAG asks of text
 
 
 @contextmanager
-def chromium(folder: str) -> Iterator[Any]:
+def chromium(profile: Path, size: str, program: str | None = None) -> Iterator[Any]:
+    """A headless browser with a new profile. `size`: of its window, "width,height"; `program`: its executable."""
     options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
+    options.binary_location = str(program or shutil.which("chromium"))
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for argument in (
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=900,640",
-        f"--user-data-dir={folder}/profile",
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={size}",
+        f"--user-data-dir={profile}",
     ):  # fmt: skip
         options.add_argument(argument)
     found = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(shutil.which("chromedriver"))))
@@ -140,7 +141,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(*SERVER, log=f"{folder}/server.log") as server,
-        chromium(folder) as browser,
+        chromium(Path(folder, "profile"), "900,640") as browser,
     ):
         found = looked_at(browser, server.url, args.screenshot)
     text = json.dumps({**provenance(torch.device("cpu")), "server": list(SERVER), **found}, indent=1)

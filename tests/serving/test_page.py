@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("selenium")
 
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from support.browser import PROGRAM, needs_chromium
 from support.serving import Client, listening, served
 
+from benchmarks.serving.page import chromium
 from dinfer.serving.settings import Settings
 
 DRIVER = shutil.which("chromedriver")
@@ -42,17 +42,8 @@ def address(client: Client) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(PROGRAM)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in (
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,1000",
-        f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
-    yield found
-    found.quit()
+    with chromium(tmp_path_factory.mktemp("profile"), "1200,1000", PROGRAM) as found:
+        yield found
 
 
 def until(browser: Any, script: str) -> Any:
