@@ -53,15 +53,18 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, began, status = f"req-{uuid.uuid4().hex}", time.perf_counter(), 0
+        # A request that came through a gateway has its id.
+        request_id = scope.get("request_id") or f"req-{uuid.uuid4().hex}"
+        began, status = time.perf_counter(), 0
         REQUEST_ID.set(request_id)
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                given = list(message.get("headers", []))
                 own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
-                message = {**message, "headers": [*message.get("headers", []), *own]}
+                message = {**message, "headers": [*given, *(header for header in own if header not in given)]}
             # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
             try:
                 async with asyncio.timeout(self._settings.send_timeout):

@@ -122,6 +122,7 @@ OUTSIDE: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "pydantic": {"serving"},
     "prometheus_client": {"serving"},
+    "ray": {"serving"},
     "triton": {"kernels"},
     "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
