@@ -45,6 +45,11 @@ class Engine:
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
+        if runtime.tensor_parallel != recipe.ranks.size:
+            raise ValueError(
+                f"runtime.tensor_parallel={runtime.tensor_parallel}, but the model is divided among "
+                f"{recipe.ranks.size}: load it with that runtime, in one process for each card"
+            )
         if runtime.speculate and (reason := refusal(recipe)) is not None:
             raise IncompatibleRecipe(reason)
         self.recipe, self.runtime = recipe, runtime
