@@ -128,6 +128,8 @@ class Loop:
             return
         try:
             seen = self.batch.reader.read()
+            if self.runtime.check_ranks:
+                self.worker.compare_ranks()
         except Exception as error:  # the device has failed: nothing that it holds can be relied on
             self._blame(self.running, error)
             self._close()
