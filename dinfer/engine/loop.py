@@ -31,6 +31,7 @@ class Loop:
         self.recipe, self.runtime, self.kv = recipe, runtime, kv
         self.runner, self.scheduler = Runner(recipe, graphs=runtime.graphs), Scheduler(recipe, runtime)
         self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
+        self.check_ranks = runtime.check_ranks and recipe.ranks.size > 1
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
@@ -128,6 +129,8 @@ class Loop:
             return
         try:
             seen = self.batch.reader.read()
+            if self.check_ranks:
+                self.batch.compare_ranks()
         except Exception as error:  # the device has failed: nothing that it holds can be relied on
             self._blame(self.running, error)
             self._close()
