@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # its name before torch 2.12
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
 from dinfer.core.spec import WHOLE, Rank, Section
+from dinfer.core.stats import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,16 @@ class Ranks:
         """The tokens `[first, end)` whose rows of embedding and head this rank holds."""
         return Section("vocab", vocab).share(self.rank)
 
+    def columns(self, vocab: int) -> Columns:
+        """What this rank's own logits stand for."""
+        first, end = self.vocabulary(vocab)
+        return Columns(first, end - first, -(-vocab // self.size), None if self.size == 1 else self.all_gather)
+
+    def vocabularies(self, vocab: int) -> list[int]:
+        """How many tokens each rank holds."""
+        shares = (Section("vocab", vocab).share(Rank(index, self.size)) for index in range(self.size))
+        return [end - first for first, end in shares]
+
     def heads(self, kv_heads: int) -> int:
         """How many of so many key heads this rank holds."""
         first, end = Section("kv_heads", kv_heads).share(self.rank)
@@ -60,9 +76,9 @@ class Ranks:
         if self.size == 1:
             return x[None]
         x = x.contiguous()
-        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x, group=self.group)
-        return out
+        out = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        all_gather_single(out, x, group=self.group)
+        return out.view(self.size, *x.shape)
 
 
 ALONE = Ranks()

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from dinfer.distributed.channel import Channel
+from dinfer.distributed.interrupts import uninterrupted
 from dinfer.distributed.motion import BEAT, SILENT, STILL, Motion
 
 START = 120.0  # seconds in which every rank says that it is there
@@ -96,7 +97,7 @@ class Leader:
 
     def tell(self, name: str, *given: Any, wanted: bool = False) -> None:
         """Tells all other ranks. Does not wait for them, nor for their answers, which may be `wanted`."""
-        with self.turn:
+        with self.turn, uninterrupted():
             self.check()
             messages = [(False, *self.forgotten.popleft()) for _ in range(len(self.forgotten))]
             try:

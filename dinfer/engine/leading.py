@@ -1,14 +1,11 @@
 """The worker of rank 0, which tells the workers of the other ranks all that it does; and how components are told."""
 
 import importlib
-import signal
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import values_of
+from dinfer.distributed.interrupts import uninterrupted
 from dinfer.distributed.leader import Leader, RankFailed
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
@@ -45,7 +43,8 @@ class LeadingWorker(Worker):
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from error
 
-        self._leader.together("open", self._number, *room, work=work)
+        with uninterrupted():
+            self._leader.together("open", self._number, *room, work=work)
 
     def close(self) -> None:
         super().close()
@@ -122,19 +121,3 @@ def _values(shape: StepShape) -> tuple[Any, ...]:
 def shape_of(values: tuple[Any, ...]) -> StepShape:
     """The shape of a step, as it was told."""
     return StepShape(Phase(values[0]), *values[1:])
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C within comes at the end: other ranks do the same meanwhile, and would wait for the rest of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
