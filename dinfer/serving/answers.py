@@ -112,7 +112,9 @@ class Stream(Response):
 
     def __init__(self, pieces: AsyncIterable[bytes]) -> None:
         # A proxy must not hold pieces back.
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        super().__init__(
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
         del self.headers["content-length"]
         self._pieces = pieces
 
