@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.canvas import ACTIVE, Phase
-from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
+from dinfer.core.protocols import CachePolicy, Component, Decoder, Divided, Iteration, Model, Sampling
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import (
     CACHES,
     DECODERS,
@@ -195,6 +196,11 @@ class Recipe:
     def phases(self) -> tuple[Phase, ...]:
         """The phases that its steps may have."""
         return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or self.decoder.verifies)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that divide the model among them."""
+        return self.model.ranks if isinstance(self.model, Divided) else ALONE
 
     @property
     def grain(self) -> int:
