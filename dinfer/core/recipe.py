@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.canvas import ACTIVE, Phase
-from dinfer.core.protocols import CachePolicy, Component, Decoder, Divided, Iteration, Model, Sampling
+from dinfer.core.protocols import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import (
     CACHES,

@@ -65,10 +65,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
     },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
+    "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+        "core.verification",
     },
     "distributed": set(),
     "engine": {
