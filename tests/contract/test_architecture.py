@@ -70,9 +70,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
     },
+    "distributed": set(),
     "engine": {
-        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
-        "core.step", "core.told", "core.speculation",
+        "distributed", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
+        "core.state", "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
@@ -83,7 +84,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
+    "pipeline.ranks": {
+        "core.protocols", "core.ranks", "core.recipe", "core.spec", "distributed", "engine", "loading.checkpoint",
+        "loading.packed",
+    },
     "pipeline.pipeline": {
+        "pipeline.ranks",
         "loading.checkpoint", "loading.files", "loading.hub", "core.recipe", "engine", "pipeline.chat",
         "pipeline.infilling",
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
@@ -107,8 +113,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
-        "serving",
+        "distributed", "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.
