@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
-    "core.ranks": {"core.spec", "core.stats"},
+    "core.ranks": {"core.spec", "core.stats", "kernels"},
     "core.model": {"core.ranks", "core.spec"},
     "core.protocols": {"core.canvas", "core.model", "core.plan", "core.spec", "core.stats"},
     "layers": {"core.protocols", "core.ranks", "core.registry", "kernels", "core.spec"},
