@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
-    "core.ranks": {"core.spec", "core.stats"},
+    "core.ranks": {"core.spec", "core.stats", "kernels"},
     "core.model": {"core.ranks", "core.spec"},
     "core.protocols": {"core.canvas", "core.model", "core.plan", "core.spec", "core.stats"},
     "layers": {"core.protocols", "core.ranks", "core.registry", "kernels", "core.spec"},
@@ -65,10 +65,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
     },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
+    "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+        "core.verification",
     },
     "distributed": set(),
     "engine": {
