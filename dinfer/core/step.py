@@ -14,12 +14,13 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
-from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
+from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import Candidates, longest_chain
 from dinfer.core.state import BatchState
-from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
+from dinfer.core.verification import postpone, verified
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
@@ -39,6 +40,9 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     model, iteration, cache, canvas = recipe.model, recipe.iteration, recipe.cache, state.canvas
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+    if shape.phase == Phase.VERIFY:
+        decode(recipe, state, shape, lanes, verified(recipe, state, shape, lanes), iteration_state, cache_state)
+        return
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
@@ -79,7 +83,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
         return
     count = shape.candidates + 1
-    logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
+    lanes_GWD = take(h_BWD, computed.logits_RL.repeat(count, 1))
+    logits_CRLV = read_logits(recipe, shape, model, lanes_GWD).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
     for _ in range(longest_chain(shape.candidates)):
@@ -124,15 +129,21 @@ def decode(
             logits_BWV = model.logits(known.h_BWD)
             logits_RLV = take(logits_BWV, known.logits_RL)
         else:
-            logits_RLV = model.logits(take(known.h_BWD, known.logits_RL))
+            logits_RLV = read_logits(recipe, shape, model, take(known.h_BWD, known.logits_RL))
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     if cache.follows and isinstance(known, Hidden):  # what is not computed has no logits, and is not decoded
         here_RL = known.logits_RL >= 0
         stats = stats.each(lambda stat_RL: stat_RL.masked_fill(~here_RL, 0))
         proposal = decoder.select(stats, view, decoder_state)
         proposal = replace(proposal, commit_RL=proposal.commit_RL & here_RL)
+    elif shape.phase == Phase.VERIFY:
+        proposal = decoder.verify(adjusted_RLV, view, decoder_state)
     else:
         proposal = decoder.select(stats, view, decoder_state)
+    if proposal.verify_R is not None:
+        verify_B = proposal.verify_R & (stats.finite_RL | ~view.masked_RL).all(-1)
+        state.decoder.store(row_R, decoder_state, lanes.live_B & verify_B)
+        postpone(canvas, lanes, verify_B, refreshed=cache.reuses and shape.phase == Phase.FULL)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
     if shape.told:
@@ -210,6 +221,21 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
     return passed.live_B
 
 
+def own_columns(recipe: Recipe, shape: StepShape) -> Columns | None:
+    """Which tokens' logits a rank computes, where it need not see those of the others: only statistics read them."""
+    reads = recipe.decoder.reads_logits or recipe.iteration.scores != "block" or shape.told == Told.LOGPROBS
+    if recipe.ranks.size == 1 or reads or shape.sampled or shape.guided:
+        return None
+    return recipe.ranks.columns(recipe.model.spec.vocab)
+
+
+def read_logits(recipe: Recipe, shape: StepShape, model: Model, h_RLD: Tensor) -> Tensor:
+    """The logits of the whole vocabulary or of `own_columns`. `model`: of this step. [R, L, V]"""
+    if own_columns(recipe, shape) is None or not isinstance(recipe.model, Divided):
+        return model.logits(h_RLD)
+    return recipe.model.own_logits(h_RLD)
+
+
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
     canvas, floor_B = state.canvas, recipe.iteration.floor(lanes)
@@ -248,13 +274,14 @@ def proposed_tokens(
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
         seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
-    if decoder.reads_logits:
+    if decoder.reads_logits and shape.phase != Phase.VERIFY:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    logits_RLV = offered(recipe, logits_RLV)
+    columns = own_columns(recipe, shape)
+    logits_RLV = offered(recipe, logits_RLV, columns)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
-    return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
+    return statistics(recipe, logits_RLV, wanted_RL, draw, columns), logits_RLV
 
 
 def open_stats(
@@ -268,7 +295,8 @@ def open_stats(
     lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
     where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
     h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-    stats = statistics(recipe, offered(recipe, recipe.model.logits(h_1MD)), index_1M >= 0, None)
+    columns, logits_1MV = own_columns(recipe, shape), read_logits(recipe, shape, recipe.model, h_1MD)
+    stats = statistics(recipe, offered(recipe, logits_1MV, columns), index_1M >= 0, None, columns)
     back_X = place_1X[0].clamp(0, shape.scored - 1)
 
     def placed(stat_1M: Tensor) -> Tensor:
@@ -277,21 +305,25 @@ def open_stats(
     return stats.each(placed), lanes.live_B & fits_B
 
 
-def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
+def offered(recipe: Recipe, logits_RLV: Tensor, columns: Columns | None) -> Tensor:
     """The logits, in place without the tokens that the decoder does not take."""
     spec, decoder = recipe.model.spec, recipe.decoder
+    columns = columns or Columns(0, spec.vocab, spec.vocab)
     masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
     for token in (*masks, *(() if decoder.moves else spec.moving_ids)):
-        logits_RLV[..., token].fill_(float("-inf"))
+        columns.fill(logits_RLV, token)
     return logits_RLV
 
 
-def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:
+def statistics(
+    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns | None
+) -> TokenStats:
     """What the decoder needs to know of the logits."""
     decoder = recipe.decoder
     return token_stats(
         logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
+        columns=columns,
     )  # fmt: skip
 
 

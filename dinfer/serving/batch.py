@@ -23,7 +23,7 @@ from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.protocol import Strict
-from dinfer.serving.run import EngineFailed
+from dinfer.serving.run import ended
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
@@ -136,7 +136,7 @@ def run(
     """Answers all lines of `asked` that `output` lacks.
 
     `progress` is told how many lines are answered, of how many, and the last answer. Raises ValueError if `output` is
-    of other lines or of another setup, OSError, EngineFailed.
+    of other lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
@@ -195,9 +195,9 @@ def answer_here(
 
 
 def check(server: Server) -> None:
-    """Raises EngineFailed if an engine cannot be relied on any more, and so neither can its last answers."""
+    """Raises EngineFailed or RankFailed if an engine cannot be relied on, and so neither can its last answers."""
     if server.failure is not None:
-        raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
+        raise ended(server.failure)
 
 
 async def answered(app: Any, line: Line) -> dict[str, Any]:

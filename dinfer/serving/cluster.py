@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-from typing import Any
 
 import ray
 
@@ -53,23 +52,20 @@ def device_of(device: str | None) -> str:
     return device or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
 
 
-def usual(device: str) -> int:
-    """How many replicas there are if nobody says: one for each card, or for each machine without cards."""
+def usual(ranks: int, device: str) -> int:
+    """How many replicas there are if nobody says: as many as the cards allow, or one for each machine without cards."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return int(sum(node.get("GPU", 0) for node in alive)) if device == "cuda" else len(alive)
+    return sum(int(node.get("GPU", 0) // ranks) for node in alive) if device == "cuda" else len(alive)
 
 
-def placed(setting: str, replicas: int, cards: int, device: str) -> dict[str, Any]:
-    """What one replica occupies: a core, and `cards` cards of one machine. Raises ValueError if there is no room.
-
-    `setting`: the one that says how many replicas there are.
-    """
-    kind, each = ("GPU", cards) if device == "cuda" else ("CPU", 1)
+def placed(replicas: int, ranks: int, device: str) -> dict[str, float]:
+    """What one replica occupies of a machine: a core for each rank, and a card. Raises ValueError for too many."""
+    kind, what = ("GPU", "cards") if device == "cuda" else ("CPU", "cores")
     counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
-    if (room := sum(int(count // each) for count in counts)) < replicas:
-        what = {"GPU": "cards", "CPU": "cores"}[kind]
+    if not 0 < replicas <= (room := sum(int(count // ranks) for count in counts)):
         raise ValueError(
-            f"{setting}={replicas}: each needs {each} of a machine's {what}, and the Ray cluster has room for {room} "
-            f"of them ({int(sum(counts))} {what}). Ask for fewer, or add machines to the cluster"
+            f"replicas={replicas} with runtime.tensor_parallel={ranks}: each replica needs {ranks} of a machine's "
+            f"{what}, and the Ray cluster, with {int(sum(counts))} {what} in {len(counts)} machines, has room for "
+            f"{room}. Ask for fewer, or add machines to the cluster"
         )
-    return {"CPU": 1, **({"GPU": cards} if device == "cuda" else {})}
+    return {"CPU": ranks, **({"GPU": ranks} if device == "cuda" else {})}

@@ -93,7 +93,7 @@ class Gateway:
                 raise error from found
             LOG.error("a stream was cut off: %s", error.message)
             text = sse([error.body() | {"request_id": REQUEST_ID.get()}])
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
+            await send({"type": "http.response.body", "body": text, "more_body": False})
 
     async def _answer(self, asked: Asked) -> AsyncGenerator[Message]:
         """The messages of a replica. If it ends before it has sent any of the body, another one answers.

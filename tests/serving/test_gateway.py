@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -69,11 +69,12 @@ def dies(after: int) -> Callable[[Asked], AsyncGenerator[Any]]:
 
     async def answer(asked: Asked) -> AsyncGenerator[Any]:
         left = after
-        async for message in sound(asked):
-            if not left:
-                raise ActorDiedError()
-            left -= 1
-            yield message
+        async with aclosing(sound(asked)) as answer:
+            async for message in answer:
+                if not left:
+                    break
+                left -= 1
+                yield message
         raise ActorDiedError()
 
     return answer
@@ -87,6 +88,12 @@ async def busy(asked: Asked) -> AsyncGenerator[Any]:
 async def silent(asked: Asked) -> AsyncGenerator[Any]:
     await asyncio.Future()
     yield
+
+
+@pytest.fixture(autouse=True)
+def plain_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway has a process of its own, whose logs it sets up. Here it has not."""
+    monkeypatch.setattr("dinfer.serving.gateway.log_as_json", lambda: None)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from dinfer.cli.arguments import OVERRIDE, Parser, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import FAILED, Interrupted, fail
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import counted, need, setting
+from dinfer.cli.recipe import counted, need, ranks_of, setting
 from dinfer.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -107,8 +107,9 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
 
     connect(address, logs=False)
     device = device_of(setting(config, "device", str | None))
-    replicas = replicas or usual(device)
-    resources = placed("replicas", replicas, 1, device)
+    ranks = ranks_of(config)
+    replicas = replicas or usual(ranks, device)
+    resources = placed(replicas, ranks, device)
     found = partial(make.func, make.args[0] | {"device": device}, *make.args[1:])
     return partial(answer_on_cluster, make=found, replicas=replicas, resources=resources, at_once=WAITING * rows)
 

@@ -28,7 +28,7 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.errors import FAILED, fail
-from dinfer.cli.recipe import counted, need, pipeline, runtime_of, setting
+from dinfer.cli.recipe import counted, need, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
 
@@ -83,7 +83,7 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 
     connect(setting(config, "ray", str), logs=True)
     device = device_of(setting(config, "device", str | None))
-    resources = placed("replicas", replicas, 1, device)
+    resources = placed(replicas, ranks_of(config), device)
     plan = Plan(replicas=replicas, rows=runtime_of(config, device).rows, resources=resources, autoscaling=autoscaling)
     names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]
     try:
