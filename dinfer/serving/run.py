@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from dinfer.distributed.leader import RankFailed
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
@@ -76,7 +77,7 @@ def tuned() -> Iterator[None]:
 
 
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed."""
+    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed, RankFailed."""
     settings = server.settings
     config = uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
@@ -107,4 +108,13 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
         loop.run(run())
     if server.failure is not None:
-        raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
+        raise ended(server.failure)
+
+
+def ended(failure: BaseException) -> BaseException:
+    """What ends a program whose engine has failed. That a rank is gone says all; other errors keep their traceback."""
+    if isinstance(failure, RankFailed):
+        return failure
+    error = EngineFailed(f"the engine failed: {failure!r}")
+    error.__cause__ = failure
+    return error

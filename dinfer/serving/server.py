@@ -50,7 +50,8 @@ class Server:
     @property
     def failure(self) -> BaseException | None:
         """Why an engine cannot be relied on any more."""
-        return next((e.failure for e in self.catalogue.engines.values() if e.failure is not None), None)
+        found = (why for e in self.catalogue.engines.values() for why in (e.failure, e.engine.failure))
+        return next((why for why in found if why is not None), None)
 
     def check(self) -> None:
         """Raises ApiError unless requests are taken."""
