@@ -276,7 +276,7 @@ def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
     try:
         with (
             served(Settings(port=0, round_timeout=0.2)) as client,
-            pytest.raises(run.EngineFailed, match="longer than 0.2 seconds"),
+            pytest.raises(run.EngineFailed, match=r"longer than 0\.2 seconds"),
         ):
             assert serving(client, talk) == []
     finally:
