@@ -10,6 +10,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from dinfer.engine.request import Request as Row
+from dinfer.engine.turns import Turns
 from dinfer.serving.admission import Admission
 from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
@@ -40,7 +41,7 @@ class Server:
     settings: Settings
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
-    recording: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of traces
+    recording: Turns = field(default_factory=Turns)  # of traces
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
