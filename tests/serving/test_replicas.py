@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray]'")
 
 import ray
-from support.command_line import CommandLine
 from support.serving import tiny
 
 from benchmarks.serving.cluster import QUIET, Cluster, cluster
@@ -39,14 +38,9 @@ SERVE = ("device=cpu", "runtime.rows=4", "max_new_tokens=32")
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Cluster]:
     os.environ.update(QUIET)
-    with cluster(4) as made:
+    with cluster(2) as made:
         yield made
         ray.shutdown()
-
-
-@pytest.fixture
-def dinfer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
 
 
 def body(number: int, **fields: Any) -> dict[str, Any]:
