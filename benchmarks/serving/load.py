@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 raise SystemExit(f"{' '.join(rest)}: a server at a URL has settings of its own")
             asked = [p.question for p in generate("heldout", max(levels), 0)]
             bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": args.new} for text in asked]
-            url, path, alone = args.url, "v1/chat/completions", {}
+            url, path, alone, setting = args.url, "v1/chat/completions", {}, {"new": args.new}
         else:
             shared = [
                 *rest, "--in-flight", ",".join(map(str, levels)), "--new", str(args.new), "--rounds", str(args.rounds)
@@ -198,10 +198,10 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             alone = {run["in_flight"]: run["tokens_per_s"] for run in json.loads(Path(report).read_text())["runs"]}
             asked = random_prompts(shape(given.shape)[1], max(levels), given.prompt)
             bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in asked]
-            path = "v1/completions"
+            path, setting = "v1/completions", vars(given) | {"out": None}
         usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
         runs = []
-        for level, drafts in itertools.product(levels, (False, True)):
+        for level, drafts in itertools.product(levels, (False,) if args.no_drafts else (False, True)):
             own = [body | usage | {"dinfer": {"drafts": drafts}} for body in bodies[:level]]
             timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
             run = timed(f"{url}{path}", level, own * args.rounds)
@@ -209,7 +209,7 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
             runs.append({"in_flight": level, "drafts": drafts, **run, **share})
             print(runs[-1], flush=True)
-    return {"runs": runs}
+    return {"setting": setting, "runs": runs}
 
 
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
@@ -231,6 +231,7 @@ def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any
         "requests": len(outcomes), "tokens": tokens, "seconds": round(seconds, 3), "wall_s": round(wall, 3),
         "tokens_per_s": round(tokens / seconds, 1),
         "ttfb_ms": percentiles([found["first"] for found in outcomes if found["first"] is not None]),
+        "latency_ms": percentiles([found["ended"] - found["began"] for found in outcomes]),
         "inter_commit_ms": percentiles([gap for found in outcomes for gap in found["gaps"]]),
     }  # fmt: skip
 
@@ -253,6 +254,7 @@ def main() -> None:
     second.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
     second.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
     second.add_argument("--new", type=int, default=512, help="tokens of an answer")
+    second.add_argument("--no-drafts", action="store_true", help="without the runs that show drafts")
     second.add_argument("--url", help="of a server that runs; ends in a slash")
     second.add_argument("--name", default="shape", help="the model at that URL")
     for each in (first, second):

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.spec import ModelSpec
 from dinfer.kernels.attention import attention_received, paged_attention, taken
 from dinfer.kernels.canvas import key_places
@@ -49,11 +50,12 @@ class KVPool:
     layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
     candidates: int = 0  # most candidates of a slot in a step; they have the last pages of the pool
     fork: int = 0  # pages of one candidate
+    ranks: Ranks = ALONE  # each holds the key heads of its query heads
 
     @classmethod
     def alloc(
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device,
-        candidates: int = 0, window: int = 0,
+        candidates: int = 0, window: int = 0, ranks: Ranks = ALONE,
     ) -> Self:  # fmt: skip
         """`pages` for requests, and as many beside as `candidates` of each slot need for a window of `window`."""
         fork = min(-(-(window - 1) // page) + 1, -(-length // page)) if candidates else 0
@@ -61,7 +63,7 @@ class KVPool:
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
 
         def pool(layers: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-            k = torch.zeros(layers, pages + RESERVED, page, heads, size, dtype=dtype, device=device)
+            k = torch.zeros(layers, pages + RESERVED, page, ranks.heads(heads), size, dtype=dtype, device=device)
             return k, torch.zeros_like(k), table_NP
 
         near = () if spec.local is None else spec.local.layers
@@ -70,7 +72,7 @@ class KVPool:
         local = None
         if spec.local is not None:
             local = cls(*pool(len(near), spec.local.kv_heads, spec.local.head_dim), None, ())
-        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places, candidates, fork)
+        return cls(*pool(len(far), spec.kv_heads, spec.head_dim), local, places, candidates, fork, ranks)
 
     @property
     def page(self) -> int:
@@ -173,12 +175,13 @@ class PagedAttend:
         """See `dinfer.core.model.Followed`; only with `queries`."""
         assert self.queries is not None
         keys = self.pool.of(layer)[0]
-        return attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
+        got_BS = attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
+        return self.pool.ranks.all_reduce(got_BS) / self.pool.ranks.size
 
     def values(self, layer: int = -1) -> Tensor:
-        """The values that the pool holds at the queries' positions; anything at padding. [B, W, G * E]"""
+        """The values that the pools of all ranks hold at the queries' positions; anything at padding. [B, W, G * E]"""
         v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
-        return v_XGE.view(*self.pos_BW.shape, -1)
+        return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
     def __call__(self, layer: int, qkv: Any) -> Tensor:
         k_PTGE, v_PTGE, near = self.pool.of(layer)

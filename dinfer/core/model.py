@@ -1,10 +1,11 @@
 """What the step needs of a network, and a network of the step. Shape suffixes as in `dinfer.core.protocols`."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from dinfer.core.ranks import Ranks
 from dinfer.core.spec import ModelSpec
 
 
@@ -56,3 +57,18 @@ class SelfConditioned(Protocol):
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """What a `Model` can do beside whose weights ranks may divide among them."""
+
+    ranks: Ranks
+
+    def join(self, ranks: Ranks) -> None:
+        """Makes a network that holds the share of one rank compute with the others. Once, before anything else."""
+        ...
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """The logits of the tokens `ranks.vocabulary(spec.vocab)` alone. [B, L, D] -> [B, L, own]"""
+        ...

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
-from dinfer.core.model import Attend, Followed, Model, SelfConditioned
+from dinfer.core.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
-    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Draw", "Followed", "Iteration",
-    "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal", "RowCursors", "Sampling",
-    "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
+    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Divided", "Draw", "Followed",
+    "Iteration", "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal",
+    "RowCursors", "Sampling", "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
 State = dict[str, Any]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.protocols import CachePolicy, Component, Decoder, Iteration, Model, Sampling
+from dinfer.core.protocols import CachePolicy, Component, Decoder, Divided, Iteration, Model, Sampling
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import (
     CACHES,
     DECODERS,
@@ -174,6 +175,11 @@ class Recipe:
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that divide the model among them."""
+        return self.model.ranks if isinstance(self.model, Divided) else ALONE
 
     @property
     def grain(self) -> int:

@@ -98,6 +98,7 @@ class BatchState:
                 device=device,
                 candidates=candidates,
                 window=widest(recipe, block, length),
+                ranks=recipe.ranks,
             ),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),

@@ -57,6 +57,21 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Which tokens the last dimension of logits stands for: all of them, or those of a rank of a divided model."""
+
+    first: int
+    count: int
+    most: int  # that any rank has
+    all_gather: Callable[[Tensor], Tensor] | None = None  # what all ranks have, in order of rank; None: all are here
+
+    def fill(self, logits: Tensor, token: int, value: float = float("-inf")) -> None:
+        """Sets the logits of a token, in place, where they are here."""
+        if self.first <= token < self.first + self.count:
+            logits[..., token - self.first].fill_(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """What a sampler makes of the logits: the token is the best by `logits` + `scale` times Gumbel noise, which is a
     function of (seed, position, step, token). Rows that are not noisy get what they would get without a sampler."""

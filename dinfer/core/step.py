@@ -14,11 +14,11 @@ from torch import Tensor
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
-from dinfer.core.protocols import BlockAfter, Model, Moved, Proposal, State, StepShape
+from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import Candidates, longest_chain
 from dinfer.core.state import BatchState
-from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
@@ -79,7 +79,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
         return
     count = shape.candidates + 1
-    logits_CRLV = model.logits(take(h_BWD, computed.logits_RL.repeat(count, 1))).unflatten(0, (count, -1))
+    lanes_GWD = take(h_BWD, computed.logits_RL.repeat(count, 1))
+    logits_CRLV = read_logits(recipe, shape, model, lanes_GWD).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
     for _ in range(longest_chain(shape.candidates)):
@@ -124,7 +125,7 @@ def decode(
             logits_BWV = model.logits(known.h_BWD)
             logits_RLV = take(logits_BWV, known.logits_RL)
         else:
-            logits_RLV = model.logits(take(known.h_BWD, known.logits_RL))
+            logits_RLV = read_logits(recipe, shape, model, take(known.h_BWD, known.logits_RL))
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     if cache.follows and isinstance(known, Hidden):  # what is not computed has no logits, and is not decoded
         here_RL = known.logits_RL >= 0
@@ -210,6 +211,21 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
     return passed.live_B
 
 
+def own_columns(recipe: Recipe, shape: StepShape) -> Columns | None:
+    """Which tokens' logits a rank computes, where it need not see those of the others: only statistics read them."""
+    reads = recipe.decoder.reads_logits or recipe.iteration.scores != "block" or shape.told == Told.LOGPROBS
+    if recipe.ranks.size == 1 or reads or shape.sampled or shape.guided:
+        return None
+    return recipe.ranks.columns(recipe.model.spec.vocab)
+
+
+def read_logits(recipe: Recipe, shape: StepShape, model: Model, h_RLD: Tensor) -> Tensor:
+    """The logits of the whole vocabulary or of `own_columns`. `model`: of this step. [R, L, V]"""
+    if own_columns(recipe, shape) is None or not isinstance(recipe.model, Divided):
+        return model.logits(h_RLD)
+    return recipe.model.own_logits(h_RLD)
+
+
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
     canvas, floor_B = state.canvas, recipe.iteration.floor(lanes)
@@ -250,11 +266,12 @@ def proposed_tokens(
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
     if decoder.reads_logits:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    logits_RLV = offered(recipe, logits_RLV)
+    columns = own_columns(recipe, shape)
+    logits_RLV = offered(recipe, logits_RLV, columns)
     if shape.sampled:
         draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
-    return statistics(recipe, logits_RLV, wanted_RL, draw), logits_RLV
+    return statistics(recipe, logits_RLV, wanted_RL, draw, columns), logits_RLV
 
 
 def open_stats(
@@ -268,7 +285,8 @@ def open_stats(
     lane_R = torch.arange(rows, device=h_BWD.device)[:, None] // shape.blocks
     where_X = (logits_RL.clamp_min(0) + lane_R * width).flatten()
     h_1MD = h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-    stats = statistics(recipe, offered(recipe, recipe.model.logits(h_1MD)), index_1M >= 0, None)
+    columns, logits_1MV = own_columns(recipe, shape), read_logits(recipe, shape, recipe.model, h_1MD)
+    stats = statistics(recipe, offered(recipe, logits_1MV, columns), index_1M >= 0, None, columns)
     back_X = place_1X[0].clamp(0, shape.scored - 1)
 
     def placed(stat_1M: Tensor) -> Tensor:
@@ -277,21 +295,25 @@ def open_stats(
     return stats.each(placed), lanes.live_B & fits_B
 
 
-def offered(recipe: Recipe, logits_RLV: Tensor) -> Tensor:
+def offered(recipe: Recipe, logits_RLV: Tensor, columns: Columns | None) -> Tensor:
     """The logits, in place without the tokens that the decoder does not take."""
     spec, decoder = recipe.model.spec, recipe.decoder
+    columns = columns or Columns(0, spec.vocab, spec.vocab)
     masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
     for token in (*masks, *(() if decoder.moves else spec.moving_ids)):
-        logits_RLV[..., token].fill_(float("-inf"))
+        columns.fill(logits_RLV, token)
     return logits_RLV
 
 
-def statistics(recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None) -> TokenStats:
+def statistics(
+    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns | None
+) -> TokenStats:
     """What the decoder needs to know of the logits."""
     decoder = recipe.decoder
     return token_stats(
         logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
+        columns=columns,
     )  # fmt: skip
 
 

@@ -1,66 +1,24 @@
 """The rows that run, and their place on the device: slots, pages, and the state of every component."""
 
 import time
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Self
 
-import torch
-
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
 from dinfer.core.told import Told
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
-from dinfer.engine.request import Request
+from dinfer.engine.room import Room, block_of, pages_of
 from dinfer.engine.row import Row
-from dinfer.engine.runtime import Runtime, candidates_of
-
-
-class Room(NamedTuple):
-    """What a batch has room for."""
-
-    slots: int
-    length: int  # positions of a canvas
-    block: int  # L
-    branches: int  # 2 if a request may be guided
-    pages: int  # of keys and values, in all
-
-    def holds(self, other: Self) -> bool:
-        return all(map(int.__ge__, self, other))
-
-
-def pages_of(request: Request, recipe: Recipe, page: int) -> int:
-    """Pages that a request takes. A guided one has two branches."""
-    return -(-request.length // page) * (1 + recipe.guided(request.options))
-
-
-def block_of(request: Request, recipe: Recipe) -> int:
-    """Length of a request's longest block. A block ends where the canvas does, however long the option says."""
-    return min(recipe.iteration.block_length(request.length - request.start), request.length)
-
-
-def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> Room:
-    """Room for as many of the requests as run at a time."""
-    slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
-    block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
-    if runtime.max_length is not None:
-        slots, length = runtime.rows, runtime.max_length
-        block = max(block, min(recipe.iteration.block_length(length), length))
-    return Room(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))
+from dinfer.engine.worker import Entry, Worker
 
 
 class Batch:
     """The state of the running rows, allocated once. Rows enter and leave between steps."""
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, room: Room, *, kv: torch.dtype) -> None:
-        """`kv`: dtype of keys and values."""
-        self.recipe, self.runtime, self.room = recipe, runtime, room
-        self.state = BatchState.alloc(
-            recipe, room.slots, room.length, page=runtime.page, pages=room.pages, dtype=kv,
-            device=recipe.model.device, block=room.block, candidates=candidates_of(runtime),
-        )  # fmt: skip
-        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block)
+    def __init__(self, worker: Worker, room: Room) -> None:
+        """`worker` has opened that room."""
+        self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
+        self.state = worker.state
+        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker.wait)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 
@@ -82,23 +40,29 @@ class Batch:
             row.sampled, row.guided = recipe.sampled(request.options), recipe.guided(request.options)
             row.top_candidates = recipe.top_candidates(request.options)
             row.visible, row.published = need // (1 + row.guided), len(shared)
-            self.state.kv.wipe(pages[len(shared) :])
-            self.state.kv.assign(slot, pages[: row.visible], pages[row.visible :])
-            tokens, masked = request.prompt + [0] * (request.length - len(request.prompt)), request.masked
-            row.cursors, row.canvas = self.state.admit(
-                recipe, slot, tokens, masked,
+            entry = Entry(
+                slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked,
                 prompt=request.start, options=request.options, stops=request.stops, kept=kept,
+                pages=pages[: row.visible], twin=pages[row.visible :], fresh=pages[len(shared) :],
+                drafts=row.drafts, logprobs=row.told == Told.LOGPROBS,
             )  # fmt: skip
-            if row.drafts:
-                self.state.tellings.admit(slot)
-            if row.told == Told.LOGPROBS:
-                self.state.tellings.want_logprobs()
-            row.open_before, row.settled = list(accumulate(masked, initial=0)), request.start
+            row.cursors, row.canvas = self.worker.admit(entry)
+            row.open_before, row.settled = list(accumulate(entry.masked, initial=0)), request.start
         except BaseException:
             self.pages.release(pages)
             raise
         row.began, row.pages, row.slot, self.rows[slot] = time.perf_counter(), pages, slot, row
         return True
+
+    def compare_ranks(self) -> None:
+        """Raises RuntimeError where a rank's cursors or tokens differ from those of the first; waits for the device."""
+        canvas, ranks = self.state.canvas, self.recipe.ranks
+        for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
+            all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
+            differs_MN = (all_MNX != all_MNX[:1]).any(-1)
+            if differs_MN.any():
+                rank, slot = differs_MN.nonzero()[0].tolist()
+                raise RuntimeError(f"rank {rank} has other {name} in slot {slot} than rank 0: the ranks have parted")
 
     def publish(self, row: Row) -> None:
         """Lets others share the pages of a prompt whose keys have just been computed."""

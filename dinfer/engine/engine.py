@@ -15,12 +15,13 @@ import torch
 from dinfer.core.kv import kv_dtype
 from dinfer.core.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.speculation import refusal
-from dinfer.engine.batch import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update
+from dinfer.engine.room import pages_of
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, compiled
+from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
 
 
@@ -44,10 +45,15 @@ class Engine:
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
+        if runtime.tensor_parallel != recipe.ranks.size:
+            raise ValueError(
+                f"runtime.tensor_parallel={runtime.tensor_parallel}, but the model is divided among "
+                f"{recipe.ranks.size}: load it with that runtime, in one process for each card"
+            )
         if runtime.speculate and (reason := refusal(recipe)) is not None:
             raise IncompatibleRecipe(reason)
         self.recipe, self.runtime = recipe, runtime
-        self.loop = Loop(recipe, runtime, kv_dtype(runtime.kv, recipe.model.dtype, device))
+        self.loop = Loop(Worker(recipe, runtime, kv_dtype(runtime.kv, recipe.model.dtype, device)))
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -56,7 +62,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        return self.loop.runner
+        return self.loop.worker.runner
 
     @property
     def busy(self) -> bool:

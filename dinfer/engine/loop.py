@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from dinfer.core.canvas import ACTIVE
-from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import widest
-from dinfer.engine.batch import Batch, Room, pages_of, room_for
+from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Seen
 from dinfer.engine.request import StalledRow, Update
+from dinfer.engine.room import Room, pages_of, room_for
 from dinfer.engine.row import Row
-from dinfer.engine.runner import Runner
-from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
+from dinfer.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +26,12 @@ class Loop:
     An error in what is done for one request ends that request. An error in a step ends the requests of that step.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, kv: torch.dtype) -> None:
-        self.recipe, self.runtime, self.kv = recipe, runtime, kv
-        self.runner, self.scheduler = Runner(recipe, graphs=runtime.graphs), Scheduler(recipe, runtime)
+    def __init__(self, worker: Worker) -> None:
+        recipe, runtime = worker.recipe, worker.runtime
+        self.worker, self.recipe, self.runtime = worker, recipe, runtime
+        self.scheduler = Scheduler(recipe, runtime)
         self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
+        self.check_ranks = runtime.check_ranks and recipe.ranks.size > 1
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
@@ -110,7 +111,7 @@ class Loop:
             try:
                 if blocks and not launched:
                     batch.reader.begin()
-                self.runner.launch(shape, slots)
+                self.worker.launch(shape, slots)
                 launched += rows
             except BaseException as error:
                 self._blame(rows, error)
@@ -128,6 +129,8 @@ class Loop:
             return
         try:
             seen = self.batch.reader.read()
+            if self.check_ranks:
+                self.batch.compare_ranks()
         except Exception as error:  # the device has failed: nothing that it holds can be relied on
             self._blame(self.running, error)
             self._close()
@@ -218,13 +221,13 @@ class Loop:
             yield full
 
     def _open(self, room: Room) -> None:
-        batch = Batch(self.recipe, self.runtime, room, kv=self.kv)
-        self.runner.open(batch.state)
+        self.worker.open(room)
+        batch = Batch(self.worker, room)
         self.scheduler.block = batch.state.block
         self.scheduler.widest = widest(self.recipe, batch.state.block, room.length)
         self.batch, self._room = batch, room
 
     def _close(self) -> None:
         self.batch = None
-        self.runner.open(None)
+        self.worker.close()
         self._flights.clear()

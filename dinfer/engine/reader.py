@@ -1,6 +1,7 @@
 """Reads what the host needs to know of every slot: the one place where the host waits for the device."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,11 @@ class CanvasReader:
     Two copies may be under way.
     """
 
-    def __init__(self, canvas: Canvas, tellings: Tellings, block: int) -> None:
-        self._canvas, self._tellings, self._block = canvas, tellings, block
+    def __init__(
+        self, canvas: Canvas, tellings: Tellings, block: int, wait: Callable[[torch.cuda.Event], None]
+    ) -> None:
+        """`wait` returns when the device is as far as an event."""
+        self._canvas, self._tellings, self._block, self._wait = canvas, tellings, block, wait
         self._before_CN = canvas.cursors_NC.T.contiguous()
         slots, columns = canvas.cursors_NC.shape
         cuda = canvas.cursors_NC.is_cuda
@@ -73,7 +77,7 @@ class CanvasReader:
         """Waits for the oldest copy that was asked for."""
         copy = self._asked[0]
         if copy.done is not None:
-            copy.done.synchronize()  # an interrupt comes here, and the copy is still asked for
+            self._wait(copy.done)  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
         cursors = [Cursors._make(row) for row in copy.cursors_NC[:, : len(CURSORS)].tolist()]
         return Seen(cursors, copy.active_NX, copy.drafts_NX)

@@ -28,10 +28,12 @@ class Runtime:
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
+    tensor_parallel: int = 1  # cards that divide the model among them, one process each
+    check_ranks: bool = False  # after every round, compare where the rows are on all ranks: finds a rank that strays
 
     def __post_init__(self) -> None:
         check_types("runtime", self)
-        check_range("runtime", self, "rows", "max_length", "pages", "positions", least=1)
+        check_range("runtime", self, "rows", "max_length", "pages", "positions", "tensor_parallel", least=1)
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)

@@ -1,18 +1,22 @@
 """Closing what a kernel left to the next one: the only place where a deferred value becomes a tensor.
 
-A reduction over the ranks of a tensor-parallel layer belongs here too.
+So it is also the only place where ranks add up what each has of a divided layer.
 """
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.types import Deferred, Parts, Rounded
+from dinfer.kernels.types import Deferred, Parts, Rounded, Share
 
 
 def close(x: Deferred) -> Tensor:
     """The tensor: parts added up, rounded rows as they were or as near as is known."""
     if isinstance(x, Tensor):
         return x
+    if isinstance(x, Share):
+        return x.all_reduce(close(x.value))
     if isinstance(x, Rounded):
         return widened(x).to(x.dtype) if x.wide is None else x.wide
     if x.weights_NC is None:
@@ -27,6 +31,11 @@ def close(x: Deferred) -> Tensor:
     return mixed_ND.to(x.dtype)
 
 
+def share(x: Deferred, all_reduce: Callable[[Tensor], Tensor] | None) -> Deferred:
+    """What a layer gives: its output, or, with an `all_reduce`, this rank's addend of it."""
+    return x if all_reduce is None else Share(to_add(x), all_reduce)
+
+
 def to_add(x: Deferred) -> Tensor | Parts:
     """What a consumer that adds up parts reads."""
     return x if isinstance(x, Parts) else close(x)
@@ -39,6 +48,8 @@ def rows(x: Deferred) -> Tensor | Rounded:
 
 def held(x: Deferred) -> Tensor:
     """A tensor on the device of `x`, in the dtype that kernels read it in."""
+    if isinstance(x, Share):
+        return held(x.value)
     return x if isinstance(x, Tensor) else x.values
 
 

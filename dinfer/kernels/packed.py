@@ -111,4 +111,5 @@ class PackedExperts(ExpertWeight):
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
-        return (close(x_ITK).float() @ weight_IOK.mT).to(x_ITK.dtype)
+        rows_ITK = close(x_ITK)
+        return (rows_ITK.float() @ weight_IOK.mT).to(rows_ITK.dtype)

@@ -1,29 +1,37 @@
 """What decoders need to know of the logits, in one pass over the vocabulary."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.random import gumbel
 
 
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
-    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None,
+    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: Columns | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider.
 
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
-    is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0.
+    is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0. `columns`: the logits
+    are a rank's own, and the statistics those of all ranks, which tell each other eight numbers a position. Without a
+    `draw` only.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
 
         found = kernel(
-            logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best
-        )
+            logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best,
+            columns=columns,
+        )  # fmt: skip
         return TokenStats(*found)  # type: ignore[arg-type]
+    if columns is not None and columns.all_gather is not None:
+        own_RLS = own_numbers(logits_RLV.to(torch.promote_types(logits_RLV.dtype, dtype)), mask_id, columns)
+        stats = joined(columns.all_gather(own_RLS), entropy, margin, best)
+        return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     logits_RLV = logits_RLV.to(dtype, copy=True)
@@ -51,6 +59,54 @@ def token_stats(
     best_RL = logits_RLV.argmax(-1) if best else None
     stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
     return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
+
+
+def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Tensor:
+    """What the statistics need to know of a part of the vocabulary. [R, L, 8]
+
+    The largest logit, or NaN where one is broken; sum of e to each less the largest, and of that times its exponent;
+    the best token's logit, the largest logit, the second largest, the mask token's, and which the best token is.
+    """
+    broken_RL = (logits_RLO.isnan() | (logits_RLO == float("inf"))).any(-1)
+    logits_RLO = logits_RLO.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    top_RL, second_RL = F.pad(logits_RLO, (0, 1), value=float("-inf")).topk(2, -1).values.unbind(-1)
+    shift_RLO = logits_RLO - torch.where(top_RL == float("-inf"), 0, top_RL)[..., None]
+    power_RLO = shift_RLO.exp()
+    slope_RL = torch.where(shift_RLO == float("-inf"), 0, shift_RLO * power_RLO).sum(-1)
+    mask_RL = torch.full_like(top_RL, float("-inf"))
+    if mask_id is not None and columns.first <= mask_id < columns.first + columns.count:
+        mask_RL = logits_RLO[..., mask_id - columns.first]
+        logits_RLO = logits_RLO.clone()
+        columns.fill(logits_RLO, mask_id)
+    index_RL = logits_RLO.argmax(-1)
+    best_RL, token_RL = logits_RLO.gather(-1, index_RL[..., None])[..., 0], (index_RL + columns.first).to(top_RL.dtype)
+    whole_RL = top_RL.masked_fill(broken_RL, float("nan"))
+    return torch.stack((whole_RL, power_RLO.sum(-1), slope_RL, best_RL, top_RL, second_RL, mask_RL, token_RL), -1)
+
+
+def joined(numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool) -> TokenStats:
+    """The statistics of a vocabulary from those of its parts, in order; of equal tokens the first wins."""
+    whole, total, slope, highest, top, second, mask, token = numbers_NRL8.unbind(-1)
+    peak_RL = top.amax(0)
+    spoilt_RL = whole.isnan().any(0)
+    shift = torch.where(top == float("-inf"), 0, top - peak_RL)
+    shrink = torch.where(top == float("-inf"), 0, shift.exp())
+    total_RL, winner_1RL = (total * shrink).sum(0), highest.argmax(0, keepdim=True)
+    highest_RL = highest.gather(0, winner_1RL)[0]
+    confidence_RL = ((highest_RL - peak_RL).exp() / total_RL).masked_fill(
+        spoilt_RL | (highest_RL == float("-inf")), float("nan")
+    )
+    mask_RL = ((mask.amax(0) - peak_RL).exp() / total_RL).masked_fill(spoilt_RL, float("nan"))
+    entropy_RL = margin_RL = None
+    if entropy:
+        entropy_RL = total_RL.log() - ((slope + shift * total) * shrink).sum(0) / total_RL
+        entropy_RL = entropy_RL.masked_fill(spoilt_RL, float("nan"))
+    if margin:
+        first_1RL = top.argmax(0, keepdim=True)
+        second_RL = top.scatter(0, first_1RL, second.gather(0, first_1RL)).amax(0)
+        margin_RL = ((1 - (second_RL - peak_RL).exp()) / total_RL).masked_fill(spoilt_RL, float("nan"))
+    token_RL = token.gather(0, winner_1RL)[0].long()
+    return TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
 
 
 def _scores(draw: Draw) -> Tensor:

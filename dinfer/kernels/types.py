@@ -4,6 +4,7 @@ Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token
 B lanes, W positions, X query, key and value heads, E head size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -46,7 +47,18 @@ class Rounded(NamedTuple):
     wide: Tensor | None = None  # these rows, if the consumer wants both
 
 
-Deferred = Tensor | Parts | Rounded
+class Share(NamedTuple):
+    """The addend of one rank, where ranks divide the inputs of a layer among them."""
+
+    value: Tensor | Parts
+    all_reduce: Callable[[Tensor], Tensor]  # the sum over all ranks, maybe in place
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+
+Deferred = Tensor | Parts | Rounded | Share
 """A tensor, or one whose last sum or product is left to the kernel that reads it, so that no kernel runs for that
 alone. `dinfer.kernels.deferred.close` makes a tensor of any."""
 

@@ -7,14 +7,17 @@ scalar that a layer's output is multiplied with, which is all that encoder and d
 Shape suffixes: B rows, W positions, T prompt, C canvas, D hidden, X heads or experts, E head size, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.core.protocols import Attend, ModelSpec
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
-from dinfer.kernels.deferred import close
+from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
@@ -24,6 +27,7 @@ from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP
 from dinfer.layers.transformer import WholeAttend, checked_ids
+from dinfer.layers.vocabulary import embed, mix, whole
 
 
 class Norm(nn.RMSNorm):
@@ -51,6 +55,12 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(self.head_dim, spec), Norm(self.head_dim, spec)
         self.out = Linear(spec.heads * self.head_dim, spec.hidden)
 
+    def join(self, ranks: Ranks) -> None:
+        self.heads, *kv_heads = self.parts
+        self.heads //= ranks.size
+        self.parts = [self.heads, *(ranks.heads(count) for count in kv_heads)]
+        self.out.all_reduce = ranks.all_reduce
+
     def forward(self, x_BWD: Tensor, table: Table, attend: Attend) -> Tensor:
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
         v = wide_rms_norm(rest[0] if rest else k, None, self.eps)
@@ -75,6 +85,7 @@ class Experts(Formatted):
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
+        self.all_reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -84,7 +95,8 @@ class Experts(Formatted):
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
-        return close(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)).view_as(x_BWD)
+        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)
+        return close(share(mixed, self.all_reduce)).view_as(x_BWD)
 
 
 class Block(nn.Module):
@@ -129,11 +141,22 @@ class Gemma(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.ranks = spec, ALONE
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
         self.conditioning = SelfConditioning(spec)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
+
+    def join(self, ranks: Ranks) -> None:
+        """See `dinfer.core.model.Divided`."""
+        self.ranks = ranks
+        if ranks.size > 1:
+            self.conditioning.mlp.join(ranks)
+            for block in self.blocks:
+                assert isinstance(block, Block)
+                block.attention.join(ranks)
+                block.mlp.join(ranks)
+                block.experts.all_reduce = ranks.all_reduce
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +173,7 @@ class Gemma(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return self.embedding(tokens_BW) * self._scale
+        return embed(tokens_BW, self.embedding.weight, self.ranks, self.spec.vocab) * self._scale
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Adds what was expected one step before, `mix` of its logits; of zeros nothing comes. [B, W, D]"""
@@ -172,6 +195,10 @@ class Gemma(nn.Module):
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V], float32 at least where they are capped"""
+        return whole(self.own_logits(h_BLD), self.ranks, self.spec.vocab)
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """See `dinfer.core.model.Divided`."""
         logits_BLV = F.linear(self.norm(h_BLD), self.embedding.weight)
         if (cap := self.spec.softcap) is None:
             return logits_BLV
@@ -182,7 +209,7 @@ class Gemma(nn.Module):
         wide = torch.promote_types(self.dtype, torch.float32)
         # The published code rounds the logits first.
         prob_BLV = logits_BLV.to(self.dtype).softmax(-1, dtype=wide).to(self.dtype)
-        return (prob_BLV @ self.embedding.weight) * self._scale
+        return mix(prob_BLV, self.embedding.weight, self.ranks) * self._scale
 
     def hidden(self, ids_BT: Tensor, canvas_BC: Tensor, expected_BCD: Tensor | None = None) -> Tensor:
         """Hidden states, before the final norm, of a prompt and a canvas behind it, without a cache. [B, T + C, D]"""

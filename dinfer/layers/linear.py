@@ -1,8 +1,10 @@
 """Linear layers whose weights any format of `dinfer.layers.formats` holds, and rounding a network to one."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from dinfer.kernels.deferred import close
+from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.types import Deferred, Inputs
@@ -32,11 +34,15 @@ class Formatted(nn.Module):
 
 
 class Linear(Formatted, nn.Linear):
-    """As torch's, for as few rows as a denoising step has."""
+    """As torch's, for as few rows as a denoising step has.
+
+    `all_reduce` adds up the outputs of all ranks, where they divide the inputs among them.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.formats = {"weight": PLAIN}
+        self.all_reduce: Callable[[Tensor], Tensor] | None = None
 
     @property
     def takes(self) -> Inputs:
@@ -44,11 +50,12 @@ class Linear(Formatted, nn.Linear):
         return self.formats["weight"].takes
 
     def forward(self, x: Deferred) -> Tensor:
-        return close(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias))
+        return close(share(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias), self.all_reduce))
 
     def deferred(self, x: Deferred) -> Deferred:
         """As called, for a consumer that may add up parts."""
-        return self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
+        out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
+        return share(out, self.all_reduce)
 
 
 def roundings() -> list[str]:

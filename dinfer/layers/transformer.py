@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.core.protocols import Attend, ModelSpec
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import on_own_device
@@ -22,6 +23,7 @@ from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
+from dinfer.layers.vocabulary import embed, mix, whole
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
 
@@ -33,7 +35,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.spec, self.layer = spec, layer
+        self.spec, self.layer, self.heads = spec, layer, spec.heads
         heads = spec.heads + 2 * spec.kv_heads
         self.attn_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.qkv = Linear(spec.hidden, heads * spec.head_dim, bias=spec.qkv_bias)
@@ -42,6 +44,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         dense = spec.experts is None or layer in spec.experts.dense
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
+
+    def join(self, ranks: Ranks) -> None:
+        self.heads //= ranks.size
+        self.out.all_reduce = ranks.all_reduce
+        self.mlp.join(ranks)
 
     def forward(
         self, x_BWD: Tensor, delta_BWD: Deferred | None, table: Table, attend: Attend, pieces: Pieces
@@ -53,7 +60,7 @@ class Block(nn.Module):
         before, after = pieces
         norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
         x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
-        seen_BWHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.spec.heads, table, norm))
+        seen_BWHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm))
         return after(self, x_BWD, seen_BWHE, attend.pos_BW)
 
     def before(self, x_BWD: Tensor, delta_BWD: Deferred | None) -> tuple[Tensor, Deferred]:
@@ -76,12 +83,19 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.ranks = spec, ALONE
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.head = None if spec.tied_head else Linear(spec.hidden, spec.vocab)
         self.pieces: Pieces = (Block.before, Block.after)
+
+    def join(self, ranks: Ranks) -> None:
+        """See `dinfer.core.model.Divided`."""
+        self.ranks = ranks
+        for block in self.blocks if ranks.size > 1 else ():
+            assert isinstance(block, Block)
+            block.join(ranks)
 
     def compiled(self, mode: str) -> Transformer:
         """The same network, its weights shared, with torch.compile for what is neither attention nor experts.
@@ -111,7 +125,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return self.embedding(tokens_BW)
+        return embed(tokens_BW, self.embedding.weight, self.ranks, self.spec.vocab)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
@@ -124,13 +138,17 @@ class Transformer(nn.Module):
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
+        return whole(self.own_logits(h_BLD), self.ranks, self.spec.vocab)
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """See `dinfer.core.model.Divided`."""
         inputs = "plain" if self.head is None else self.head.takes
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
         return close(linear(normed_BLD, self.embedding.weight)) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
-        return logits_BLV.softmax(-1) @ self.embedding.weight
+        return mix(logits_BLV.softmax(-1), self.embedding.weight, self.ranks)
 
     @on_own_device
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:

@@ -218,7 +218,7 @@ def test_the_old_state_is_freed_before_a_larger_one_is_allocated(monkeypatch: py
         alive.append(old() is not None)
         return alloc(*given, **named)
 
-    monkeypatch.setattr("dinfer.engine.batch.BatchState.alloc", watched)
+    monkeypatch.setattr("dinfer.engine.worker.BatchState.alloc", watched)
     long = [Request([1, 2], 90)]
     got = [outcome(c) for c in completions(engine, long)]
     assert alive == [False]
@@ -234,7 +234,7 @@ def small_memory(pages: int, patch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return alloc(*given, **named)
 
-    patch.setattr("dinfer.engine.batch.BatchState.alloc", limited)
+    patch.setattr("dinfer.engine.worker.BatchState.alloc", limited)
 
 
 def test_where_memory_is_short_fewer_requests_run_at_a_time(

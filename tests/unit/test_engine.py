@@ -110,7 +110,7 @@ def test_a_failed_allocation_leaves_the_engine_as_it_was(monkeypatch: pytest.Mon
     completions(engine, CLEAN)
     large = [Request([1, 2], 200, [0.6, 1])]
     with monkeypatch.context() as patch:
-        patch.setattr("dinfer.engine.batch.BatchState.alloc", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr("dinfer.engine.worker.BatchState.alloc", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             completions(engine, large)
     assert outcomes(engine, large) == outcomes(engine_for(recipe), large)

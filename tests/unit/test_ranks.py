@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.families import CONFIGS, EXPERTS, family_for
-from support.models import CONFIG, GEMMA
+from support.families import EXPERTS, family_for
+from support.models import CONFIG
+from support.ranks import CPU, MODELS
 
-from dinfer.core.protocols import ModelFamily
 from dinfer.core.spec import Rank
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.loading.safetensors_io import read_slices, stored
-from dinfer.models.diffusion_gemma import DiffusionGemma
 
-CPU = torch.device("cpu")
-HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each family spells it
-SIZES = {"head_dim": 8, "rotary_dim": 4, "hidden_size": 48, "moe_intermediate_size": 12, "expert_intermediate_size": 12}
-
-
-def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, Any]:
-    """The config with numbers that 2 and 3 ranks can divide."""
-    more = HEADS | SIZES | {"num_key_value_heads": kv_heads, "n_kv_heads": kv_heads}
-    more |= {"num_experts": experts, "n_group": 3, "expert_capacity": config.get("expert_capacity")}
-    return config | {name: value for name, value in more.items() if name in config}
-
-
-def cases() -> dict[str, tuple[ModelFamily, dict[str, Any]]]:
-    found = {name: (family_for(config), divisible(config, 1, 6)) for name, config in CONFIGS.items()}
-    found["llada, 6 key heads"] = family_for(CONFIG), divisible(CONFIG, 6, 0)
-    text = GEMMA["text_config"] | {
-        "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 6, "intermediate_size": 36,
-    }  # fmt: skip
-    return found | {"diffusion_gemma": (DiffusionGemma(), GEMMA | {"text_config": text})}
-
-
-CASES = cases()
 RANKS = [(2, False), (3, False), (3, True)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("ranks", "whole_experts"), RANKS)
 def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, whole_experts: bool) -> None:
     """Once what is divided, once a rank what is not, and key heads that are too few for all ranks repeatedly."""
-    family, config = CASES[name]
+    family, config = MODELS[name]
     spec = family.spec(config)
     divided = 0
     for tensor, place in family.weights(spec).items():
@@ -73,7 +49,7 @@ def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, whole_
 @pytest.mark.parametrize(("ranks", "whole_experts"), RANKS)
 def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, whole_experts: bool) -> None:
     """The same numbers as the whole network has there, and no more bytes than its parameters hold."""
-    family, config = CASES[name]
+    family, config = MODELS[name]
     spec = family.spec(config)
     torch.manual_seed(0)
     whole = random_network(family, spec, dtype=torch.float32, device=CPU)

@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.stats import Draw
+from dinfer.core.stats import Columns, Draw
 from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
 
 PIECE = 4096
-NUMBERS = 6  # of a piece: largest logit, sum of exp, sum of (logit - largest) exp, best token's logit, two largest
+NUMBERS = 8  # of a piece, see `dinfer.kernels.token_stats.own_numbers`; a float32 holds every token's number
 
 
 @triton.jit
 def _scan(
-    logits_ptr, wanted_ptr, piece_ptr, token_ptr, vocab, mask_id,
+    logits_ptr, wanted_ptr, piece_ptr, vocab, mask_id, first_token,
     WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -37,25 +37,26 @@ def _scan(
     slope = total
     if ENTROPY:
         slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
-    wanted = tl.where(lane == mask_id, float("-inf"), x)
+    masked = first_token + lane == mask_id
+    wanted = tl.where(masked, float("-inf"), x)
     best = tl.max(wanted, 0)
     second = top
     if MARGIN:
         second = tl.max(tl.where(tl.arange(0, P) == tl.argmax(x, 0), float("-inf"), x), 0)
     at = row * tl.num_programs(1) + piece
-    tl.store(token_ptr + at, piece * P + tl.argmax(wanted, 0))
-    tl.store(piece_ptr + at * 6, tl.where(broken, float("nan"), top))
-    tl.store(piece_ptr + at * 6 + 1, total)
-    tl.store(piece_ptr + at * 6 + 2, slope)
-    tl.store(piece_ptr + at * 6 + 3, best)
-    tl.store(piece_ptr + at * 6 + 4, top)
-    tl.store(piece_ptr + at * 6 + 5, second)
+    tl.store(piece_ptr + at * 8, tl.where(broken, float("nan"), top))
+    tl.store(piece_ptr + at * 8 + 1, total)
+    tl.store(piece_ptr + at * 8 + 2, slope)
+    tl.store(piece_ptr + at * 8 + 3, best)
+    tl.store(piece_ptr + at * 8 + 4, top)
+    tl.store(piece_ptr + at * 8 + 5, second)
+    tl.store(piece_ptr + at * 8 + 6, tl.max(tl.where(masked, x, float("-inf")), 0))
+    tl.store(piece_ptr + at * 8 + 7, (first_token + piece * P + tl.argmax(wanted, 0)).to(WIDE))
 
 
 @triton.jit
 def _gather(
-    logits_ptr, wanted_ptr, piece_ptr, token_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr,
-    norm_ptr, vocab, pieces, mask_id,
+    wanted_ptr, piece_ptr, out_token_ptr, confidence_ptr, mask_ptr, entropy_ptr, margin_ptr, norm_ptr, own, pieces,
     WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, MASK: tl.constexpr,
     NORM: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +75,8 @@ def _gather(
         return
     piece = tl.arange(0, S)
     inside = piece < pieces
-    at = piece_ptr + (row * pieces + piece) * 6
+    rank = piece // own
+    at = piece_ptr + ((rank * tl.num_programs(0) + row) * own + piece - rank * own) * 8
     top = tl.load(at, mask=inside, other=float("-inf"))
     broken = tl.max((top != top).to(tl.int32), 0) > 0
     first = tl.load(at + 4, mask=inside, other=float("-inf"))
@@ -91,11 +93,13 @@ def _gather(
     if NORM:
         tl.store(norm_ptr + row * 2, peak + spoilt)
         tl.store(norm_ptr + row * 2 + 1, total)
-    tl.store(out_token_ptr + row, tl.load(token_ptr + row * pieces + winner))
+    token = tl.load(at + 7, mask=inside, other=0.0)
+    tl.store(out_token_ptr + row, tl.sum(tl.where(piece == winner, token, 0.0), 0).to(tl.int64))
     lost = tl.where(highest == float("-inf"), float("nan"), spoilt)
     tl.store(confidence_ptr + row, tl.exp(highest - peak) / total + lost)
     if MASK:
-        tl.store(mask_ptr + row, tl.exp(tl.load(logits_ptr + row * vocab + mask_id).to(WIDE) - peak) / total + spoilt)
+        lure = tl.max(tl.load(at + 6, mask=inside, other=float("-inf")), 0)
+        tl.store(mask_ptr + row, tl.exp(lure - peak) / total + spoilt)
     else:
         tl.store(mask_ptr + row, spoilt)
     if ENTROPY:
@@ -110,29 +114,32 @@ def _gather(
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, draw: Draw | None = None,
     wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
+    columns: Columns | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """See `dinfer.kernels.token_stats.token_stats`; returns the fields of `TokenStats`. [R, L] each"""
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
-    rows, pieces = shape.numel(), triton.cdiv(vocab, PIECE)
+    columns = columns or Columns(0, vocab, vocab)
+    rows, own = shape.numel(), triton.cdiv(columns.most, PIECE)
     wide = torch.promote_types(logits_RLV.dtype, dtype)
     wide = torch.promote_types(wide, torch.float32)
-    piece_RSN = logits_RLV.new_empty(rows, pieces, NUMBERS, dtype=wide)
-    token_RS = logits_RLV.new_empty(rows, pieces, dtype=torch.int64)
+    piece_RSN = logits_RLV.new_empty(rows, own, NUMBERS, dtype=wide)
     given: dict[str, Any] = {
         "WIDE": tl.float64 if wide == torch.float64 else tl.float32, "WANTED": wanted_RL is not None,
         "ENTROPY": entropy, "MARGIN": margin, **early(logits_RLV),
     }  # fmt: skip
     mask = -1 if mask_id is None else mask_id
-    read = logits_RLV, logits_RLV if wanted_RL is None else wanted_RL.contiguous(), piece_RSN, token_RS
-    _scan[(rows, pieces)](*read, vocab, mask, P=PIECE, num_warps=8, **given)
+    wanted = logits_RLV if wanted_RL is None else wanted_RL.contiguous()
+    _scan[(rows, own)](logits_RLV, wanted, piece_RSN, vocab, mask, columns.first, P=PIECE, num_warps=8, **given)
+    piece_NRSN = piece_RSN[None] if columns.all_gather is None else columns.all_gather(piece_RSN)
+    pieces = len(piece_NRSN) * own
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
     confidence_RL, mask_RL = (logits_RLV.new_empty(shape, dtype=wide) for _ in range(2))
     entropy_RL, margin_RL = (torch.empty_like(mask_RL) if asked else None for asked in (entropy, margin))
     norm_R2 = logits_RLV.new_empty(rows, 2, dtype=wide) if draw is not None else None
     _gather[(rows,)](
-        *read, token_RL, confidence_RL, mask_RL,
-        *(confidence_RL if made is None else made for made in (entropy_RL, margin_RL, norm_R2)), vocab, pieces, mask,
+        wanted, piece_NRSN, token_RL, confidence_RL, mask_RL,
+        *(confidence_RL if made is None else made for made in (entropy_RL, margin_RL, norm_R2)), own, pieces,
         MASK=mask_id is not None, NORM=draw is not None, S=triton.next_power_of_2(pieces), num_warps=1, **given,
     )  # fmt: skip
     best_RL, drawn_RL = token_RL if best else None, None

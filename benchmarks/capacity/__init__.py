@@ -1,0 +1,1 @@
+"""How many cards a load takes: a simulator of engines on many cards, fed with measured step times."""

@@ -1,0 +1,140 @@
+"""What a number of cards gives under a load: throughput, times to the first text and block, latency, and cost.
+
+    python -m benchmarks.capacity --steps benchmarks/results/throughput-llada-8b-h200.json --rows 8 --cards 1,8 \
+        --rate 4,8,32 --prompt 128 --new 256 --tokens-per-step 2.6 --price PRICE
+    python -m benchmarks.capacity --steps FILE.json --rows 64 --cards 8 --trace AzureLLMInferenceTrace_conv.csv
+
+A simulation for every combination of `--cards`, `--rows` and `--rate`; `--steps` has the times of the model, recipe
+and number format, and of one replica's cards. `--rate` is that of all cards together. Each replica runs as the engine
+does; what was not measured is refused. Shared prompts, `runtime.pages` and speculation are not simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from benchmarks.capacity.cluster import POLICIES, Cluster, Router, cost
+from benchmarks.capacity.denoising import Denoising
+from benchmarks.capacity.front_end import FrontEnd
+from benchmarks.capacity.replica import Setting
+from benchmarks.capacity.steps import StepTimes
+from benchmarks.capacity.traffic import longer, poisson, trace
+from benchmarks.provenance import provenance
+
+
+def numbers(kind: type) -> Any:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def arguments(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.capacity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=Path, required=True, help="of benchmarks.capacity.measure or .throughput")
+    parser.add_argument("--cards", type=numbers(int), default=[1])
+    parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
+    parser.add_argument("--gather", action="store_true", help="runtime.gather")
+    parser.add_argument("--max-requests", type=int, help="that run or wait at a replica; others are refused")
+    load = parser.add_mutually_exclusive_group(required=True)
+    load.add_argument("--rate", type=numbers(float), help="Poisson: requests a second of all cards together")
+    load.add_argument("--trace", type=Path, help="Azure's CSV or Mooncake's JSON lines")
+    parser.add_argument("--speed", type=float, default=1.0, help="by how much faster the trace is played")
+    parser.add_argument("--leave-out-longer", action="store_true", help="than what was measured, of a trace")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens, with --rate")
+    parser.add_argument("--new", type=int, default=256, help="tokens, with --rate")
+    steps = parser.add_mutually_exclusive_group(required=True)
+    steps.add_argument("--tokens-per-step", type=float, help="every block alike")
+    steps.add_argument("--denoising", type=Path, help="of benchmarks.capacity.denoising: as a model took them")
+    parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end; default: it takes no time")
+    parser.add_argument("--policy", choices=POLICIES, default="two_choices", help="which replica takes a request")
+    parser.add_argument("--routers", type=int, default=1, help="processes that route")
+    parser.add_argument("--seconds", type=float, default=60.0, help="simulated, the warm-up included")
+    parser.add_argument("--warm", type=float, default=10.0, help="seconds that are left out at the start")
+    parser.add_argument("--price", type=float, help="of a card for an hour, in any currency")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    given = parser.parse_args(args)
+    if not 0 <= given.warm < given.seconds:
+        parser.error(f"--warm {given.warm} must be at least 0 and less than --seconds {given.seconds}")
+    for name, least in (("cards", 1), ("rows", 1)):
+        if min(getattr(given, name)) < least:
+            parser.error(f"--{name} {min(getattr(given, name))} must be at least {least}")
+    for name in ("prompt", "new", "routers", "max_requests"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
+    return given
+
+
+def run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every combination. Raises ValueError, and Unmeasured for what the files have no figures of."""
+    times = StepTimes.read(given.steps)
+    if given.denoising:
+        denoising = Denoising.read(given.denoising, times.block)
+    else:
+        denoising = Denoising.at_rate(given.tokens_per_step, times.block)
+    front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
+    played = trace(given.trace, given.speed) if given.trace else []
+    left_out = longer(played, times.longest)
+    if left_out and not given.leave_out_longer:
+        raise ValueError(
+            f"--trace {given.trace}: {left_out} of {len(played)} requests are longer than the {times.longest} "
+            f"positions that {times.name} was measured with: measure longer ones, or give --leave-out-longer"
+        )
+    played = [one for one in played if one.prompt + one.new <= times.longest]
+    found = []
+    for cards, rows, rate in product(given.cards, given.rows, given.rate or [None]):
+        if cards % times.cards:
+            raise ValueError(f"--cards {cards} must be a multiple of {times.cards}, the cards of a replica")
+        setting = Setting(
+            rows=rows, gather=given.gather, most=given.max_requests,
+            per_request=front.request, per_piece=front.piece, per_round=front.round,
+        )  # fmt: skip
+        router = Router(policy=given.policy, processes=given.routers, seconds=front.routed)
+        cluster = Cluster(
+            times, denoising, setting, router, replicas=cards // times.cards, seed=given.seed, warm=given.warm
+        )
+        draw = Random(given.seed)
+        work = played if rate is None else poisson(rate, given.prompt, given.new, given.seconds, draw)
+        row = {"rate": rate, "rows": rows, **cluster.open_loop(work, given.seconds)}
+        if given.trace:
+            row["left_out"] = left_out
+        if given.price is not None:
+            row["cost_per_million_tokens"] = round(cost(row, given.price), 4)
+        found.append(row)
+        print(told(row), flush=True)
+    return found
+
+
+def told(row: dict[str, Any]) -> str:
+    """A line for people."""
+    words = [f"{row['cards']} cards, {row['rows']} rows, {row['tokens_per_s']:.0f} tokens/s"]
+    words += [f"{row['requests_per_s']:.2f} of {row['offered'] / row['seconds']:.2f} requests/s"]
+    if row["first_block_s"]:
+        words += [f"first block {row['first_block_s']['p50']:.3f} s (p99 {row['first_block_s']['p99']:.3f})"]
+        words += [f"latency {row['latency_s']['p50']:.2f} s (p99 {row['latency_s']['p99']:.2f})"]
+    words += [f"{row['refused']} refused, {row['left']} left, cards busy {row['card_busy']:.0%}"]
+    words += [f"{row['left_out']} left out"] if row.get("left_out") else []
+    cost = row.get("cost_per_million_tokens")
+    return ", ".join(words + ([] if cost is None else [f"{cost} per million tokens"]))
+
+
+def main(args: list[str] | None = None) -> None:
+    given = arguments(args)
+    report = {"setting": vars(given) | {"out": None}, **provenance(torch.device("cpu"))}
+    try:
+        report["runs"] = run(given)
+    except ValueError as error:
+        raise SystemExit(f"benchmarks.capacity: {error}") from error
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How many denoise steps a block takes: a fixed rate, or as a model took them.
+
+    python -m benchmarks.capacity.denoising --model tiny-llada2 --threshold 0.9 --out FILE.json
+
+measures it: it answers held-out problems and counts the steps of every block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+
+import dinfer
+from benchmarks.provenance import provenance
+from dinfer.core.canvas import Phase
+from dinfer.demo.problems import generate
+from dinfer.engine.request import Update
+
+
+class Denoising:
+    """Draws the steps of blocks."""
+
+    def __init__(self, counts: dict[int, int], block: int) -> None:
+        """`counts`: how many blocks of `block` positions took how many steps."""
+        self.block, self.counts = block, counts
+        self._steps, self._weights = [*counts], [*counts.values()]
+
+    @classmethod
+    def at_rate(cls, rate: float, block: int) -> Denoising:
+        """Every block alike: `rate` tokens a step."""
+        if not 0 < rate <= block:
+            raise ValueError(f"--tokens-per-step {rate} must be above 0 and at most the block, {block}")
+        return cls({math.ceil(block / rate): 1}, block)
+
+    @classmethod
+    def read(cls, path: Path, block: int) -> Denoising:
+        try:
+            report = json.loads(path.read_text())
+            counts = {int(steps): int(count) for steps, count in report["steps_per_block"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--denoising {path} is not a file of benchmarks.capacity.denoising: {type(error).__name__}: {error}"
+            ) from error
+        if report.get("block") != block:
+            raise ValueError(f"--denoising {path} has blocks of {report.get('block')}, and the steps are of {block}")
+        if not counts or min(counts) < 1 or min(counts.values()) < 1:
+            raise ValueError(f"--denoising {path}: steps_per_block must have steps and counts of at least 1")
+        return cls(counts, block)
+
+    @property
+    def tokens_per_step(self) -> float:
+        blocks = sum(self.counts.values())
+        return self.block * blocks / sum(steps * count for steps, count in self.counts.items())
+
+    def steps(self, opens: int, draw: Random) -> int:
+        """Steps of a block with so many open positions; a short block takes its share of a whole one's."""
+        whole = self._steps[0] if len(self._steps) == 1 else draw.choices(self._steps, self._weights)[0]
+        return max(math.ceil(whole * opens / self.block), 1)
+
+
+def counted(updates: Iterable[Update], prompts: Sequence[Sequence[int]], block: int) -> Counter[int]:
+    """Denoise steps of each block, as updates of an engine tell. Only of blocks with `block` open positions."""
+    steps: dict[tuple[int, int], int] = defaultdict(int)
+    for update in updates:
+        start, end = update.region
+        if update.phase != Phase.PREFILL and end - start == block and start >= len(prompts[update.index]):
+            steps[update.index, start] += 1
+    return Counter(steps.values())
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-llada2")
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--decoder", default="threshold")
+    parser.add_argument("--threshold", type=float, default=0.9)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    pipe = dinfer.load(given.model, device="cpu", decoder={"name": given.decoder, "threshold": given.threshold})
+    prompts = [pipe.encode(problem.question) for problem in generate("heldout", given.problems, 0)]
+    block = pipe.recipe.iteration.block
+    counts = counted(pipe.engine.run(pipe.requests(prompts, given.new, None)), prompts, block)
+    report = {
+        "setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "block": block,
+        "steps_per_block": dict(sorted(counts.items())),
+    }  # fmt: skip
+    print(json.dumps(report, indent=1, default=str))
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""One engine, as `dinfer.engine` runs it: slots, a queue, prefills that wait for each other, steps that rows share."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import simpy
+
+from benchmarks.capacity.denoising import Denoising
+from benchmarks.capacity.steps import StepTimes, Unmeasured
+from benchmarks.capacity.traffic import Asked
+from benchmarks.shapes import shape
+from dinfer.core.canvas import Phase
+from dinfer.core.protocols import StepShape
+from dinfer.engine.async_engine import PAUSE
+from dinfer.engine.row import Need
+from dinfer.engine.runner import bucket
+from dinfer.engine.scheduler.grouping import free_positions, grouped
+from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How each replica runs."""
+
+    rows: int  # runtime.rows
+    gather: bool = False  # runtime.gather
+    positions: int = 8192  # runtime.positions
+    most: int | None = None  # requests that run or wait; others are refused
+    per_request: float = 0.0  # seconds of the server's event loop for a request
+    per_piece: float = 0.0  # and for a piece of a stream
+    per_round: float = 0.0  # and for a round
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and what became of it; times in seconds."""
+
+    asked: Asked
+    sent: float
+    admitted: float = 0.0
+    first_text: float = 0.0
+    first_block: float = 0.0
+    ended: float = 0.0
+    steps: int = 0  # forwards
+    left: int = 0  # positions of the prompt that a prefill has still to compute
+    ends: deque[int] = field(default_factory=deque)  # where its blocks end, on the canvas
+    at: int = 0  # where its block begins
+
+
+class Replica:
+    """An engine and its queue, a process of a simpy environment."""
+
+    def __init__(
+        self, env: simpy.Environment, times: StepTimes, denoising: Denoising, setting: Setting, draw: Random,
+        finished: Callable[[Job], None], committed: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """`finished` is told of each job at its end; `committed` of the tokens of each block."""
+        name = times.report["setting"].get("shape")
+        if times.report["setting"].get("model") or name is None:
+            raise ValueError(f"{times.name} is not of a shape of benchmarks.shapes: measure one with --shape")
+        if setting.rows > times.rows:
+            raise Unmeasured(f"--rows {setting.rows}: {times.name} has steps of at most {times.rows} rows")
+        self.env, self.times, self.denoising, self.setting, self.draw = env, times, denoising, setting, draw
+        self.finished, self.committed = finished, committed
+        self.spec = shape(name)[1]
+        self.free = free_positions(self.spec)
+        self.unit = self.spec.causal_block or 1
+        self.waiting: deque[Job] = deque()
+        self.running = 0
+        self.busy = 0.0  # seconds in which the card worked
+        self.rounds = 0
+        self._canvas = 0  # positions of the canvases of the rows that run
+        self._prefills: list[Job] = []
+        self._arrived = 0  # prefills since the last plan
+        self._wide: list[Job] = []  # rows whose next step also computes the block before
+        self._full: list[Job] = []  # rows whose next step computes their whole canvas
+        self._narrow = 0  # other rows that decode
+        self._fresh: list[Job] = []  # rows that have not decoded yet
+        self._due: dict[int, list[Job]] = defaultdict(list)  # by the round in which their block ends
+        self._batching = PrefillBatching(self.free, setting.positions)
+        self._work = 0.0  # seconds that the event loop has still to do
+        self._wake = env.event()
+        env.process(self._run())
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self.waiting) + self.running
+
+    def offer(self, job: Job) -> bool:
+        """Takes a request. False: it is refused, since too many are here."""
+        if self.setting.most is not None and self.load >= self.setting.most:
+            return False
+        if (length := job.asked.prompt + job.asked.new) > self.times.longest:
+            raise Unmeasured(
+                f"a request of {length} positions: {self.times.name} has canvases of at most {self.times.longest}"
+            )
+        self._work += self.setting.per_request
+        self.waiting.append(job)
+        if not self._wake.triggered:
+            self._wake.succeed()
+        return True
+
+    def _run(self) -> Generator[simpy.Event, Any, None]:
+        while True:
+            if not self.load:
+                self._wake = self.env.event()
+                yield self._wake
+            self._admit()
+            device, moves = self._round()
+            gap, host = self.times.host_ms(self.running)
+            pieces = min(self.running - len(self._prefills), device / 1e3 / PAUSE)
+            work, self._work = self._work + pieces * self.setting.per_piece + self.setting.per_round, 0.0
+            self.busy += device / 1e3
+            yield self.env.timeout(max(device + gap, host + 1e3 * work) / 1e3)
+            self.rounds += 1
+            moves()
+
+    def _admit(self) -> None:
+        while self.waiting and self.running < self.setting.rows:
+            job = self.waiting.popleft()
+            prompt, new, block = job.asked.prompt, job.asked.new, self.times.block
+            job.admitted = self.env.now
+            self.running += 1
+            self._canvas += prompt + new
+            job.at, end = prompt, prompt + new
+            if self.times.kind == "block":
+                job.left = prompt // block * block
+                edges = range(job.left + block, end, block)
+            else:
+                edges = range(prompt + block, end, block)
+            job.ends.extend([*edges, end])
+            if job.left:
+                self._prefills.append(job)
+                self._arrived += 1
+            else:
+                self._enter(job, first=True)
+
+    def _enter(self, job: Job, *, first: bool = False) -> None:
+        """A row whose next step is the first of its block."""
+        if first:
+            self._fresh.append(job)
+        if self.times.kind == "dual":
+            self._full.append(job)
+        elif first:
+            self._decode(job, 0)
+        else:
+            self._wide.append(job)
+
+    def _decode(self, job: Job, done: int) -> None:
+        """A row that needs narrow steps from the next round on, `done` of the steps of its block being behind it."""
+        steps = self.denoising.steps(job.ends[0] - job.at, self.draw) - done
+        if steps <= 0:
+            self._end_block(job)
+            return
+        self._narrow += 1
+        self._due[self.rounds + steps].append(job)
+
+    def _round(self) -> tuple[float, Callable[[], None]]:
+        """Milliseconds of the steps of a round, and what they change."""
+        spent, prefilled = 0.0, list[Job]()
+        if self._prefills and not self._holds():
+            needs = {i: Need(min(job.left, self.setting.positions)) for i, job in enumerate(self._prefills)}
+            (group,) = self._groups(Phase.PREFILL, needs)
+            spent += self._time("PREFILL", len(group.slots), group.width)
+            prefilled = [self._prefills[slot] for slot in group.slots]
+            for job in prefilled:
+                job.left -= min(job.left, group.width)
+        full, wide, fresh = self._full, self._wide, self._fresh
+        if full:
+            for group in self._groups(Phase.FULL, {i: Need(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}):
+                spent += self._time("FULL", len(group.slots), group.width)
+        windows, settles = window_groups(
+            len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions
+        )
+        for lanes, width in windows:
+            spent += self._time("WINDOW", lanes, width)
+        self._full, self._wide, self._fresh = [], [], []
+
+        def moves() -> None:
+            for job in fresh:
+                job.first_text = self.env.now
+            for job in self._due.pop(self.rounds, ()):
+                self._narrow -= 1
+                self._end_block(job)
+            for job in wide:
+                self._decode(job, 0 if settles else 1)
+            for job in full:
+                self._decode(job, 1)
+            for job in prefilled:
+                if not job.left:
+                    self._prefills.remove(job)
+                    self._enter(job, first=True)
+
+        return spent, moves
+
+    def _end_block(self, job: Job) -> None:
+        end = job.ends.popleft()
+        self.committed(end - job.at)
+        job.at = end
+        job.first_block = job.first_block or self.env.now
+        if job.ends:
+            self._enter(job)
+            return
+        job.ended = self.env.now
+        self.running -= 1
+        self._canvas -= job.asked.prompt + job.asked.new
+        self.finished(job)
+
+    def _holds(self) -> bool:
+        new, self._arrived = self._arrived, 0
+        if not self.setting.gather:
+            return False
+        block = self.times.block
+        decoding = [2 * block] * len(self._wide) + [block] * self._narrow
+        return self._batching.holds(new, [job.left for job in self._prefills], decoding)
+
+    def _groups(self, phase: Phase, needs: dict[int, Need]) -> Any:
+        return grouped(phase, needs, free=self.free, limit=self.setting.positions, unit=self.unit)
+
+    def _time(self, phase: str, rows: int, width: int) -> float:
+        """Milliseconds of a step, drawn from what was measured."""
+        lanes, wide = lanes_of(phase, rows, width, self.times.block)
+        if phase == "WINDOW":
+            canvas = -(-self._canvas // self.running // 64) * 64  # in steps of 64 positions
+            found = self.times.window(lanes, wide, min(canvas, self.times.longest))
+        else:
+            found = self.times.wide(phase, lanes, wide)
+        return found.at(self.draw.random()) if self.times.spreads else found.p50
+
+
+@lru_cache(maxsize=65536)
+def window_groups(
+    wide: int, narrow: int, block: int, settle: bool, free: int, limit: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """Rows and width of each window step of a round, and whether the wide rows only settle in it."""
+    least = block if settle else None
+    needs = {i: Need(2 * block if i < wide else block, least) for i in range(wide + narrow)}
+    found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
+    return [(len(group.slots), group.width) for group in found], any(group.settles for group in found)
+
+
+@lru_cache(maxsize=65536)
+def lanes_of(phase: str, rows: int, width: int, block: int) -> tuple[int, int]:
+    """Lanes and width of the graph that runs such a step."""
+    found = bucket(StepShape(Phase[phase], rows, width, 1, block, 1), 16, 4096, 65536, 2**20)
+    return found.lanes, found.width

@@ -1,0 +1,157 @@
+"""Measured step times, and what lies between them. Nothing beyond what was measured is made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PERCENT = (5, 25, 50, 75, 95)
+WEIGHTS = (0.15, 0.225, 0.25, 0.225, 0.15)  # of each quantile in the mean of `Spread.at`
+LEAST = 4  # launches of a shape in a file of benchmarks.throughput: with fewer, captures are in the median
+
+
+class Unmeasured(ValueError):
+    """A step or a request beyond what was measured."""
+
+
+class Spread(NamedTuple):
+    """Milliseconds at the percentiles 5, 25, 50, 75 and 95."""
+
+    p5: float
+    p25: float
+    p50: float
+    p75: float
+    p95: float
+
+    def at(self, share: float) -> float:
+        """The quantile at `share` of 1; what lies outside is taken as the nearest one that was measured."""
+        percent = min(max(100 * share, PERCENT[0]), PERCENT[-1])
+        right = max(bisect_left(PERCENT, percent), 1)
+        low, high = PERCENT[right - 1], PERCENT[right]
+        return self[right - 1] + (self[right] - self[right - 1]) * (percent - low) / (high - low)
+
+    @property
+    def mean(self) -> float:
+        """Of `at`, over all shares."""
+        return sum(weight * value for weight, value in zip(WEIGHTS, self, strict=True))
+
+
+def between(points: Mapping[float, Sequence[float]], at: float) -> tuple[float, ...]:
+    """Linear interpolation between points. Below the least, its value: a smaller step takes no longer."""
+    places = sorted(points)
+    right = bisect_left(places, at)
+    if right == len(places):
+        raise KeyError(at)
+    if right == 0:
+        return tuple(points[places[0]])
+    low, high = places[right - 1], places[right]
+    share = (at - low) / (high - low)
+    return tuple(a + (b - a) * share for a, b in zip(points[low], points[high], strict=True))
+
+
+class StepTimes:
+    """Times of steps by shape: interpolated between the shapes that were measured, refused beyond them.
+
+    Between numbers of lanes, and between lengths of canvases, time is taken as linear. A prefill takes what as many
+    positions took in rows of another length, the nearest if several were measured.
+    """
+
+    def __init__(self, report: Mapping[str, Any], name: str) -> None:
+        """`report`: what benchmarks.capacity.measure or benchmarks.throughput has written; `name`: for messages."""
+        self.name, self.report = name, report
+        setting = report["setting"]
+        self.block, self.longest = setting["block"], 0
+        self.settle, self.cards = bool(setting.get("settle")), int(setting.get("tensor_parallel") or 1)
+        self._lines: dict[tuple[str, int], dict[int, dict[float, Spread]]] = {}
+        lines: Any = defaultdict(lambda: defaultdict(dict))
+        for row in rows_of(report):
+            phase, canvas = row["phase"], row["canvas"]
+            self.longest = max(self.longest, canvas)
+            # A window's lines are by length of canvas, over lanes; those of passes over many positions by width, over
+            # all positions.
+            if phase == "WINDOW":
+                lines[phase, row["width"]][canvas][row["lanes"]] = spread_of(row)
+            else:
+                lines[phase, 0][row["width"]][row["lanes"] * row["width"]] = spread_of(row)
+        self._lines = lines
+        if not self._lines:
+            raise ValueError(f"{name} has no step that was launched often enough: measure it with more requests")
+        self.kind = "dual" if ("FULL", 0) in self._lines else "block"
+        shortest_last = [*report.get("rounds", ())][::-1]  # the most rows were measured with the shortest canvases
+        self.gaps = {row["rows"]: [row["gap_ms"]] for row in shortest_last}
+        self.host = {row["rows"]: [row["round_ms"]] for row in report.get("host", ())}
+        self.spreads = any(row.get("quantiles_ms") for row in report.get("steps", ()))
+
+    @classmethod
+    def read(cls, path: Path) -> StepTimes:
+        try:
+            report = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"--steps {path}: {error}") from error
+        if not isinstance(report, dict) or "setting" not in report or not {"steps", "runs"} & report.keys():
+            raise ValueError(f"--steps {path} is not a file of benchmarks.capacity.measure or benchmarks.throughput")
+        return cls(report, path.name)
+
+    @property
+    def rows(self) -> int:
+        """Most rows in a window step that was measured."""
+        narrow = self._lines["WINDOW", self.block]
+        return int(max(max(line) for line in narrow.values()))
+
+    @lru_cache(maxsize=65536)  # noqa: B019 (one object lives as long as the program)
+    def window(self, lanes: int, width: int, canvas: int) -> Spread:
+        """A window step of so many lanes, whose rows have canvases of that length on average."""
+        lines = {length: line for length, line in self._lines.get(("WINDOW", width), {}).items() if max(line) >= lanes}
+        try:
+            return Spread(*between({length: between(line, lanes) for length, line in lines.items()}, canvas))
+        except KeyError:
+            raise Unmeasured(
+                f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use "
+                "fewer rows or shorter requests, or measure more with benchmarks.capacity.measure"
+            ) from None
+
+    @lru_cache(maxsize=65536)  # noqa: B019
+    def wide(self, phase: str, lanes: int, width: int) -> Spread:
+        """A prefill, or a pass over whole canvases."""
+        lines, positions = self._lines.get((phase, 0), {}), lanes * width
+        points: dict[float, Spread] = {}
+        for own in sorted(lines, key=lambda own: -abs(math.log(own / width))):  # the nearest width has the last word
+            points |= lines[own]
+        if not points or max(points) < positions:
+            raise Unmeasured(
+                f"{self.name} has no step {phase} of {positions} positions: use fewer rows or shorter prompts, or "
+                "measure more with benchmarks.capacity.measure"
+            )
+        return Spread(*between(points, positions))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def host_ms(self, rows: int) -> tuple[float, float]:
+        """For how long the card waits after a round, and what the host takes for one; 0 where neither was measured."""
+        found = [between(points, min(rows, max(points)))[0] if points else 0.0 for points in (self.gaps, self.host)]
+        return found[0], found[1]
+
+
+def spread_of(row: Mapping[str, Any]) -> Spread:
+    """The quantiles of a row, scaled to its mean; the median where no quantiles were kept."""
+    if "quantiles_ms" not in row:
+        return Spread(*[row["median_ms"]] * 5)
+    found = Spread(*row["quantiles_ms"])
+    return Spread(*(value * row["mean_ms"] / found.mean for value in found))
+
+
+def rows_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a file; of benchmarks.throughput, those launched often, a shape where it was launched most."""
+    if "steps" in report:
+        return list(report["steps"])
+    found: dict[Any, dict[str, Any]] = {}
+    for row in (row for run in report["runs"] for row in run.get("steps", ())):
+        key = row["phase"], row["lanes"], row["width"]
+        if row["launches"] >= LEAST and row["launches"] > found.get(key, {"launches": 0})["launches"]:
+            found[key] = row | {"canvas": report["setting"]["length"]}
+    return [*found.values()]

@@ -1,0 +1,99 @@
+"""When requests come, and how long they are: Poisson, a trace from a file, or a closed loop."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE = ("timestamp", "input_length", "output_length")
+
+
+class Asked(NamedTuple):
+    """A request: when it comes, in seconds, and its tokens."""
+
+    at: float
+    prompt: int
+    new: int
+
+
+def poisson(rate: float, prompt: int, new: int, seconds: float, draw: Random) -> Iterator[Asked]:
+    """Requests of one length that come independently of each other, `rate` a second on average."""
+    if rate <= 0:
+        raise ValueError(f"--rate {rate} must be above 0 requests a second")
+    at = draw.expovariate(rate)
+    while at < seconds:
+        yield Asked(at, prompt, new)
+        at += draw.expovariate(rate)
+
+
+def trace(path: Path, speed: float = 1.0) -> list[Asked]:
+    """A trace, from its first request on: Azure's (CSV) or Mooncake's (JSON lines, milliseconds).
+
+    `speed`: by how much faster it is played. Raises ValueError that names the line that is wrong.
+    """
+    if speed <= 0:
+        raise ValueError(f"--speed {speed} must be above 0")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--trace {path}: {error}") from error
+    lines = text.splitlines()
+    read = _mooncake if lines and lines[0].lstrip().startswith("{") else _azure
+    found = sorted(read(path, lines))
+    if not found:
+        raise ValueError(f"--trace {path} has no requests")
+    return [Asked((one.at - found[0].at) / speed, one.prompt, one.new) for one in found]
+
+
+def longer(requests: list[Asked], longest: int) -> int:
+    """How many requests have canvases of more than `longest` positions."""
+    return sum(one.prompt + one.new > longest for one in requests)
+
+
+def _azure(path: Path, lines: list[str]) -> Iterator[Asked]:
+    reader = csv.DictReader(lines)
+    if missing := [name for name in AZURE if name not in (reader.fieldnames or ())]:
+        raise ValueError(
+            f"--trace {path} has no column {missing[0]}: give a CSV with {', '.join(AZURE)}, or lines of JSON with "
+            f"{', '.join(MOONCAKE)}"
+        )
+    for row in reader:
+        at, prompt, new = (row[name] for name in AZURE)
+        yield _asked(path, reader.line_num, lambda at=at: _seconds(at), prompt, new)
+
+
+def _mooncake(path: Path, lines: list[str]) -> Iterator[Asked]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            at, prompt, new = (row[name] for name in MOONCAKE)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+        yield _asked(path, number, lambda at=at: float(at) / 1e3, prompt, new)
+
+
+def _seconds(text: str) -> float:
+    """Seconds of a number, or of a date with a time; Azure writes seven digits behind the point, Python reads six."""
+    try:
+        return float(text)
+    except ValueError:
+        whole, _, part = text.partition(".")
+        return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{part[:9] or 0}")
+
+
+def _asked(path: Path, line: int, at, prompt, new) -> Asked:  # type: ignore[no-untyped-def]
+    try:
+        one = Asked(at(), int(prompt), int(new))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--trace {path}, line {line}: {error}") from error
+    if one.prompt < 1 or one.new < 1:
+        raise ValueError(f"--trace {path}, line {line}: {one.prompt} and {one.new} tokens: both must be at least 1")
+    return one

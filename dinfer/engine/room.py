@@ -1,0 +1,41 @@
+"""What a batch has room for, and what requests need."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from dinfer.core.recipe import Recipe
+from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
+
+
+class Room(NamedTuple):
+    """What a batch has room for."""
+
+    slots: int
+    length: int  # positions of a canvas
+    block: int  # L
+    branches: int  # 2 if a request may be guided
+    pages: int  # of keys and values, in all
+
+    def holds(self, other: Self) -> bool:
+        return all(map(int.__ge__, self, other))
+
+
+def pages_of(request: Request, recipe: Recipe, page: int) -> int:
+    """Pages that a request takes. A guided one has two branches."""
+    return -(-request.length // page) * (1 + recipe.guided(request.options))
+
+
+def block_of(request: Request, recipe: Recipe) -> int:
+    """Length of a request's longest block. A block ends where the canvas does, however long the option says."""
+    return min(recipe.iteration.block_length(request.length - request.start), request.length)
+
+
+def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> Room:
+    """Room for as many of the requests as run at a time."""
+    slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
+    block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
+    if runtime.max_length is not None:
+        slots, length = runtime.rows, runtime.max_length
+        block = max(block, min(recipe.iteration.block_length(length), length))
+    return Room(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))

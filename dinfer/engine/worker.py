@@ -1,0 +1,85 @@
+"""What one rank does for an engine: it owns the state of a batch on its device, and changes it as it is told.
+
+A worker decides nothing and reads nothing back. So each rank of tensor parallelism has one, and all of them go through
+the same states if they are told the same (`dinfer.engine.leading`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dinfer.core.canvas import Cursors
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.engine.room import Room
+from dinfer.engine.runner import Runner
+from dinfer.engine.runtime import Runtime, candidates_of
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request as it enters a slot: plain values, so that other processes can be told."""
+
+    slot: int
+    tokens: list[int]  # of the whole canvas; anything where it is open
+    masked: list[bool]
+    prompt: int  # positions before the first that is to be decoded
+    options: list[float]
+    stops: bool
+    kept: int  # positions whose keys its pages hold already
+    pages: list[int]
+    twin: list[int]  # pages of the branch without the prompt
+    fresh: list[int]  # of all these pages, those that nobody shares
+    drafts: bool = False  # steps tell what they propose for it
+    logprobs: bool = False  # and log-probabilities
+
+
+class Worker:
+    """The state of a batch, and the steps over it."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, kv: torch.dtype) -> None:
+        """`kv`: dtype of keys and values."""
+        self.recipe, self.runtime, self.kv = recipe, runtime, kv
+        self.runner = Runner(recipe, graphs=runtime.graphs)
+
+    @property
+    def state(self) -> BatchState:
+        if self.runner.state is None:
+            raise RuntimeError("a worker needs room: open it first")
+        return self.runner.state
+
+    def open(self, room: Room) -> None:
+        """Allocates the state. Raises what the device raises where memory is short."""
+        state = BatchState.alloc(
+            self.recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
+            device=self.recipe.model.device, block=room.block, candidates=candidates_of(self.runtime),
+        )  # fmt: skip
+        self.runner.open(state)
+
+    def close(self) -> None:
+        """Frees the state and the graphs of its steps."""
+        self.runner.open(None)
+
+    def admit(self, entry: Entry) -> tuple[Cursors, list[int]]:
+        """Places a request in its slot. Returns its cursors and its tokens, ~token where it is open."""
+        state = self.state
+        state.kv.wipe(entry.fresh)
+        state.kv.assign(entry.slot, entry.pages, entry.twin)
+        placed = state.admit(
+            self.recipe, entry.slot, entry.tokens, entry.masked,
+            prompt=entry.prompt, options=entry.options, stops=entry.stops, kept=entry.kept,
+        )  # fmt: skip
+        if entry.drafts:
+            state.tellings.admit(entry.slot)
+        if entry.logprobs:
+            state.tellings.want_logprobs()
+        return placed
+
+    def launch(self, shape: StepShape, slots: list[int]) -> None:
+        """Starts a step. Does not wait for the device."""
+        self.runner.launch(shape, slots)
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """Waits until the device is as far as this event."""
+        done.synchronize()

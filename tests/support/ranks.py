@@ -1,0 +1,129 @@
+"""Models that 2 and 3 ranks can divide, and recipes on them, run by processes that speak to each other over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dinfer import Pipeline, Runtime, compose
+from dinfer.core.protocols import ModelFamily
+from dinfer.core.ranks import ALONE, Ranks
+from dinfer.loading.checkpoint import load_network, random_network, save_network
+from dinfer.models.diffusion_gemma import DiffusionGemma
+from support.families import CONFIGS, family_for
+from support.models import CONFIG, GEMMA
+
+CPU = torch.device("cpu")
+HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each family spells it
+SIZES = {"head_dim": 8, "rotary_dim": 4, "hidden_size": 48, "moe_intermediate_size": 12, "expert_intermediate_size": 12}
+
+
+def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, Any]:
+    """The config with numbers that 2 and 3 ranks can divide."""
+    more = HEADS | SIZES | {"num_key_value_heads": kv_heads, "n_kv_heads": kv_heads}
+    more |= {"num_experts": experts, "n_group": 3, "expert_capacity": config.get("expert_capacity")}
+    return config | {name: value for name, value in more.items() if name in config}
+
+
+def models() -> dict[str, tuple[ModelFamily, dict[str, Any]]]:
+    found = {name: (family_for(config), divisible(config, 1, 6)) for name, config in CONFIGS.items()}
+    found["llada, 6 key heads"] = family_for(CONFIG), divisible(CONFIG, 6, 0)
+    text = GEMMA["text_config"] | {
+        "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 6, "intermediate_size": 36,
+    }  # fmt: skip
+    return found | {"diffusion_gemma": (DiffusionGemma(), GEMMA | {"text_config": text})}
+
+
+MODELS = models()
+
+
+def save(name: str, folder: Path) -> None:
+    """A checkpoint with random weights that differ from each other, and logits that are far from equal."""
+    family, config = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = random_network(family, family.spec(config), dtype=torch.float64, device=CPU)
+        for parameter in network.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        network.norm.weight.mul_(4)
+    save_network(network, family, folder / name, config)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and two requests."""
+
+    name: str
+    model: str
+    decoder: Any = "threshold"
+    cache: Any = "dual"
+    iteration: Any = field(default_factory=lambda: {"name": "blockwise", "block": 8})
+    sampling: Any = "standard"
+    options: dict[str, Any] = field(default_factory=dict)
+    runtime: dict[str, Any] = field(default_factory=dict)
+
+
+CAUSAL = {"cache": "block", "iteration": {"name": "block_diffusion", "block": 8}}
+DRAWN = {"name": "standard", "temperature": 0.8, "seed": 5}
+CASES = [
+    Case("llada, no cache", "llada", cache="none"),
+    Case("llada, prefix", "llada", cache="prefix", decoder={"name": "entropy_bound"}),
+    Case("llada, dual", "llada, 6 key heads", decoder="factor"),
+    Case("llada, draws", "llada", sampling=DRAWN),
+    Case("llada, nucleus and penalty", "llada", sampling=DRAWN | {"top_p": 0.8, "repetition_penalty": 1.3}),
+    Case("llada, LLaDA's draws", "llada", sampling=DRAWN | {"name": "llada", "eos_last": 1}, decoder="fixed"),
+    Case("llada, guidance", "llada", sampling={"name": "standard", "guidance": 1.0}),
+    Case("llada, whole logits", "llada", decoder="klass"),
+    Case("llada, expectations", "llada", iteration={"name": "smooth", "block": 8}),
+    Case("llada, values of all heads", "llada, 6 key heads", cache="adaptive"),
+    Case("llada, attention of all heads", "llada", cache="d2cache", iteration="full"),
+    Case("llada, candidates", "llada", runtime={"speculate": 3}),
+    Case("llada, multi-block", "llada", iteration={"name": "multi_block", "block": 8, "blocks": 2}),
+    Case("dream", "dream", decoder={"name": "dream", "alg": "topk_margin"}),
+    Case("llada_moe", "llada_moe"),
+    Case("llada2", "llada2", **CAUSAL),
+    Case("llada2, drafts", "llada2", decoder="joint_threshold", **CAUSAL),
+    Case("llada2.2", "llada2.2", **CAUSAL),
+    Case("sdar", "sdar", **CAUSAL),
+    Case("sdar_moe", "sdar_moe", **CAUSAL),
+    Case("fast_dllm_v2", "fast_dllm_v2", **CAUSAL),
+    Case("stable_diffcoder", "stable_diffcoder", **CAUSAL),
+    Case(
+        "diffusion_gemma", "diffusion_gemma", decoder={"name": "renoise", "steps": 4}, cache="none",
+        iteration={"name": "self_conditioned", "block": 8},
+    ),
+]  # fmt: skip
+PROMPTS = [[1, 5, 9, 2, 7], [4, 4, 8]]
+
+
+def decode(case: Case, folder: Path, ranks: Ranks = ALONE) -> list[Any]:
+    """The canvas of each request, its forwards and the steps without one, as one rank of these has them."""
+    network = load_network(folder / case.model, MODELS[case.model][0], dtype=torch.float64, device=CPU, rank=ranks.rank)
+    network.join(ranks)
+    parts = {"iteration": case.iteration, "decoder": case.decoder, "cache": case.cache, "sampling": case.sampling}
+    runtime = Runtime(tensor_parallel=ranks.size, check_ranks=ranks.size > 1, page=4, **case.runtime)
+    pipe = Pipeline(compose(network, **parts), None, runtime)
+    done = pipe.generate_ids(PROMPTS, max_new_tokens=[16, 12], options=case.options)
+    return [(result.canvas, result.counts.forwards, result.counts.hits) for result in done]
+
+
+def run_rank(index: int, size: int, folder: str, names: Sequence[str]) -> None:
+    """Decodes each case with two ranks and with three, and writes what came out, or why not, to a file of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=index, world_size=size)
+    groups = {count: dist.new_group([*range(count)]) for count in (2, 3)}
+    found = {}
+    for case in (case for case in CASES if case.name in names):
+        for count, group in groups.items():
+            if index < count:
+                try:
+                    found[case.name, count] = decode(case, Path(folder), Ranks.of(group))
+                except Exception as error:
+                    found[case.name, count] = repr(error)
+    torch.save(found, f"{folder}/rank{index}.pt")
+    dist.destroy_process_group()

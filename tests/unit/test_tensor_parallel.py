@@ -1,0 +1,38 @@
+"""One model on several ranks: the tokens and forwards of one rank, whatever is divided. Processes speak over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.ranks import CASES, Case, decode, run_rank, save
+
+NAMES = [case.name for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in dict.fromkeys(case.model for case in CASES):
+        save(name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[dict[tuple[str, int], Any]]:
+    """What each of three processes decoded, by case and number of ranks."""
+    mp.spawn(run_rank, (3, str(folder), NAMES), nprocs=3)
+    return [torch.load(folder / f"rank{index}.pt") for index in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_ranks_decode_what_one_does(
+    case: Case, ranks: int, folder: Path, outcomes: list[dict[tuple[str, int], Any]]
+) -> None:
+    want = decode(case, folder)
+    for found in outcomes[:ranks]:
+        assert found[case.name, ranks] == want
