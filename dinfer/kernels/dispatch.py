@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +50,30 @@ def groups_off(choice: str) -> frozenset[str]:
             f"'triton,-canvas,-commit'. Groups: {', '.join(GROUPS)}."
         )
     return frozenset(names)
+
+
+class untraced:  # noqa: N801, a decorator
+    """A method whose kernels are better than what torch.compile would make of their references.
+
+    `torch.compiler.disable` imports the compiler, which takes as long as torch itself and 145 MB. So it is left to
+    `keep_untraced`, which whoever compiles calls first.
+    """
+
+    waiting: ClassVar[list[tuple[type, str]]] = []
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self.method)
+        self.waiting.append((owner, name))
+
+
+def keep_untraced() -> None:
+    """Has torch.compile leave out the methods that are `untraced`."""
+    while untraced.waiting:
+        owner, name = untraced.waiting.pop()
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -122,6 +122,9 @@ class GgufTensor(Stored):
     def bytes_of(self, part: Slices | None) -> int:
         return self.nbytes
 
+    def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
+        format.place(weight, target[-2].start, self.blocks())
+
     @contextmanager
     def opened(self) -> Iterator[Reader]:
         yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
@@ -131,7 +134,7 @@ class GgufTensor(Stored):
         if self.dtype in FLOATS:
             found = self._bytes().view(FLOATS[self.dtype]).view(self.shape)
             return self._in_halves(found)
-        return torch.from_numpy(gguf.dequantize(self.blocks().numpy(), Kind[self.dtype]))
+        return dequantised(self.dtype, self.blocks())
 
     def blocks(self) -> Tensor:
         """The blocks as they are. uint8, a row of them for each row of values"""
@@ -192,6 +195,11 @@ class SmallFile:
 
     def read_text(self, encoding: str | None = None) -> str:
         return json.dumps(self.found)
+
+
+def dequantised(kind: str, blocks: Tensor) -> Tensor:
+    """The values of rows of blocks, as the gguf package has them. uint8 [..., B] -> float32 [..., K]"""
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), Kind[kind]))
 
 
 def gguf_file(path: Path) -> GgufFile:

@@ -86,7 +86,7 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
     """
     found = library()
     assert found is not None
-    rows_RK = x.flatten(0, -2).float().contiguous()
+    rows_RK = x.reshape(-1, x.shape[-1]).float().contiguous()
     counts = [len(rows_RK)] if count_S is None else count_S.tolist()
     first = [0]
     for rows in counts:
