@@ -58,8 +58,8 @@ class Scripted(Decoder):
         return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
 
 
-def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
-    """Keeps `in_flight` of the requests running until all are done."""
+def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wanted: Any) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`."""
     waiting, began, first, latency = list(requests)[::-1], {}, {}, []
     done: list[Completion] = []
     blocks: dict[int, int] = {}
@@ -67,7 +67,7 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict
     full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
     while waiting or engine.busy:
         while waiting and len(began) - len(done) < in_flight:
-            began[engine.add(waiting.pop())] = time.perf_counter()
+            began[engine.add(waiting.pop(), **wanted)] = time.perf_counter()
         for update in engine.step():
             now = time.perf_counter()
             blocks[update.index] = update.blocks

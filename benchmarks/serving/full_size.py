@@ -6,7 +6,8 @@
 All arguments but `--port`, `--out` and `--prompts-to` are those of benchmarks.throughput, whose scripted decoder
 commits the same number of tokens whatever the logits say. Every token is a word: `w17` is token 17. `--prompts-to` is a
 folder for the load generator: the tokenizer, and prompts.jsonl with the prompts that the engine runs. For each number
-in flight the engine runs `--rounds` times as many requests twice, and the second time is kept.
+in flight the engine runs as many requests to capture its graphs, and then `--rounds` times as many that are timed.
+`streaming_tokens_per_s` is what it yields where each step is followed, as a server does.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ def main(args: list[str] | None = None) -> None:
         (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for in_flight in given.in_flight:
         work = requests[:in_flight] * given.rounds
-        throughput.closed_loop(pipe.engine, work, in_flight)
-        report["runs"].append({"in_flight": in_flight, **throughput.closed_loop(pipe.engine, work, in_flight)})
+        throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight)
+        alone = throughput.closed_loop(pipe.engine, work, in_flight)
+        followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")
+        streaming = {"streaming_tokens_per_s": followed["tokens_per_s"]}
+        report["runs"].append({"in_flight": in_flight, **alone, **streaming})
         print(report["runs"][-1], flush=True)
     if own.out:
         own.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -2,7 +2,9 @@
 
     python -m benchmarks.serving.ratio engine.json guidellm-1.json guidellm-64.json --out serving.json
 
-Throughput is that of all finished requests, from the first one's start to the last one's end, on both sides.
+`ratio` compares the throughput of all finished requests, from the first one's start to the last one's end. Then the
+last requests have the card to themselves. `steady_ratio` compares what is written until the last request starts, while
+all are in flight.
 """
 
 from __future__ import annotations
@@ -15,17 +17,30 @@ from typing import Any
 TIMES = {"first_piece_ms": "time_to_first_token_ms", "between_tokens_ms": "inter_token_latency_ms"}
 
 
-def row(benchmark: dict[str, Any], engine: dict[int, float]) -> dict[str, Any]:
-    """The figures of one of guidellm's benchmarks. `engine`: tokens per second by the number in flight."""
+def steady(done: list[dict[str, Any]]) -> float | None:
+    """Tokens a second until the last request starts. A request's tokens come evenly from its first one to its end."""
+    start, end = (bound(r["request_start_time"] for r in done) for bound in (min, max))
+    tokens = 0.0
+    for r in done:
+        first = r["request_start_time"] + r["time_to_first_token_ms"] / 1e3
+        share = (end - first) / max(r["request_end_time"] - first, 1e-9)
+        tokens += r["output_tokens"] * min(max(share, 0.0), 1.0)
+    return tokens / (end - start) if tokens else None
+
+
+def row(benchmark: dict[str, Any], engine: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one of guidellm's benchmarks. `engine`: the engine's own, by the number in flight."""
     done, totals = benchmark["requests"]["successful"], benchmark["metrics"]["request_totals"]
     seconds = max(r["request_end_time"] for r in done) - min(r["request_start_time"] for r in done)
     in_flight = benchmark["config"]["strategy"]["streams"]
-    rate = sum(r["output_tokens"] for r in done) / seconds
+    rate, alone = sum(r["output_tokens"] for r in done) / seconds, engine[in_flight]
+    settled, own = steady(done), alone["steady_tokens_per_s"]
     times = {ours: benchmark["metrics"][theirs]["successful"]["percentiles"] for ours, theirs in TIMES.items()}
     return {
         "in_flight": in_flight, "requests": len(done), "failed": totals["errored"] + totals["incomplete"],
-        "tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(engine[in_flight], 1),
-        "ratio": round(rate / engine[in_flight], 4),
+        "tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(alone["tokens_per_s"], 1),
+        "ratio": round(rate / alone["tokens_per_s"], 4),
+        "steady_ratio": round(settled / own, 4) if settled and own else None,
         **{name: {key: round(found[key], 2) for key in ("p50", "p95", "p99")} for name, found in times.items()},
     }  # fmt: skip
 
@@ -37,7 +52,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     report = json.loads(given.engine.read_text())
-    engine = {run["in_flight"]: run["tokens_per_s"] for run in report["runs"]}
+    engine = {run["in_flight"]: run for run in report["runs"]}
     found = [json.loads(path.read_text()) for path in given.guidellm]
     rows = [row(benchmark, engine) for document in found for benchmark in document["benchmarks"]]
     result = report | {"guidellm": found[0]["metadata"]["guidellm_version"], "served": rows}

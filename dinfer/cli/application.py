@@ -19,10 +19,11 @@ from dinfer.cli import conf
 from dinfer.cli.arguments import divided
 from dinfer.cli.errors import debugging, failures, input_errors, message, reported
 from dinfer.cli.explain import explained, parse
-from dinfer.cli.recipe import located
+from dinfer.cli.recipe import located, ranks_of
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
+from dinfer.distributed.started import follows
 
 Task = Callable[[dict[str, Any], str | None], None]
 
@@ -46,6 +47,10 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
         return None
 
     def found(values: dict[str, Any], text: str | None) -> None:
+        if follows(ranks_of(values)):
+            from dinfer.pipeline.ranks import serve_torchrun
+
+            serve_torchrun()
         located(values)  # before the task imports torch, so that an error comes at once
         task(values, text)
 

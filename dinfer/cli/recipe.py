@@ -47,6 +47,13 @@ def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
     return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)
 
 
+def ranks_of(config: dict[str, Any]) -> int:
+    """Processes that run one model together. Whether this is a number that can be, `Runtime` says."""
+    runtime = config["runtime"]
+    found = runtime.get("tensor_parallel") if isinstance(runtime, dict) else None
+    return found if type(found) is int else 1
+
+
 def located(config: dict[str, Any]) -> None:
     """Finds the description of the model's checkpoint. Raises CheckpointError if it cannot be had."""
     _, options = GROUPS["model"].check(config["model"])

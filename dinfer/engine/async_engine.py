@@ -4,16 +4,22 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Executor
 from dataclasses import replace
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Deltas, Request, Update
+from dinfer.engine.turns import Turns
 
-# Each update costs a caller some 0.1 ms, and the engine shares the interpreter with all callers. So the more there are,
-# the more steps come together.
+# An update costs its caller some time, and the engine shares the interpreter with all callers. So the more callers
+# there are, the more steps come together.
 PAUSE = 0.0005  # seconds, for each caller
+FRAME = 1 / 30  # seconds from one canvas to the next, at least: people see no more
 SHIFT = 0.05  # seconds of rounds after which the engines that share a thread take turns
+NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles kernels or captures a graph
+
+
+class EngineHung(RuntimeError):
+    """A round does not end. Nothing can be asked of the engine any more, and its thread cannot be stopped."""
 
 
 class AsyncEngine:
@@ -23,13 +29,14 @@ class AsyncEngine:
     request, or of a device that has failed: the engine cannot be relied on.
     """
 
-    def __init__(self, engine: Engine, executor: Executor | None = None) -> None:
-        """`executor`: where rounds run; engines that share a device may share a thread. None: the event loop's own."""
-        self.engine, self._executor = engine, executor
+    def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
+        """`turns`: the thread of rounds. Engines that share a device may share it. None: one of its own."""
+        self.engine, self._turns = engine, turns or Turns()
         self.failure: BaseException | None = None
         self.observer: Callable[[float], None] | None = None  # is told how many seconds each round took
         self.callers: dict[int, _Caller] = {}  # by request
         self._work: asyncio.Task[None] | None = None
+        self._since: float | None = None  # when the round that runs began
 
     async def stream(
         self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
@@ -37,8 +44,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[Update]:  # fmt: skip
         """The request after each of its steps, the last time with its completion.
 
-        `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas alone,
-        steps without new output are left out, and what comes within `PAUSE` seconds for each caller comes together.
+        `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
+        snapshots, steps come together: an update is the last of several steps, and has the new output of all. They are
+        the steps of `PAUSE` seconds for each caller, with drafts of `FRAME` seconds at least, and then of one region.
         `deadline`, by the event loop's clock: when to give the request up.
 
         A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
@@ -46,8 +54,7 @@ class AsyncEngine:
         deadline, and the error that ends the request, such as NonFiniteLogits or StalledRow.
         """
         index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
-        every_step = snapshots or drafts or deltas is None
-        caller = self.callers[index] = _Caller(None if every_step else lambda: PAUSE * len(self.callers))
+        caller = self.callers[index] = _Caller(every_step=snapshots or deltas is None, drafts=drafts)
         loop = asyncio.get_running_loop()
         timer = None if deadline is None else loop.call_at(deadline, caller.tell, TimeoutError("the deadline"))
         if self._work is None or self._work.done():
@@ -55,7 +62,7 @@ class AsyncEngine:
             self._work.add_done_callback(self._report)
         try:
             while True:
-                update = await caller.next()
+                update = await caller.next(len(self.callers))
                 if isinstance(update, BaseException):
                     raise update
                 if update.error is not None:
@@ -71,75 +78,110 @@ class AsyncEngine:
 
     async def probe(self) -> None:
         """Notes a failure if the device does not answer any more."""
+        if self.failure is not None:
+            return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self.engine.check_device)
+            await self._turns.run(self.engine.check_device)
         except Exception as error:
             self.failure = error
+
+    def check_alive(self, limit: float) -> None:
+        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds.
+
+        A round that meets a shape for the first time may take `NEW_SHAPE` times as long.
+        """
+        began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
+        if self.failure is None and began is not None and time.perf_counter() - began > limit:
+            self._fail(EngineHung(f"a round of steps has taken longer than {limit:g} seconds"))
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()
         while self.callers and self.engine.busy:
-            await loop.run_in_executor(self._executor, self._rounds, loop)
+            await self._turns.run(lambda: self._rounds(loop))
 
     def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs rounds for a while. In its thread, so that no round waits for the event loop."""
+        """Runs rounds until nothing is to do or another engine wants the thread. No round waits for the event loop."""
         began = now = time.perf_counter()
-        while self.engine.busy and now - began < SHIFT:
-            updates = self.engine.step()
-            before, now = now, time.perf_counter()
-            if self.observer is not None:
-                self.observer(now - before)
-            loop.call_soon_threadsafe(self._tell, updates)
+        try:
+            while self.callers and self.engine.busy and not (self._turns.wanted and now - began > SHIFT):
+                self._since = now
+                updates = self.engine.step()
+                before, now = now, time.perf_counter()
+                if self.observer is not None:
+                    self.observer(now - before)
+                loop.call_soon_threadsafe(self._tell, updates)
+        finally:
+            self._since = None
 
     def _tell(self, updates: list[Update]) -> None:
+        now = asyncio.get_running_loop().time()
         for update in updates:
             if update.index in self.callers:
                 self.callers[update.index].tell(update)
+        for caller in self.callers.values():
+            caller.wake(now)
 
     def _report(self, work: asyncio.Task[None]) -> None:
         """Tells all callers of an error that concerns the engine and not a request."""
-        error = asyncio.CancelledError() if work.cancelled() else work.exception()
-        self.failure = None if work.cancelled() else error
+        error = None if work.cancelled() else work.exception()
         if error is not None:
+            self._fail(error)
+        elif work.cancelled():
             for caller in self.callers.values():
-                caller.tell(error)
+                caller.tell(asyncio.CancelledError())
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        for caller in self.callers.values():
+            caller.tell(error)
 
 
 class _Caller:
     """The updates that a caller has not taken yet."""
 
-    def __init__(self, pause: Callable[[], float] | None) -> None:
-        """`pause`: seconds from one update to the next, which has all that is new; None: every update is wanted."""
-        self._pause = pause
+    def __init__(self, *, every_step: bool, drafts: bool) -> None:
+        """`every_step`: no steps come together. `drafts`: only those of one region do."""
+        self._every_step, self._drafts = every_step, drafts
         self._updates: deque[Update | BaseException] = deque()
         self._told = asyncio.Event()
         self._due = 0.0  # when the caller wants the next update
-        self._timer: asyncio.TimerHandle | None = None
 
     def tell(self, update: Update | BaseException) -> None:
-        last = not isinstance(update, Update) or update.completion is not None or update.error is not None
-        if self._pause is not None and isinstance(update, Update):
-            if not last and not update.new:
-                return
-            if self._updates and isinstance(held := self._updates[-1], Update) and update.error is None:
-                logprobs = None if held.logprobs is None else [*held.logprobs, *(update.logprobs or [])]
-                update = replace(update, new=[*(held.new or []), *(update.new or [])], logprobs=logprobs)
-                self._updates.pop()
-        self._updates.append(update)
-        loop = asyncio.get_running_loop()
-        if last or self._pause is None or loop.time() >= self._due:
+        """Keeps an update. An end is told at once, all else with the next `wake`."""
+        if isinstance(update, Update) and update.completion is None and update.error is None:
+            if self._every_step or self._drafts or update.new:
+                self._updates.append(update)
+        else:
+            self._updates.append(update)
             self._told.set()
-        elif self._timer is None:
-            self._timer = loop.call_at(self._due, self._told.set)
 
-    async def next(self) -> Update | BaseException:
+    def wake(self, now: float) -> None:
+        """Lets the caller go on if it is time."""
+        if self._updates and (self._every_step or now >= self._due):
+            self._told.set()
+
+    async def next(self, callers: int) -> Update | BaseException:
+        """What has come since the last time. `callers`: how many there are."""
         await self._told.wait()
         update = self._updates.popleft()
+        held = [update] if isinstance(update, Update) else []
+        while held and self._updates and self._joins(held[-1], self._updates[0]):
+            held.append(self._updates.popleft())  # type: ignore[arg-type]
         if not self._updates:
             self._told.clear()
-        if self._pause is not None:
-            self._due = asyncio.get_running_loop().time() + self._pause()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        return update
+        self._due = asyncio.get_running_loop().time() + max(PAUSE * callers, FRAME if self._drafts else 0.0)
+        return joined(held) if len(held) > 1 else update
+
+    def _joins(self, first: Update, then: Update | BaseException) -> bool:
+        if self._every_step or not isinstance(then, Update) or then.error is not None:
+            return False
+        return not self._drafts or first.region == then.region
+
+
+def joined(updates: list[Update]) -> Update:
+    """The last of a request's updates, with the new output of all."""
+    last = updates[-1]
+    new = [token for update in updates for token in update.new or []]
+    if last.logprobs is None:
+        return replace(last, new=new)
+    return replace(last, new=new, logprobs=[told for update in updates for told in update.logprobs or []])

@@ -54,16 +54,6 @@ class Batch:
         row.began, row.pages, row.slot, self.rows[slot] = time.perf_counter(), pages, slot, row
         return True
 
-    def compare_ranks(self) -> None:
-        """Raises RuntimeError where a rank's cursors or tokens differ from those of the first; waits for the device."""
-        canvas, ranks = self.state.canvas, self.recipe.ranks
-        for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
-            all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
-            differs_MN = (all_MNX != all_MNX[:1]).any(-1)
-            if differs_MN.any():
-                rank, slot = differs_MN.nonzero()[0].tolist()
-                raise RuntimeError(f"rank {rank} has other {name} in slot {slot} than rank 0: the ranks have parted")
-
     def publish(self, row: Row) -> None:
         """Lets others share the pages of a prompt whose keys have just been computed."""
         ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))

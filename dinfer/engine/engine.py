@@ -8,19 +8,19 @@ launched as soon as the cursors are there, so that it overlaps whatever the host
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
-from dinfer.core.kv import kv_dtype
 from dinfer.core.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.speculation import refusal
+from dinfer.distributed.started import leader
+from dinfer.engine.leading import LeadingWorker
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update
 from dinfer.engine.room import pages_of
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
-from dinfer.engine.runtime import Runtime, compiled
+from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
 
@@ -39,9 +39,8 @@ class Engine:
     than all before it waits until then.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
-        if runtime.compile != "none":
-            recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
+    def __init__(self, recipe: Recipe, runtime: Runtime, *, plain: Recipe | None = None) -> None:
+        """`plain`: the recipe without parts that only watch it; other ranks run that. None: there are none such."""
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
@@ -52,8 +51,11 @@ class Engine:
             )
         if runtime.speculate and (reason := refusal(recipe)) is not None:
             raise IncompatibleRecipe(reason)
-        self.recipe, self.runtime = recipe, runtime
-        self.loop = Loop(Worker(recipe, runtime, kv_dtype(runtime.kv, recipe.model.dtype, device)))
+        if runtime.tensor_parallel == 1 or (ranks := leader()) is None:
+            worker = Worker(recipe, runtime)
+        else:
+            worker = LeadingWorker(recipe, runtime, ranks, plain or recipe)
+        self.recipe, self.runtime, self.loop = worker.recipe, runtime, Loop(worker)
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -63,6 +65,11 @@ class Engine:
     @property
     def runner(self) -> Runner:
         return self.loop.worker.runner
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no request can run any more: another rank of the model has failed."""
+        return self.loop.worker.failure
 
     @property
     def busy(self) -> bool:
@@ -192,7 +199,7 @@ class Engine:
                 return
             self._stepping = True
         try:
-            with on_device(self.device):
+            with on_device(self.device), self.loop.worker.working():
                 self.loop.round()
         finally:
             with self._turn:

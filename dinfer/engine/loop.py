@@ -31,7 +31,6 @@ class Loop:
         self.worker, self.recipe, self.runtime = worker, recipe, runtime
         self.scheduler = Scheduler(recipe, runtime)
         self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
-        self.check_ranks = runtime.check_ranks and recipe.ranks.size > 1
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
@@ -129,8 +128,8 @@ class Loop:
             return
         try:
             seen = self.batch.reader.read()
-            if self.check_ranks:
-                self.batch.compare_ranks()
+            if self.runtime.check_ranks:
+                self.worker.compare_ranks()
         except Exception as error:  # the device has failed: nothing that it holds can be relied on
             self._blame(self.running, error)
             self._close()

@@ -44,6 +44,7 @@ class Runner:
         self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
+        self.meeting: StepShape | None = None  # a shape that is launched the first time, or captured, at this moment
         self._seen: set[StepShape] = set()
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
@@ -70,10 +71,16 @@ class Runner:
             shape = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
-            self._run(self.state, shape, lanes)
+            met = shape in self._captured or shape in self.refused or (shape in self._seen and not self.graphs)
+            self.meeting = None if met else shape
+            try:
+                self._run(self.state, shape, lanes)
+            finally:
+                self.meeting = None
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
+        self._seen.add(shape)
         if captured is None:
             denoise_step(self.recipe, state, shape, torch.tensor(lanes).to(state.canvas.tokens_NS.device))
             return
@@ -89,7 +96,6 @@ class Runner:
         if shape in self.refused:
             return None
         if shape not in self._seen:
-            self._seen.add(shape)
             return None
         try:
             self._captured[shape] = self._capture(state, shape)

@@ -4,17 +4,19 @@ A worker decides nothing and reads nothing back. So each rank of tensor parallel
 the same states if they are told the same (`dinfer.engine.leading`).
 """
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
 from dinfer.core.canvas import Cursors
+from dinfer.core.kv import kv_dtype
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
-from dinfer.engine.runtime import Runtime, candidates_of
+from dinfer.engine.runtime import Runtime, candidates_of, compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,17 @@ class Entry:
 class Worker:
     """The state of a batch, and the steps over it."""
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, kv: torch.dtype) -> None:
-        """`kv`: dtype of keys and values."""
-        self.recipe, self.runtime, self.kv = recipe, runtime, kv
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        if runtime.compile != "none":
+            recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
+        self.recipe, self.runtime = recipe, runtime
+        self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner = Runner(recipe, graphs=runtime.graphs)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no rank can go on."""
+        return None
 
     @property
     def state(self) -> BatchState:
@@ -79,6 +88,20 @@ class Worker:
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """Starts a step. Does not wait for the device."""
         self.runner.launch(shape, slots)
+
+    def compare_ranks(self) -> None:
+        """Raises RuntimeError where a rank's cursors or tokens are not those of rank 0. Waits for the device."""
+        canvas, ranks = self.state.canvas, self.recipe.ranks
+        for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
+            all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
+            differs_MN = (all_MNX != all_MNX[:1]).any(-1)
+            if differs_MN.any():
+                rank, slot = differs_MN.nonzero()[0].tolist()
+                raise RuntimeError(f"rank {rank} has other {name} in slot {slot} than rank 0: the ranks have parted")
+
+    def working(self) -> AbstractContextManager[object]:
+        """What a thread is in while it runs a round."""
+        return nullcontext()
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Waits until the device is as far as this event."""

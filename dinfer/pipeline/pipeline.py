@@ -22,6 +22,7 @@ from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
 from dinfer.pipeline.inputs import as_int, each, is_conversation, listed
+from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
 
 if TYPE_CHECKING:
@@ -310,7 +311,8 @@ def load(
     `model`: "tiny", a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...}. `device`:
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
-    `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA.
+    `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
+    above 1, other processes have the other shares of the model (`dinfer.pipeline.ranks`, docs/scaling.md).
     """
     where = _device(device)
     if isinstance(dtype, str):
@@ -328,9 +330,13 @@ def load(
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
+    run = runtime or Runtime(graphs=where.type == "cuda")
+    if run.tensor_parallel > 1:
+        network = divided(Source(family, folder, dtype, quantize), run.tensor_parallel, where)
+    else:
+        network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), runtime or Runtime(graphs=where.type == "cuda"))
+    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), run)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -3,7 +3,6 @@
 docs/serving.md documents the messages.
 """
 
-import time
 from typing import Any
 
 from dinfer.analysis.trace.pieces import Pieces
@@ -13,9 +12,6 @@ from dinfer.engine.request import Request, Update
 VERSION = 1
 OPEN, COMMITTED, FINAL = 0, 1, 2  # a guess at a masked position; a token that an edit may change; one that stays
 BUCKETS = 10  # of confidence, rounded down; 10 is 1.0
-# Seconds between two messages of a row: people see no more, and each takes the host some time, which the engine needs.
-# So the more rows are shown, the fewer messages each has.
-FRAME, FRAME_OF_ROW = 1 / 30, 0.0005
 
 
 class Drafts:
@@ -28,26 +24,15 @@ class Drafts:
         # Of each position: token, bucket and state, as the client was told; None: it is masked.
         self._known: list[tuple[int, int, int] | None] = [None] * (self._asked - self._first)
         self._left = 0  # blocks before this position have been left
-        self._sent = 0.0
-        self._skipped: Update | None = None
+        self._began = False
 
-    def changes(self, update: Update, rows: int) -> dict[str, Any] | None:
-        """The message about an update with drafts; None: nothing changed, or it comes with a later one.
-
-        `rows`: how many are shown at a time.
-        """
-        now, before = time.perf_counter(), self._skipped
-        began, same = self._sent > 0, before is None or before.region == update.region
-        if began and same and update.completion is None and now - self._sent < max(FRAME, rows * FRAME_OF_ROW):
-            self._skipped = update
-            return None
+    def changes(self, update: Update) -> dict[str, Any] | None:
+        """The message about an update with drafts; None: nothing has changed."""
         changed: list[list[Any]] = []
-        if before is not None and not same:
-            self._take(before, changed)
         start, end = self._take(update, changed)
-        self._skipped, self._sent = None, now
         message: dict[str, Any] = {"v": VERSION, "region": [start, max(start, end)], "changes": changed}
-        if not began:
+        if not self._began:
+            self._began = True
             return message | {"length": len(self._known)}
         return message if changed else None
 

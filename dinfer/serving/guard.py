@@ -48,54 +48,50 @@ class Guard:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings) -> None:
         self._app, self._settings, self._keys = app, settings, settings.keys()
+        self._open = 0  # requests that wait for an answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, began, status = f"req-{uuid.uuid4().hex}", time.perf_counter(), 0
+        request_id, began = f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                own = [*SAFE_HEADERS, (b"x-request-id", request_id.encode())]
-                message = {**message, "headers": [*message.get("headers", []), *own]}
-            # A client that does not read would hold its rows, and the memory of what it does not read, for ever.
-            try:
-                async with asyncio.timeout(self._settings.send_timeout):
-                    await send(message)
-            except TimeoutError:
-                raise NotRead from None
-
+        sending = _Sending(send, request_id, self._settings.send_timeout)
+        self._open += 1
         try:
             self._check(scope)
             body = await self._body(receive)
             if body is None or not await self._answer(scope, body, receive, sending):
-                status = GONE
+                sending.status = GONE
         except ApiError as error:
             await respond(error, sending)
         except (NotRead, ClientDisconnect) as error:  # uvicorn then closes the connection
             LOG.warning("the answer could not be sent: %r", error)
-            status = GONE
+            sending.status = GONE
         except Exception as error:
             LOG.error("the request failed in the server", exc_info=error)
-            if status:
+            if sending.status:
                 raise
             message = f"the request {request_id} failed in the server, whose log says why"
             await respond(ApiError(500, message, code="internal_error"), sending)
         finally:
+            self._open -= 1
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             LOG.log(
-                level, "%s %s %s", scope["method"], scope["path"], status,
+                level, "%s %s %s", scope["method"], scope["path"], sending.status,
                 extra={
-                    "method": scope["method"], "path": scope["path"], "status": status,
+                    "method": scope["method"], "path": scope["path"], "status": sending.status,
                     "seconds": round(time.perf_counter() - began, 4),
                 },
             )  # fmt: skip
 
     def _check(self, scope: Scope) -> None:
+        most = self._settings.max_connections
+        if self._open > most and scope["path"] not in QUIET:
+            raise ApiError(
+                503, f"{most} requests wait for an answer already, which is the most: try again later",
+                code="too_many_connections", retry_after=1,
+            )  # fmt: skip
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"localhost").decode("latin-1"))
         length = headers.get(b"content-length", b"0")
@@ -140,8 +136,8 @@ class Guard:
                 raise self._too_large()
         return b"".join(parts)
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Runs the application while there is a client. False: there was none any more."""
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: "_Sending") -> bool:
+        """Runs the application while there is a client that reads. False: there was none any more. Raises NotRead."""
         bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def left() -> Message:
@@ -161,7 +157,8 @@ class Guard:
             HELD.set(held)
             work = asyncio.create_task(app())
             try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                while not work.done() and not gone.done():
+                    await asyncio.wait({work, gone}, timeout=send.left(), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 here = work.done()
                 for task in (work, gone):
@@ -174,6 +171,36 @@ class Guard:
     def _too_large(self) -> ApiError:
         most = self._settings.max_body
         return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
+
+
+class _Sending:
+    """Sends the messages of one answer."""
+
+    def __init__(self, send: Send, request_id: str, limit: float) -> None:
+        """`limit`: seconds that the client may take to read a message."""
+        self._send, self._id, self._limit = send, request_id.encode(), limit
+        self._since: float | None = None  # when the message began that is being sent
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = [*SAFE_HEADERS, (b"x-request-id", self._id)]
+            message = {**message, "headers": [*message.get("headers", []), *own]}
+        self._since = time.perf_counter()
+        await self._send(message)
+        self._since = None
+
+    def left(self) -> float:
+        """Seconds that the client has at least. Raises NotRead if it has none.
+
+        A client that does not read would hold its rows, and the memory of what it does not read, for ever. One look in
+        so many seconds costs less than a timer for each message.
+        """
+        passed = 0.0 if self._since is None else time.perf_counter() - self._since
+        if passed >= self._limit:
+            raise NotRead
+        return self._limit - passed
 
 
 async def respond(error: ApiError, send: Send) -> None:

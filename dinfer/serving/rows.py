@@ -63,7 +63,7 @@ async def row_events(
             async for update in updates:
                 done, scored = update.completion, list[tuple[int, TokenLogprob]]()
                 piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
-                shown = None if canvas is None else canvas.changes(update, len(served.engine.callers))
+                shown = None if canvas is None else canvas.changes(update)
                 if update.logprobs is not None and update.new is not None:
                     told += zip(update.new, update.logprobs, strict=True)
                     scored, sent = told[sent : text.tokens], max(sent, text.tokens)

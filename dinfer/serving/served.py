@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ from dinfer.core.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.request import Request
+from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
 from dinfer.serving.errors import ApiError, refused
 
@@ -171,7 +171,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
         raise ValueError(
             "the checkpoint has no tokenizer, and clients send text: put a tokenizer.json beside its weights"
         )
-    thread = ThreadPoolExecutor(1, "dinfer-engine")
+    turns = Turns()
     made: list[tuple[Any, Pipeline, AsyncEngine]] = []
     served = []
     for name, recipe in recipes.items():
@@ -179,7 +179,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
         found = next(((own, engine) for other, own, engine in made if other == kind), None)
         if found is None:
             own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
-            found = own, AsyncEngine(own.engine, thread)
+            found = own, AsyncEngine(own.engine, turns)
             made.append((kind, *found))
         served.append(Served(name, *found, recipe, max_new_tokens, created))
     return Catalogue(served)

@@ -7,11 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from fastapi import Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from dinfer.engine.request import Request as Row
+from dinfer.engine.turns import Turns
 from dinfer.serving.admission import Admission
-from dinfer.serving.answers import Answer, sse
+from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import HELD
 from dinfer.serving.log import REQUEST_ID
@@ -40,7 +41,7 @@ class Server:
     settings: Settings
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
-    recording: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of traces
+    recording: Turns = field(default_factory=Turns)  # of traces
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
@@ -49,7 +50,8 @@ class Server:
     @property
     def failure(self) -> BaseException | None:
         """Why an engine cannot be relied on any more."""
-        return next((e.failure for e in self.catalogue.engines.values() if e.failure is not None), None)
+        found = (why for e in self.catalogue.engines.values() for why in (e.failure, e.engine.failure))
+        return next((why for why in found if why is not None), None)
 
     def check(self) -> None:
         """Raises ApiError unless requests are taken."""
@@ -89,25 +91,25 @@ class Server:
         events = self.events(job)
         held.push_async_callback(events.aclose)
         if stream:
-            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not hold pieces back
             pieces = self._pieces(events, answer, usage)
             held.push_async_callback(pieces.aclose)
-            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+            return Stream(pieces)
         async for event in events:
             answer.take(event)
         return JSONResponse(answer.whole())
 
-    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[str]:
+    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[bytes]:
         if opening := answer.opening():
             yield sse(opening)
         try:
             async for event in events:
-                yield sse(answer.pieces(event))
+                if made := answer.pieces(event):
+                    yield sse(made)
         except ApiError as error:
             self.refuse(error)
             yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
             return
-        yield sse([answer.closing()] if usage else []) + "data: [DONE]\n\n"
+        yield sse([answer.closing()] if usage else []) + b"data: [DONE]\n\n"
 
     def refuse(self, error: ApiError) -> None:
         """Counts an error that a client is told."""

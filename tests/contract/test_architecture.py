@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
-    "core.ranks": {"core.spec", "core.stats"},
+    "core.ranks": {"core.spec", "core.stats", "kernels"},
     "core.model": {"core.ranks", "core.spec"},
     "core.protocols": {"core.canvas", "core.model", "core.plan", "core.spec", "core.stats"},
     "layers": {"core.protocols", "core.ranks", "core.registry", "kernels", "core.spec"},
@@ -66,14 +66,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
     },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
+    "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+        "core.verification",
     },
+    "distributed": set(),
     "engine": {
-        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry", "core.state",
-        "core.step", "core.told", "core.speculation",
+        "distributed", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
+        "core.state", "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": set(),
@@ -84,7 +87,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
+    "pipeline.ranks": {
+        "core.protocols", "core.ranks", "core.recipe", "core.spec", "distributed", "engine", "loading.checkpoint",
+        "loading.packed",
+    },
     "pipeline.pipeline": {
+        "pipeline.ranks",
         "loading.checkpoint", "loading.files", "loading.hub", "core.recipe", "engine", "pipeline.chat",
         "pipeline.infilling",
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
@@ -96,8 +104,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe", "core.registry", "engine",
-        "pipeline", "pipeline.streaming",
+        "distributed", "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
+        "core.registry", "engine", "pipeline", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
@@ -108,8 +116,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "analysis.plots", "demo", "core.protocols", "core.registry", "analysis.trace", "analysis.tuning",
-        "serving",
+        "distributed", "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip
 # Packages beyond torch and the standard library, and who may import them at all.

@@ -1,0 +1,102 @@
+"""A rank other than 0: it does what rank 0 tells it, and ends when rank 0 does.
+
+Nothing here imports torch, so a process that starts can be watched before it has loaded that.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dinfer.distributed.channel import Channel
+from dinfer.distributed.motion import BEAT, SILENT, Motion
+
+Work = Callable[[str, list[Any]], Any]
+PATIENCE = 60.0  # seconds in which rank 0 answers a process that knocks
+
+
+class Follower:
+    """This end of two channels: by one it is told what to do, by the other both see that the other lives."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        """Connects with the socket where rank 0 listens. Raises OSError."""
+        self.rank, self.motion = rank, Motion()
+        self._told, self._watch = self._connected(path, "told"), self._connected(path, "watch")
+        threading.Thread(target=self._watching, name="dinfer-watch", daemon=True).start()
+
+    def _connected(self, path: Path, purpose: str) -> Channel:
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(PATIENCE)
+        made.connect(str(path))
+        made.settimeout(None)
+        channel = Channel(made)
+        channel.send(self.rank, purpose, os.getpid())
+        return channel
+
+    def serve(self, work: Work) -> None:
+        """Does what rank 0 tells until it says that this was all. Does not return if rank 0 is gone, or work fails.
+
+        `work` gives the answer to a message, where one is wanted. A ValueError or MemoryError there is an answer too:
+        this rank is as it was.
+        """
+        while True:
+            try:
+                wanted, name, *given = self._told.receive()
+            except (EOFError, OSError):
+                leave()
+            if name == "end":
+                return
+            try:
+                with self.motion.work():
+                    answer = ["done", work(name, given)]
+            except (ValueError, MemoryError) as error:
+                if not wanted:
+                    self.fail(error)
+                answer = [type(error).__name__, str(error)]
+            except BaseException as error:
+                self.fail(error)
+            if wanted:
+                try:
+                    self._told.send(*answer)
+                except OSError:
+                    leave()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tells rank 0 why this process ends, and ends it."""
+        if os.environ.get("DINFER_DEBUG", "0") not in ("", "0"):
+            traceback.print_exception(error)
+        with suppress(OSError):
+            self._watch.send("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000])
+        leave()
+
+    def _watching(self) -> None:
+        """Ends this process as soon as rank 0 is gone, whatever its other thread does."""
+        last = looked = time.monotonic()
+        try:
+            while True:
+                self._watch.send("beat", self.motion.still())
+                if select.select([self._watch.socket], [], [], BEAT)[0]:
+                    self._watch.arrived()
+                    last = time.monotonic()
+                now = time.monotonic()
+                if now - looked > 3 * BEAT:  # this process was stopped, and cannot tell for how long rank 0 was silent
+                    last = now
+                looked = now
+                if now - last > SILENT:
+                    print(f"dinfer: rank {self.rank} ends: rank 0 has been silent for {SILENT:.0f} s", file=sys.stderr)
+                    leave()
+        except (EOFError, OSError):
+            leave()
+
+
+def leave() -> NoReturn:
+    """Ends this process at once: other threads may wait for a rank that is gone, and would never end."""
+    sys.stderr.flush()
+    os._exit(1)

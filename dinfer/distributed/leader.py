@@ -1,0 +1,270 @@
+"""Rank 0's end: it tells the others what to do, and notices at once when one of them fails."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from dinfer.distributed.channel import Channel
+from dinfer.distributed.interrupts import uninterrupted
+from dinfer.distributed.motion import BEAT, SILENT, STILL, Motion
+
+START = 120.0  # seconds in which every rank says that it is there
+FAREWELL = 5.0  # seconds in which ranks that are told to end do so
+STUCK = 5.0  # seconds after a failure from which on rank 0 itself cannot go on: it waits for its device
+TICK = 0.2  # seconds between two looks at the other ranks
+
+Result = TypeVar("Result")
+
+
+class RankFailed(RuntimeError):
+    """A rank of tensor parallelism has died, hangs, or met an error. The others have ended with it."""
+
+
+class Leader:
+    """The other ranks as rank 0 sees them. All are told the same, in one order: any thread may, one at a time.
+
+    `turn` is held by a thread that tells something and does the same here.
+    """
+
+    def __init__(
+        self, size: int, command: Sequence[str] | None, publish: Callable[[str], None] = lambda path: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Returns when ranks 1 to `size` - 1 are there. Raises RankFailed.
+
+        `command` starts one of them; its own process id, the path of a socket and the rank follow. None: they have been
+        started, and wait for the path, which `publish` is told.
+        """
+        self.size, self.motion, self.turn = size, Motion(), threading.RLock()
+        self.failure: RankFailed | None = None
+        self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are told before the next one
+        self.joined = False  # the ranks have a process group of torch.distributed
+        self.models: dict[int, Any] = {}  # those that all ranks have, by number: the ranks that divide it
+        self._numbers = count()
+        self._told: dict[int, Channel] = {}
+        self._watch: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._heard: dict[int, float] = {}  # when each rank last gave a sign of life
+        self._still: dict[int, float | None] = {}  # what `Motion.still` says there
+        self._ended, self._failing, self._failed = False, threading.Lock(), threading.Event()
+        with TemporaryDirectory(prefix="dinfer-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            path = Path(folder) / "ranks"
+            listener.bind(str(path))
+            listener.listen(2 * size)
+            started = threading.Event()
+            commands = (
+                [] if command is None else [[*command, str(os.getpid()), str(path), str(r)] for r in self._others]
+            )
+            # The kernel ends a process with the thread that started it, so that is the one that lives longest.
+            watching = partial(self._watching, commands, environment, started)
+            threading.Thread(target=watching, name="dinfer-ranks", daemon=True).start()
+            try:
+                started.wait()
+                publish(str(path))
+                self._accept(listener)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def _others(self) -> range:
+        return range(1, self.size)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """The process id of each other rank."""
+        return dict(self._pids)
+
+    @property
+    def alive(self) -> bool:
+        return self.failure is None and not self._ended
+
+    def check(self) -> None:
+        """Raises RankFailed if a rank has failed."""
+        if self.failure is not None:
+            raise RankFailed(*self.failure.args)
+        if self._ended:
+            raise RankFailed("the other ranks of this model have ended: load it again")
+
+    def tell(self, name: str, *given: Any, wanted: bool = False) -> None:
+        """Tells all other ranks. Does not wait for them, nor for their answers, which may be `wanted`."""
+        with self.turn, uninterrupted():
+            self.check()
+            messages = [(False, *self.forgotten.popleft()) for _ in range(len(self.forgotten))]
+            try:
+                for channel in self._told.values():
+                    for message in (*messages, (wanted, name, *given)):
+                        channel.send(*message)
+            except OSError as error:
+                raise self.reason(error) from error
+
+    def number(self) -> int:
+        """A number that nothing else of these ranks has."""
+        return next(self._numbers)
+
+    def together(self, name: str, *given: Any, work: Callable[[], Result]) -> tuple[Result, list[Any]]:
+        """Does `work` here while the other ranks do what they are told. Returns both, theirs in order of rank.
+
+        A ValueError or MemoryError of a rank is raised when all have answered, and nothing is lost. Any other error
+        of `work` ends the ranks: they may wait for this one for ever.
+        """
+        error: Exception | None = None
+        with self.turn, self.motion.work():
+            self.tell(name, *given, wanted=True)
+            try:
+                result = work()
+            except (ValueError, MemoryError) as raised:
+                error = raised
+            except BaseException as raised:
+                raise self.reason(raised) from raised
+            try:
+                with self.motion.wait():
+                    answers = [channel.receive() for channel in self._told.values()]
+            except BaseException as raised:
+                raise self.reason(raised) from raised
+        if error is not None:
+            raise error
+        for rank, (kind, text) in zip(self._told, answers, strict=True):
+            if kind != "done":
+                raise (MemoryError if kind == "MemoryError" else ValueError)(f"rank {rank}: {text}")
+        return result, [value for _, value in answers]
+
+    def reason(self, error: BaseException) -> BaseException:
+        """What to raise where work of all ranks met `error` here: often that another rank is gone is behind it."""
+        interrupt = not isinstance(error, Exception)
+        if interrupt or not self._failed.wait(2 * BEAT):  # in which the watching thread finds out about the others
+            self.fail(f"rank 0 (process {os.getpid()}): {type(error).__name__}: {error}")
+        return error if interrupt else RankFailed(*self.failure.args) if self.failure else error
+
+    def fail(self, why: str) -> None:
+        """Ends all other ranks at once. The first reason counts."""
+        with self._failing:
+            if self.alive:
+                self.failure = RankFailed(f"{why}. All {self.size} ranks have ended with it: start again")
+                self._end()
+                self._failed.set()
+
+    def close(self) -> None:
+        """Ends the other ranks in peace. Nothing can be told them any more."""
+        if self.alive and self.turn.acquire(timeout=FAREWELL):  # else they are in the middle of a step
+            with suppress(RankFailed):
+                self.tell("end")
+                limit = time.monotonic() + FAREWELL
+                while time.monotonic() < limit and any(child.poll() is None for child in self._children.values()):
+                    time.sleep(0.01)
+            self.turn.release()
+        self._ended = True
+        self._end()
+
+    def _end(self) -> None:
+        for rank, channel in (*self._told.items(), *self._watch.items()):
+            channel.close()
+            if rank not in self._children:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGKILL)
+        for child in self._children.values():
+            child.kill()
+            child.wait()
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Takes the two connections of each rank."""
+        listener.settimeout(TICK)
+        limit = time.monotonic() + START
+        while len(self._told) + len(self._watch) < 2 * len(self._others):
+            self.check()
+            if time.monotonic() > limit:
+                missing = min({*self._others} - (self._told.keys() & self._watch.keys()))
+                self.fail(f"rank {missing} has not started within {START:.0f} s")
+            with suppress(TimeoutError):
+                made = listener.accept()[0]
+                made.settimeout(None)
+                channel = Channel(made)
+                rank, purpose, pid = channel.receive()
+                self._pids[rank], self._heard[rank] = pid, time.monotonic()
+                (self._told if purpose == "told" else self._watch)[rank] = channel
+        self._told = dict(sorted(self._told.items()))
+
+    def _watching(
+        self, commands: list[list[str]], environment: Mapping[str, str] | None, started: threading.Event
+    ) -> None:
+        """Starts the ranks, and looks after them until they end."""
+        try:
+            for rank, command in zip(self._others, commands, strict=False):
+                self._children[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+        except OSError as error:
+            self.fail(f"rank {rank} cannot be started: {error}")
+        started.set()
+        looked = beaten = time.monotonic()
+        while self.alive:
+            watched = {channel.socket: rank for rank, channel in [*self._watch.items()]}
+            ready = select.select([*watched], [], [], TICK)[0]
+            now = time.monotonic()
+            if now - looked > 3 * BEAT:  # this process was stopped, and cannot tell for how long others were silent
+                self._heard = dict.fromkeys(self._heard, now)
+            looked = now
+            for made in ready:
+                self._hear(watched[made], now)
+            for rank, child in self._children.items():
+                if child.poll() is not None:
+                    self._gone(rank)
+            if now - beaten > BEAT:
+                beaten = now
+                self._judge(now)
+        # What waits for a device that waits for a rank that is gone waits for ever, and cannot be interrupted.
+        while not self._ended:
+            time.sleep(BEAT)
+            if (still := self.motion.still()) is not None and still > STUCK:
+                print(f"dinfer: {self.failure}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _hear(self, rank: int, now: float) -> None:
+        """Takes what a rank says of itself."""
+        try:
+            for kind, what in self._watch[rank].arrived():
+                self._heard[rank] = now
+                if kind == "failed":
+                    self.fail(f"{self._named(rank)}: {what}")
+                self._still[rank] = what
+        except (EOFError, OSError):
+            self._gone(rank)
+
+    def _gone(self, rank: int) -> None:
+        """Says how a rank has ended."""
+        how = "has ended"
+        if (child := self._children.get(rank)) is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(BEAT)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                if code == -signal.SIGKILL:
+                    how += ", as the kernel does where memory is short"
+        self.fail(f"{self._named(rank)} {how}")
+
+    def _judge(self, now: float) -> None:
+        """Gives signs of life, and fails for a rank that gives none, or if no rank moves."""
+        for rank, channel in [*self._watch.items()]:
+            with suppress(OSError):  # it is gone, which is found out elsewhere
+                channel.send("beat")
+            if now - self._heard[rank] > SILENT:
+                self.fail(f"{self._named(rank)} hangs: it has given no sign of life for {SILENT:.0f} s")
+        still = {0: self.motion.still(), **self._still}
+        working = {rank: seconds for rank, seconds in still.items() if seconds is not None}
+        if working and min(working.values()) > STILL:
+            rank = max(working, key=lambda rank: (rank > 0, working[rank]))
+            self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {STILL:.0f} s")
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (process {self._pids.get(rank) or os.getpid()})"

@@ -1,0 +1,79 @@
+"""The ranks that this process leads: dinfer starts them, or torchrun has done so."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from dinfer.distributed.leader import Leader
+
+FIELD = "runtime.tensor_parallel"
+# What torchrun tells a process. Those that dinfer starts have nothing to do with it.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Ctrl-C reaches all processes of a terminal, and rank 0 alone decides. Torch comes last: it takes seconds to load.
+BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
+    "from dinfer.distributed.child import connected; follower = connected(*sys.argv[1:]); "
+    "from dinfer.pipeline.ranks import follow; follow(follower)"
+)
+_leaders: list[Leader] = []
+
+
+def by_torchrun(size: int) -> bool:
+    """Whether torchrun has started the ranks. ValueError if it has started others than `size` on this machine."""
+    if size == 1 or (found := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        return False
+    if found != size:
+        raise ValueError(
+            f"{FIELD}={size}, and torchrun has started {found} processes. For one model on all of them, start {size} "
+            f"(torchrun --nproc-per-node {size}), or none: without torchrun dinfer starts them itself. For a model on "
+            f"each of them, as `dinfer eval` runs, use {FIELD}=1"
+        )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", found)) != found:
+        raise ValueError(f"{FIELD}={size}: torchrun has spread the ranks over machines, and they must be on one")
+    return True
+
+
+def follows(size: int) -> bool:
+    """Whether this process is a rank that torchrun has started for rank 0 to lead. Raises as `by_torchrun`."""
+    return by_torchrun(size) and int(os.environ["RANK"]) > 0
+
+
+def leader() -> Leader | None:
+    """The ranks that this process leads, or has led last; None: it never did."""
+    return _leaders[-1] if _leaders else None
+
+
+def started(size: int, publish: Callable[[str], None]) -> Leader:
+    """The leader of `size` ranks: the present one, if it has as many, or a new one.
+
+    `publish` is told where it listens if torchrun has started the ranks. Raises ValueError, RankFailed.
+    """
+    if (present := leader()) is not None and present.alive:
+        if present.size == size:
+            return present
+        if present.models:
+            raise ValueError(
+                f"{FIELD}={size}, and this process has a model with {FIELD}={present.size}: delete that, or use a "
+                "process of its own for each"
+            )
+        present.close()
+    if by_torchrun(size):
+        made = Leader(size, None, publish)
+    else:
+        made = Leader(size, [sys.executable, "-c", BOOT], environment=_environment(os.environ))
+    _leaders[:] = [made]
+    return made
+
+
+@atexit.register
+def end() -> None:
+    """Ends the ranks that this process leads."""
+    if (present := leader()) is not None:
+        present.close()
+
+
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    """That of a rank: it finds the modules that this process finds."""
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    return {name: value for name, value in own.items() if name not in TORCHRUN} | {"PYTHONPATH": path}

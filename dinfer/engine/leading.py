@@ -1,0 +1,127 @@
+"""The worker of rank 0, which tells the workers of the other ranks all that it does; and how components are told."""
+
+import importlib
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dinfer.core.canvas import Cursors, Phase
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.registry import values_of
+from dinfer.distributed.interrupts import uninterrupted
+from dinfer.distributed.leader import Leader, RankFailed
+from dinfer.engine.room import Room
+from dinfer.engine.runtime import Runtime
+from dinfer.engine.worker import Entry, Worker
+
+
+class LeadingWorker(Worker):
+    """Tells each thing before it does it, so that all ranks do it at about the same time.
+
+    No rank waits for what another one has decided: rank 0 decides alone, and no other reads anything back. An error
+    within a step ends all ranks, since nobody knows how far the others are in it.
+    """
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, leader: Leader, plain: Recipe) -> None:
+        """`plain`: what other ranks run, `recipe` without what only watches. Raises ValueError, RankFailed."""
+        super().__init__(recipe, runtime)
+        self._leader, self._number = leader, leader.number()
+        parts = {kind: spelled(part) for kind, part in values_of(plain).items() if kind != "model"}
+        leader.together("engine", self._number, model_number(leader, plain), parts, values_of(runtime), work=int)
+        weakref.finalize(self, leader.forgotten.append, ("drop", self._number)).atexit = False
+
+    @property
+    def failure(self) -> RankFailed | None:
+        return self._leader.failure
+
+    def open(self, room: Room) -> None:
+        def work() -> None:
+            try:
+                Worker.open(self, room)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from error
+
+        with uninterrupted():
+            self._leader.together("open", self._number, *room, work=work)
+
+    def close(self) -> None:
+        super().close()
+        if self._leader.alive:
+            self._leader.tell("close", self._number)
+
+    def admit(self, entry: Entry) -> tuple[Cursors, list[int]]:
+        with self._leader.turn:
+            self._leader.tell("admit", self._number, values_of(entry))
+            return super().admit(entry)
+
+    def launch(self, shape: StepShape, slots: list[int]) -> None:
+        leader = self._leader
+        with leader.turn, uninterrupted():
+            leader.tell("launch", self._number, _values(shape), slots)
+            try:
+                super().launch(shape, slots)
+            except Exception as error:
+                raise leader.reason(error) from error
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        with self._leader.motion.wait():
+            while not done.query():  # and no `synchronize`, which never returns if another rank is gone
+                self._leader.check()
+                time.sleep(0)  # lets other threads run
+
+    def working(self) -> AbstractContextManager[object]:
+        return self._leader.motion.work()
+
+    def compare_ranks(self) -> None:
+        with self._leader.turn:
+            self._leader.tell("compare", self._number)
+            try:
+                super().compare_ranks()
+            except RuntimeError as error:
+                raise self._leader.reason(error) from error
+
+
+def model_number(leader: Leader, recipe: Recipe) -> int:
+    """By which number all ranks know the model of a recipe. Raises RankFailed if they have ended since."""
+    leader.check()
+    known = (number for number, ranks in leader.models.items() if ranks is recipe.ranks)
+    if (number := next(known, None)) is None:
+        raise RankFailed("the ranks that had the other parts of this model have ended: load it again")
+    return number
+
+
+def spelled(component: Any) -> dict[str, Any]:
+    """A component as other processes are told of it: where its class is, and its options. ValueError if there is none.
+
+    No code travels: the other process imports the module, as this one did.
+    """
+    cls = type(component)
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ValueError(
+            f"{cls.__qualname__} is defined in {cls.__module__}, where other ranks cannot import it: put it into a "
+            "module of its own, or use runtime.tensor_parallel=1"
+        )
+    return {"module": cls.__module__, "name": cls.__qualname__, "options": values_of(component)}
+
+
+def read(told: Mapping[str, Any]) -> Any:
+    """The component that was `spelled`."""
+    cls = vars(importlib.import_module(told["module"]))[told["name"]]
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in told["options"].items()})
+
+
+@lru_cache(maxsize=4096)
+def _values(shape: StepShape) -> tuple[Any, ...]:
+    return tuple(values_of(shape).values())
+
+
+@lru_cache(maxsize=4096)
+def shape_of(values: tuple[Any, ...]) -> StepShape:
+    """The shape of a step, as it was told."""
+    return StepShape(Phase(values[0]), *values[1:])

@@ -1,0 +1,54 @@
+"""A thread for engines that share a device."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class Turns:
+    """A thread that does one piece of work after the other, for one event loop.
+
+    It is a daemon, unlike those of an executor: a process whose device hangs can still end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._asked = 0  # pieces of work that have not ended
+
+    @property
+    def wanted(self) -> bool:
+        """Whether others wait for the one that runs."""
+        return self._asked > 1
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, after all that was asked for before. Raises what it raises."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="dinfer-engine", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        future: Future[T] = Future()
+        self._asked += 1
+        self._jobs.put((future, work))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._asked -= 1
+
+
+def _work(jobs: "SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, work

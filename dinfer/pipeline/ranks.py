@@ -1,0 +1,274 @@
+"""One model on several ranks: how the calling process has the others load their shares, and what these then do.
+
+Rank 0 is the process that calls `dinfer.load`. It has the requests, the scheduler and all that callers see. The other
+ranks have a share of the weights and, for each engine, a `Worker`, which does what that of rank 0 does.
+"""
+
+import hashlib
+import importlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dinfer import __version__
+from dinfer.core.protocols import ModelFamily, ModelSpec
+from dinfer.core.ranks import Ranks
+from dinfer.core.recipe import Recipe
+from dinfer.core.spec import Rank
+from dinfer.distributed.follower import Follower
+from dinfer.distributed.leader import Leader
+from dinfer.distributed.started import FIELD, follows, leader, started
+from dinfer.engine.leading import model_number, read, shape_of, spelled
+from dinfer.engine.room import Room
+from dinfer.engine.runtime import Runtime
+from dinfer.engine.worker import Entry, Worker
+from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
+from dinfer.loading.packed import FIELD as QUANTIZATION
+
+PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
+HERE = "127.0.0.1"
+# Multicast hangs on hosts where it is broken. NCCL's own watchdog would abort the process of the caller.
+SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights of a network come from: a checkpoint, or, for measurements, a seed."""
+
+    family: ModelFamily
+    folder: Path | None
+    dtype: torch.dtype | None
+    quantize: str | None = None
+    config: Mapping[str, Any] | None = None  # of a network with random weights
+    seed: int = 0
+
+    def network(self, device: torch.device, rank: Rank) -> Any:
+        """The share of a rank."""
+        if self.folder is not None:
+            return load_network(
+                self.folder, self.family, dtype=self.dtype, device=device, quantize=self.quantize, rank=rank
+            )
+        torch.manual_seed(self.seed)
+        dtype = self.dtype or torch.bfloat16
+        return random_network(self.family, self.spec, dtype=dtype, device=device, rank=rank)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The shape of the model. Raises CheckpointError."""
+        config = dict(self.config or {}) if self.folder is None else read_config(self.folder)
+        return read_spec(self.family, config | {QUANTIZATION: None})
+
+    def spelled(self) -> dict[str, Any]:
+        """As other ranks are told."""
+        return {
+            "family": spelled(self.family), "folder": None if self.folder is None else str(self.folder),
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "quantize": self.quantize, "config": self.config, "seed": self.seed,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> "Source":
+        folder, dtype = told["folder"], told["dtype"]
+        return cls(**dict(told) | {
+            "family": read(told["family"]), "folder": None if folder is None else Path(folder),
+            "dtype": None if dtype is None else vars(torch)[dtype],
+        })  # fmt: skip
+
+
+def check(source: Source, size: int, device: torch.device) -> None:
+    """Raises ValueError if so many ranks cannot run this model here. Reads no weight and starts no process."""
+    what = f"{FIELD}={size}"
+    if device.index is not None:
+        raise ValueError(f"{what} and device={str(device)!r} contradict each other: leave out the number of the card")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{what} needs device=cuda, or device=cpu for a test, not {str(device)!r}")
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise ValueError(
+            f"{what}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices, and each rank has one "
+            "of its own. Lower it, or see CUDA_VISIBLE_DEVICES"
+        )
+    backend, there = ("nccl", dist.is_nccl_available) if device.type == "cuda" else ("gloo", dist.is_gloo_available)
+    if not dist.is_available() or not there():
+        raise ValueError(f"{what} needs {backend}, and torch {torch.__version__} was built without it")
+    if dist.is_initialized() and leader() is None:
+        raise ValueError(f"{what}: this process has a process group of torch.distributed already. Load it in another")
+    try:
+        for split in divisions(source.family, source.spec, Rank(0, size)).values():
+            split.ranges(Rank(0, size))
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def divided(source: Source, size: int, device: torch.device) -> Any:
+    """Rank 0's share of a network whose other shares `size` - 1 other processes have loaded.
+
+    Raises ValueError, RankFailed, and what loading raises. A process that torchrun has started as another rank does not
+    return from here: it ends when rank 0 does.
+    """
+    if follows(size):
+        serve_torchrun()
+    check(source, size, device)
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    ranks = started(size, lambda path: torchrun_store().set(PLACE, path))
+    own, others = ranks.together(
+        "identity", None if source.folder is None else str(source.folder), work=lambda: identity(source.folder)
+    )
+    for rank, other in enumerate(others, 1):
+        for name, value in own.items():
+            if other[name] != value:
+                raise ValueError(f"rank {rank} has another {name} than rank 0: {other[name]!r} instead of {value!r}")
+    if not ranks.joined:
+        if dist.is_initialized():  # with ranks that have ended
+            dist.destroy_process_group()
+        store = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        threads = max(torch.get_num_threads() // size, 1)
+        ranks.together("join", store.port, size, device.type, threads, work=lambda: join(store, 0, size, device.type))
+        ranks.motion.computes, ranks.joined = device.type == "cpu", True
+    number = ranks.number()
+    network, _ = ranks.together("load", number, source.spelled(), work=lambda: joined(source, device.type))
+    ranks.models[number] = network.ranks
+    weakref.finalize(network, _forget, ranks, number).atexit = False
+    return network
+
+
+def _forget(ranks: Leader, number: int) -> None:
+    del ranks.models[number]
+    ranks.forgotten.append(("forget", number))
+
+
+def everywhere(recipe: Recipe, work: Callable[..., Result], *given: Any, **named: Any) -> Result:
+    """Calls `work`, a function of a module, with the model of a recipe on all its ranks. The result of this one.
+
+    For what is computed beside the engine, where the ranks need each other. The arguments are plain values.
+    """
+    call = partial(work, recipe.model, *given, **named)
+    if recipe.ranks.size == 1 or (ranks := leader()) is None:
+        return call()
+    number = model_number(ranks, recipe)
+    return ranks.together("call", number, work.__module__, work.__name__, given, named, work=call)[0]
+
+
+def identity(folder: Path | None) -> dict[str, str]:
+    """What must be the same on all ranks: the code, and the checkpoint as far as its files begin."""
+    package, found = Path(__file__).parents[1], {"torch": torch.__version__, "dinfer": __version__}
+    code, weights = hashlib.sha256(), hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    if folder is not None:
+        for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+            if path.is_file():
+                with path.open("rb") as file:
+                    weights.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 16))
+    return found | {"code": code.hexdigest()[:16], "checkpoint": weights.hexdigest()[:16]}
+
+
+def join(store: dist.Store, rank: int, size: int, device: str) -> None:
+    """Makes this process a rank of the default process group."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        own = torch.device("cuda", rank)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=own)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def joined(source: Source, device: str) -> Any:
+    """The share of this rank, which computes with those of the others."""
+    ranks = Ranks.of()
+    where = torch.device(device, ranks.index) if device == "cuda" else torch.device(device)
+    network = source.network(where, ranks.rank)
+    network.join(ranks)
+    return network
+
+
+class Hands:
+    """What a rank other than 0 has, and does as it is told."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._device = rank, "cpu"
+        self._networks: dict[int, Any] = {}
+        self._workers: dict[int, Worker] = {}
+
+    def __call__(self, name: str, given: list[Any]) -> Any:
+        """Does one thing. The names are those that `divided`, `everywhere` and `LeadingWorker` tell."""
+        match name, given:
+            case "identity", [folder]:
+                return identity(None if folder is None else Path(folder))
+            case "join", [port, size, self._device, threads]:
+                torch.set_num_threads(threads)
+                store = dist.TCPStore(HERE, port, is_master=False)
+                join(store, self._rank, size, self._device)
+            case "load", [number, source]:
+                self._networks[number] = joined(Source.read(source), self._device)
+            case "forget", [number]:
+                del self._networks[number]
+            case "engine", [number, model, parts, runtime]:
+                self._workers[number] = worker_of(self._networks[model], parts, Runtime(**runtime))
+            case "drop", [number]:
+                del self._workers[number]
+            case "call", [number, module, function, args, named]:
+                vars(importlib.import_module(module))[function](self._networks[number], *args, **named)
+            case _, [number, *rest]:
+                with torch.inference_mode():
+                    self._work(self._workers[number], name, rest)
+        return None
+
+    def _work(self, worker: Worker, name: str, given: list[Any]) -> None:
+        match name, given:
+            case "launch", [shape, slots]:
+                worker.launch(shape_of(tuple(shape)), slots)
+            case "admit", [entry]:
+                worker.admit(Entry(**entry))
+            case "open", room:
+                try:
+                    worker.open(Room(*room))
+                except torch.OutOfMemoryError as error:
+                    raise MemoryError(str(error)) from error
+            case "close", []:
+                worker.close()
+            case "compare", []:
+                worker.compare_ranks()
+            case _:
+                raise RuntimeError(f"rank {self._rank} does not know what {name!r} means")
+
+
+def worker_of(network: Any, parts: Mapping[str, Any], runtime: Runtime) -> Worker:
+    """The worker of an engine of rank 0."""
+    recipe = Recipe(network, **{kind: read(part) for kind, part in parts.items()})
+    return Worker(recipe, runtime)
+
+
+def follow(follower: Follower) -> NoReturn:
+    """Does what rank 0 tells, until that ends."""
+    logging.disable(logging.WARNING)  # rank 0 says the same
+    follower.serve(Hands(follower.rank))
+    os._exit(0)  # what torch does at the end of a process may wait for the other ranks
+
+
+def torchrun_store() -> dist.Store:
+    """Where the processes that torchrun has started tell each other things."""
+    store: dist.Store = next(iter(dist.rendezvous("env://")))[0]
+    return store
+
+
+def serve_torchrun() -> NoReturn:
+    """The work of a process that torchrun has started as another rank than 0."""
+    store = torchrun_store()
+    store.wait([PLACE], timedelta(days=30))  # rank 0 may do much before it loads a model; torchrun ends us if it dies
+    follow(Follower(Path(store.get(PLACE).decode()), int(os.environ["RANK"])))
