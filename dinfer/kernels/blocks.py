@@ -1,4 +1,4 @@
-"""Linear maps with the blocks of a GGUF file on a CPU. A row of a weight is made of blocks, each with scales of its own.
+"""Linear maps with the blocks of a GGUF file on a CPU. A row of a weight is made of blocks with scales of their own.
 
 Shape suffixes: R rows, O outputs, K inputs, B bytes of a row, X experts.
 """
@@ -27,10 +27,8 @@ def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
 
 def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of the weight that the parts make. [..., K] -> [..., O]"""
-    if use_native(x, "packed"):
-        out = native_linear(x, parts)
-    else:
-        out = F.linear(x.float(), widened(parts, dequantise))
+    native = use_native(x, "packed")
+    out = native_linear(x, parts) if native else F.linear(x.float(), widened(parts, dequantise))
     return (out if bias_O is None else out + bias_O).to(x.dtype)
 
 

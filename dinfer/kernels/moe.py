@@ -224,7 +224,7 @@ def expert_mixture(
 def _mixed_rows(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
 ) -> Tensor:
-    """`expert_mixture` on a CPU, without the shared expert: each expert takes its rows together, and no weight is copied.
+    """`expert_mixture` on a CPU, without the shared expert: each expert takes its rows at once, no weight is copied.
 
     Shapes depend on the choice, so no CUDA graph can hold it.
     """

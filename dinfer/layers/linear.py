@@ -105,8 +105,10 @@ def taken(quantize: str | None) -> dict[str, Format]:
 
 
 def formatted(network: nn.Module, embeddings: bool = False) -> dict[str, tuple[Formatted, str]]:
-    """The parameters that formats hold: their modules and what they are called there. Those that `quantize` rounds, or
-    with the embeddings."""
+    """The parameters that formats hold: their modules and what they are called there.
+
+    Those that `quantize` rounds, and the `embeddings`, which it does not, if they are wanted too.
+    """
     modules = {
         path: module
         for path, module in network.named_modules()

@@ -26,7 +26,7 @@ from dinfer.loading.lora import read_adapter
 from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
-from dinfer.loading.safetensors_io import FLOATS, Slices, Stored, read, read_slices, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
 
