@@ -132,6 +132,7 @@ OUTSIDE: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "pydantic": {"serving"},
     "prometheus_client": {"serving"},
+    "ray": {"serving"},
     "triton": {"kernels"},
     "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
