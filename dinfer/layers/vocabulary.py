@@ -13,7 +13,7 @@ from dinfer.core.ranks import Ranks
 
 
 def embed(tokens_BW: Tensor, rows: Callable[[Tensor], Tensor], ranks: Ranks, vocab: int) -> Tensor:
-    """What `rows` looks up in the table. Each token has its row on one rank, the others add zeros. [B, W] -> [B, W, D]"""
+    """What `rows` looks up in a table. Each token has its row on one rank, others add zeros. [B, W] -> [B, W, D]"""
     if ranks.size == 1:
         return rows(tokens_BW)
     first, end = ranks.vocabulary(vocab)
