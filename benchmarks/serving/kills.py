@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.kills --files 4 --kills 5 --out benchmarks/results/serving-kills.json
 
-Two replicas of the model in the box answer each file, on a Ray cluster of this machine. Who is killed, and after how many
-answers, is drawn from the file's seed. The command runs again until it succeeds, on a new cluster if the head is dead.
-Then every line must have one answer, that of the library.
+Two replicas of the model in the box answer each file, on a Ray cluster of this machine. Who is killed, and after how
+many answers, is drawn from the file's seed. The command runs again until it succeeds, on a new cluster if the head is
+dead. Then every line must have one answer, that of the library.
 """
 
 from __future__ import annotations
