@@ -1,0 +1,34 @@
+"""A program that runs a model on several ranks and says how far it is: `python -m support.rank_program FOLDER RANKS`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import dinfer
+import dinfer.pipeline.ranks
+from dinfer.distributed.started import leader
+
+
+def say(*words: Any) -> None:
+    print(*words, flush=True)
+
+
+def main(folder: str, ranks: str) -> None:
+    joined = dinfer.pipeline.ranks.joined
+
+    def told(*given: Any) -> Any:
+        present = leader()
+        say("loading", os.getpid(), *(present.processes.values() if present else ()))
+        return joined(*given)
+
+    dinfer.pipeline.ranks.joined = told
+    pipe = dinfer.load(folder, dtype="float64", runtime=dinfer.Runtime(tensor_parallel=int(ranks)))
+    say("running", pipe.generate_ids([[1, 5, 9]], max_new_tokens=8)[0].canvas)
+    while len(sys.argv) == 3:
+        pipe.generate_ids([[1, 5, 9]] * 4, max_new_tokens=64)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
