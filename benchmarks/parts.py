@@ -25,7 +25,7 @@ from dinfer.core.canvas import Phase
 from dinfer.core.protocols import StepShape
 from dinfer.engine.engine import Engine
 
-PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "rest")
+PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # what the Triton kernels of the files in dinfer/kernels/triton are for; of others: REST
     "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts", "route": "experts",
@@ -33,6 +33,7 @@ FILES = {  # what the Triton kernels of the files in dinfer/kernels/triton are f
     "norm": "norms", "token_stats": "statistics", "draw": "statistics",
 }  # fmt: skip
 GATE = "glu"  # in the name of one of them: it is the gate's
+COLLECTIVES = ("all_reduce", "nccl")  # in the names of kernels of torch: sums and gathers over cards
 LIBRARY = ("nvjet", "cutlass", "cublas", "gemm", "gemv", "splitk")  # in other kernels' names: matrix products
 LONGEST = 24  # steps that are profiled at most
 
@@ -59,6 +60,8 @@ def part_of(kernel: str) -> str:
     """The part of a step that a kernel is."""
     if kernel in our_kernels():
         return "gate" if GATE in kernel else our_kernels()[kernel]
+    if any(piece in kernel.lower() for piece in COLLECTIVES):
+        return "collectives"
     return "linear" if any(piece in kernel.lower() for piece in LIBRARY) else REST
 
 

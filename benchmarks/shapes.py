@@ -59,6 +59,10 @@ LLADA2_MINI: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "vocab_size": 157184,
 }
+LLADA2_FLASH = LLADA2_MINI | {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 9216,
+    "moe_intermediate_size": 1024, "max_position_embeddings": 16384,
+}  # fmt: skip
 SMALL_LLADA2 = LLADA2_MINI | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_group": 4,
@@ -66,7 +70,10 @@ SMALL_LLADA2 = LLADA2_MINI | {
 }  # fmt: skip
 # Options of the family: the vocabulary of these is too small for the ids that config.json leaves to the authors' code.
 OPTIONS: dict[str, dict[str, Any]] = {"small-llada2": {"mask_id": 511, "stop_ids": [510]}}
-SHAPES = {"llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "small": SMALL, "small-llada2": SMALL_LLADA2}
+SHAPES = {
+    "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "small": SMALL,
+    "small-llada2": SMALL_LLADA2,
+}  # fmt: skip
 
 
 def shape(name: str) -> tuple[ModelFamily, ModelSpec]:

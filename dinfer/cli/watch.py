@@ -30,7 +30,7 @@ STYLES = {
 }
 # A mask is about as wide as a token's text will be, with a space at which lines may break: so text moves little.
 MASK, STOP, NEWLINE = "░░ ", "·", "⏎"
-COMPUTED = {Phase.PREFILL: "prompt", Phase.FULL: "whole canvas", Phase.WINDOW: "window"}
+COMPUTED = {Phase.PREFILL: "prompt", Phase.FULL: "whole canvas", Phase.WINDOW: "window", Phase.VERIFY: "verify"}
 BLOCK = "bold yellow"
 PROMPT_SHOWN = 400  # last characters of a long prompt
 

@@ -30,9 +30,10 @@ class Phase(IntEnum):
     WINDOW = 2  # a pass over the cache policy's window alone
     FAULT = 3  # stopped: the model's logits were not finite
     PREFILL = 4  # a pass over the prompt that leaves its keys and decodes nothing; a WINDOW pass follows
+    VERIFY = 5  # a pass over the draft of the last one, see `dinfer.core.verification`
 
 
-ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW)  # the phases there are steps of
+ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW, Phase.VERIFY)  # the phases there are steps of
 
 
 class Status(IntEnum):

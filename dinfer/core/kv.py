@@ -48,8 +48,8 @@ class KVPool:
     table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
     local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
     layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
-    candidates: int = 0  # most candidates of a slot in a step; they have the last pages of the pool
-    fork: int = 0  # pages of one candidate
+    candidates: int = 0  # page sets of each slot beside those of its request, for `forked` and `beside`; at the end
+    fork: int = 0  # pages of such a set
     ranks: Ranks = ALONE  # each holds the key heads of its query heads
 
     @classmethod
@@ -113,8 +113,7 @@ class KVPool:
         table_BP, last_B = self.table_NP.index_select(0, slot_B), pos_BW.amax(-1) // self.page
         first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
         column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
-        base = self.k_JPTGE.shape[1] - self.table_NP.shape[0] // 2 * self.candidates * self.fork
-        own_KB = base + (slot_B * self.candidates + which_K[:, None]) * self.fork - first_B
+        own_KB = self._first_beside() + (slot_B * self.candidates + which_K[:, None]) * self.fork - first_B
         inside_BP = (column_P >= first_B[:, None]) & (column_P <= last_B[:, None])
         table_KBP = torch.where(inside_BP, own_KB[..., None] + column_P, table_BP)
         ends_B2 = torch.stack((first_B, last_B), -1).clamp(0, table_BP.shape[1] - 1)
@@ -132,13 +131,14 @@ class KVPool:
     def attend(
         self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
         *, place_BW: Tensor | None = None, local_BW: tuple[Tensor, Tensor] | None = None,
-        context_BW: Tensor | None = None, table_NP: Tensor | None = None,
+        context_BW: Tensor | None = None, table_NP: Tensor | None = None, alone: int = 0,
     ) -> PagedAttend:  # fmt: skip
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
         `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
         `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.core.protocols.Attend`.
-        `table_NP`: the pages of each slot, if not those of requests.
+        `table_NP`: the pages of each slot, if not those of requests. The keys of the last `alone` queries are kept
+        beside the canvas: each is seen by its own query and by no other.
         """
         kept_BW = pos_BW if place_BW is None else place_BW
         pages_BP, write_X = key_places(
@@ -146,7 +146,21 @@ class KVPool:
             page=self.page, pages=pages, null=NULL, scratch=SCRATCH,
         )  # fmt: skip
         near_BW = None if local_BW is None else _contiguous(local_BW)
-        return PagedAttend(self, pos_BW, write_X, pages_BP, _contiguous(interval_BW), near_BW, context_BW)
+        own_BW = None
+        if alone:
+            own_BW = torch.cat((torch.full_like(pos_BW[:, alone:], -1), self.beside(slot_B, alone)), 1)
+            write_X = torch.where(own_BW < 0, write_X.view_as(own_BW), own_BW).flatten()
+        interval_BW = _contiguous(interval_BW)
+        return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, own_BW=own_BW)
+
+    def beside(self, slot_B: Tensor, count: int) -> Tensor:
+        """Places in the pool that belong to the slots and to no position of their requests. int64 [B, count]"""
+        place_X = torch.arange(count, device=slot_B.device)
+        return (self._first_beside() + slot_B * self.candidates * self.fork)[:, None] * self.page + place_X
+
+    def _first_beside(self) -> int:
+        """The first page that belongs to no request."""
+        return self.k_JPTGE.shape[1] - self.table_NP.shape[0] // 2 * self.candidates * self.fork
 
 
 def _contiguous(interval_BW: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,6 +179,7 @@ class PagedAttend:
     interval_BW: tuple[Tensor, Tensor]
     local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
     context_BW: Tensor | None = None
+    own_BW: Tensor | None = None  # int64, place in the pool of the key that a query sees beside its interval; -1: none
     queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
 
     @property
@@ -190,4 +205,4 @@ class PagedAttend:
         q_BWHE = rotate_and_store(qkv, *pools, self.write_X)
         if self.queries is not None:
             self.queries.append(q_BWHE)
-        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW)
+        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW)

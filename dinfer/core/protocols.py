@@ -15,14 +15,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.core.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
 from dinfer.core.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
 from dinfer.core.stats import Draw, TokenStats
 
 __all__ = [
-    "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Divided", "Draw", "Followed",
+    "ACTIVE", "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Divided", "Draw", "Followed",
     "Iteration", "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal",
     "RowCursors", "Sampling", "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
@@ -72,6 +72,8 @@ class Proposal:
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None
     length_R: Tensor | None = None  # int64, the length of the row from now on; only if the decoder `grows`
+    # bool, rows whose draft a second pass is to verify before anything is committed; only if the decoder `verifies`
+    verify_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class Decoder(Component):
     edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
     moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
     grows: ClassVar[bool] = False  # begins with a canvas of its option `initial`, and always gives `Proposal.length_R`
+    verifies: ClassVar[bool] = False  # may give `Proposal.verify_R`; has `verify`, and keeps tokens as state "draft"
     reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
     large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
@@ -191,6 +194,13 @@ class Decoder(Component):
 
         Statistics are 0 where the decoder may not write: where nothing is masked, or, if it `edits`, at given tokens.
         """
+
+    def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
+        """The positions to commit after the pass that `select` asked for; only if it `verifies`.
+
+        `logits_RLV`: what the model says of each position, knowing the draft before it and nothing behind it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has `verifies = True`, so it must define `verify`")
 
 
 class Sampling(Component):
@@ -265,6 +275,8 @@ class CachePolicy(Component):
     def width(self, spec: ModelSpec, now: Cursors) -> int:
         """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
         A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
+        if now.phase == Phase.VERIFY:  # the block twice: filled with the draft, and as masks
+            return 2 * (now.end - now.start)
         plan = self.plan(Phase(now.phase))
         if now.phase == Phase.PREFILL:
             first, _, settled = plan.bounds(now.place, spec.frame)

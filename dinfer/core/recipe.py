@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.protocols import CachePolicy, Component, Decoder, Divided, Iteration, Model, Sampling
+from dinfer.core.protocols import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import (
     CACHES,
@@ -77,6 +77,16 @@ class Recipe:
                 f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
                 "generation. Use iteration=full."
             )
+        if self.decoder.verifies and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} verifies the draft of one block, fed as tokens and masks. Use "
+                "iteration=block_diffusion or blockwise."
+            )
+        if self.decoder.verifies and not self.cache.rewrites:
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} writes the keys of its draft, and {type(self.cache).__name__} may keep "
+                "them. Use cache=block or none."
+            )
         block, attention = self.iteration.block, spec.causal_block
         if attention and block and block % attention and attention % block:
             below = block // attention * attention
@@ -124,6 +134,11 @@ class Recipe:
         if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
+            )
+        if self.decoder.verifies and values.get("sampling.guidance", 0) > 0:
+            raise IncompatibleRecipe(
+                f"{type(self.decoder).__name__} verifies one branch, and guidance takes two. Leave sampling.guidance "
+                "at 0."
             )
         if self.cache.follows and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
@@ -175,6 +190,11 @@ class Recipe:
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that its steps may have."""
+        return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or self.decoder.verifies)
 
     @property
     def ranks(self) -> Ranks:

@@ -37,6 +37,11 @@ def refusal(recipe: Recipe) -> str | None:
             f"runtime.speculate needs an iteration that feeds the model tokens alone. What {type(iteration).__name__} "
             "feeds at masks depends on the logits of the step before. Use iteration=blockwise, or runtime.speculate=0."
         )
+    if recipe.decoder.verifies:
+        return (
+            f"runtime.speculate has no candidates for the second pass of {type(recipe.decoder).__name__}. Use "
+            "runtime.speculate=0."
+        )
     if recipe.decoder.grows:
         return (
             f"runtime.speculate needs rows whose length stays, and {type(recipe.decoder).__name__} lengthens them. Use "

@@ -96,7 +96,7 @@ class BatchState:
                 page,
                 dtype=dtype,
                 device=device,
-                candidates=candidates,
+                candidates=max(candidates, int(recipe.decoder.verifies)),
                 window=widest(recipe, block, length),
                 ranks=recipe.ranks,
             ),

@@ -20,6 +20,7 @@ from dinfer.core.speculation import Candidates, longest_chain
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
+from dinfer.core.verification import postpone, verified
 from dinfer.core.window import window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
@@ -39,6 +40,9 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     model, iteration, cache, canvas = recipe.model, recipe.iteration, recipe.cache, state.canvas
     lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+    if shape.phase == Phase.VERIFY:
+        decode(recipe, state, shape, lanes, verified(recipe, state, shape, lanes), iteration_state, cache_state)
+        return
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
     computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
@@ -132,8 +136,14 @@ def decode(
         stats = stats.each(lambda stat_RL: stat_RL.masked_fill(~here_RL, 0))
         proposal = decoder.select(stats, view, decoder_state)
         proposal = replace(proposal, commit_RL=proposal.commit_RL & here_RL)
+    elif shape.phase == Phase.VERIFY:
+        proposal = decoder.verify(adjusted_RLV, view, decoder_state)
     else:
         proposal = decoder.select(stats, view, decoder_state)
+    if proposal.verify_R is not None:
+        verify_B = proposal.verify_R & (stats.finite_RL | ~view.masked_RL).all(-1)
+        state.decoder.store(row_R, decoder_state, lanes.live_B & verify_B)
+        postpone(canvas, lanes, verify_B, refreshed=cache.reuses and shape.phase == Phase.FULL)
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
     if shape.told:
@@ -264,7 +274,7 @@ def proposed_tokens(
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
         seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
         logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
-    if decoder.reads_logits:
+    if decoder.reads_logits and shape.phase != Phase.VERIFY:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     columns = own_columns(recipe, shape)
     logits_RLV = offered(recipe, logits_RLV, columns)

@@ -66,23 +66,31 @@ def taken(pool: Tensor, index: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor]
-) -> Tensor:
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
+    own_BW: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Interval attention over keys in pages of T positions: key s of a row is in page `pages_BP[row, s // T]`.
 
-    [B, W, H, E]. Pools in float8 are widened as they are read. Keys outside a query's interval must be finite, or the
-    page one that no row shares. On CUDA it must come right behind `rotate_and_store`, or a kernel that is not ours:
-    intervals that a kernel just before has written may be read too early.
+    [B, W, H, E]. `own_BW`: the place in the pool of one more key that a query sees, whatever its interval; -1: none.
+    Every query must see a key. Pools in float8 are widened as they are read. Keys outside a query's interval must be
+    finite, or the page one that no row shares. On CUDA it must come right behind `rotate_and_store`, or a kernel that
+    is not ours: intervals that a kernel just before has written may be read too early.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
-        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
+        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW)
     lanes = pages_BP.shape[0]
     k_BSGE, v_BSGE = (
         taken(pool, pages_BP).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE)
     )
-    return interval_attention(q_BWHE, k_BSGE, v_BSGE, interval_mask(*interval_BW, k_BSGE.shape[1]))
+    seen_BWS = interval_mask(*interval_BW, k_BSGE.shape[1])
+    if own_BW is not None:  # behind the others as many keys, of which each query sees its own
+        own_k, own_v = (taken(pool.flatten(0, 1), own_BW.clamp_min(0)).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE))
+        k_BSGE, v_BSGE = torch.cat((k_BSGE, own_k), 1), torch.cat((v_BSGE, own_v), 1)
+        own_BWW = torch.diag_embed(own_BW >= 0)
+        seen_BWS = torch.cat((seen_BWS, own_BWW), -1)
+    return interval_attention(q_BWHE, k_BSGE, v_BSGE, seen_BWS)
 
 
 def attention_received(

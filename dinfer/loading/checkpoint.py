@@ -203,17 +203,26 @@ def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
 
 
 def random_network(
-    family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE
-) -> Any:
+    family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, quantize: str | None = None,
+    rank: Rank = WHOLE,
+) -> Any:  # fmt: skip
     """A network of that shape with random weights of a trained model's scale, for measuring speed and memory.
 
-    Of a `rank`, the share that it has of the network with this seed.
+    Of a `rank`, the share that it has of the network with this seed. `quantize`: the format that all weights of linear
+    layers and experts end in, each rounded as soon as it is made.
     """
-    network, divided = empty_network(family, spec, dtype, device, rank=rank), divisions(family, spec, rank)
+    from dinfer.layers import linear  # only here: networks are heavy to import
+
+    wanted = None if quantize is None else linear.format_of(quantize)
+    if wanted is not None:
+        wanted.check(device, f"quantize={quantize}")
+    network, divided = empty_network(family, spec, dtype, device, rank=rank, rest=wanted), divisions(family, spec, rank)
+    shapes = dict(empty_network(family, spec, dtype, torch.device("meta")).named_parameters())
+    rounded = {} if wanted is None else linear.formatted(network)
     for name, parameter in network.named_parameters():
         split, whole = divided.get(name), parameter
-        if split is not None:
-            whole = torch.empty(resized(parameter, split, WHOLE), dtype=parameter.dtype, device=device)
+        if split is not None or name in rounded:
+            whole = torch.empty_like(shapes[name], device=device)
         if name.endswith(("norm.weight", "scale")):
             whole.fill_(1.0)
         elif whole.dim() == 1:  # a bias
@@ -222,7 +231,13 @@ def random_network(
             whole.normal_(0.0, whole.shape[-1] ** -0.5)
         if split is not None:
             shares = [whole.narrow(split.dim, first, end - first) for first, end in split.ranges(rank)]
-            parameter.copy_(torch.cat(shares, split.dim))
+            whole = torch.cat(shares, split.dim)
+        if name in rounded and wanted is not None:
+            module, own = rounded[name]
+            for held, made in zip(module.weight_of(own), wanted.make(whole), strict=True):
+                held.detach().copy_(made)
+        elif split is not None:
+            parameter.copy_(whole)
     return network
 
 

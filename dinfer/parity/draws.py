@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView
 from dinfer.core.registry import DECODERS, values_of
 from dinfer.decoders.dream import Dream
-from dinfer.parity.golden import GoldenError
+from dinfer.parity.golden import Fields, GoldenError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class RecordedDream(Dream):
         return levels_RS.gather(1, (view.pos_RL - prompt_R1).clamp_min(0))
 
 
-def recorded(decoder: dict[str, Any], draws: list[list[float]], prompts_B: list[int], new_tokens: int) -> RecordedDream:
+def recorded(decoder: dict[str, Any], doc: Fields, prompts: list[list[int]], new_tokens: int) -> RecordedDream:
     """The decoder with the draws of each step, which are in the order of rows, then of positions."""
+    draws, prompts_B = doc.rows("uniform_draws_per_step", float), [len(prompt) for prompt in prompts]
     options = {name: value for name, value in values_of(DECODERS.build(decoder)).items() if name in decoder}
     noise_S = torch.linspace(1, options["eps"], options["steps"] + 1)
     masked_BS = torch.ones(len(prompts_B), new_tokens, dtype=torch.bool)

@@ -1,8 +1,10 @@
 """How runs of the later sets are said in dinfer: insertion and deletion, length, attention-driven caches."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from dinfer.parity import s2d2
 from dinfer.parity.decoders import insert_delete
 from dinfer.parity.golden import Fields, Skip
 from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned, fixed_blocks
@@ -87,6 +89,18 @@ def _daedal(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, options=options)
 
 
+def _s2d2(prompts: list[list[int]], params: Fields) -> Plan:
+    """S2D2 on SDAR, with the recorded numbers that acceptance takes."""
+    if params.take("temperature") or params.take("acceptance_draws") != "recorded":
+        raise Skip("S2D2: only greedy cases with recorded draws are known")
+    params.take("residual")  # the largest, as ours
+    plan = aligned(prompts, params, s2d2.options(params), "block")
+    plan.iteration["stop"] = "block"
+    draft, stored = params.take("draft_ver", False), params.take("cache_ver", False)
+    wraps = partial(s2d2.causal, draft=draft, stored=stored) if draft or stored else None
+    return replace(plan, drawn=s2d2.recorded, wraps=wraps, answer=plan.new_tokens, drop_eos=True, every_step=True)
+
+
 # Algorithm of the goldens -> plan.
 FURTHER: Algorithms = {
     "d2cache_vanilla": _d2cache,
@@ -94,4 +108,5 @@ FURTHER: Algorithms = {
     "prophet": _prophet,
     "daedal": _daedal,
     "streaming_dllm": _streaming,
+    "s2d2": _s2d2,
 }

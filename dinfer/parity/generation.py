@@ -100,7 +100,7 @@ def _dream(prompts: list[list[int]], params: Fields) -> Plan:
     params.take("rand_seed_used", None)  # of draws that are recorded
     decoder = {"name": "dream"} | {name: params.take(name) for name in ("steps", "alg", "eps")}
     plan = Plan({"name": "full"}, decoder, {"name": "none"}, params.take("max_new_tokens"), pads_B=_pads(params))
-    return replace(plan, drawn=decoder["alg"] == "origin", every_step=True)
+    return replace(plan, drawn=recorded if decoder["alg"] == "origin" else None, every_step=True)
 
 
 def _fastdllm(cache: str) -> Callable[[list[list[int]], Fields], Plan]:
@@ -234,6 +234,8 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if not all(0 <= token < network.spec.vocab for prompt in prompts for token in prompt):
         raise GoldenError(f"{doc.where}: prompt_ids must be tokens of the model's vocabulary of {network.spec.vocab}")
     computed: list[list[int]] = []
+    if plan.wraps is not None:
+        network.forward = plan.wraps(network)
     if plan.computed:
         network.forward = heard(network.forward, computed)
     pads_B = plan.pads_B or [0] * len(prompts)
@@ -242,11 +244,7 @@ def generate(golden: Golden, doc: Fields, scratch: Path) -> str:
     if "token_counts" in doc:
         (scratch / "token_counts.json").write_text(json.dumps(doc.take("token_counts")))
         options["frequencies"] = str(scratch / "token_counts.json")
-    if plan.drawn:
-        draws = doc.rows("uniform_draws_per_step", float)
-        decoder: Any = recorded(options, draws, [len(prompt) for prompt in bare], plan.new_tokens)
-    else:
-        decoder = build(DECODERS, options)
+    decoder = build(DECODERS, options) if plan.drawn is None else plan.drawn(options, doc, bare, plan.new_tokens)
     iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=build(CACHES, plan.cache))
     requests = [
@@ -319,8 +317,9 @@ def snapshots(doc: Fields, row: int, before: list[int]) -> list[list[int]]:
             found.append(found[-1][:start] + tokens + found[-1][start + len(tokens) :])
     for step in doc.items("steps") if "steps" in doc else ():
         found.append(found[-1].copy())
-        for position, token in step.take("committed"):
-            found[-1][position] = token
+        first = step.take("block") * len(step.take("input")) if "written" in step else 0
+        for position, token in step.take("written" if "written" in step else "committed"):
+            found[-1][first + position] = token
     return found
 
 

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dinfer.core.protocols import Decoder
 from dinfer.engine.request import Request
 from dinfer.parity.golden import Fields, GoldenError, Skip
 
+Drawn = Callable[[dict[str, Any], Fields, list[list[int]], int], Decoder]  # of options, run, prompts, new tokens
 NEVER = 1e9  # a threshold that no confidence reaches
 
 
@@ -22,7 +24,8 @@ class Plan:
     spec: dict[str, Any] = field(default_factory=dict)  # what differs from the model's own `ModelSpec`
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
-    drawn: bool = False  # with the recorded random numbers; row b is the request of seed b
+    drawn: Drawn | None = None  # makes the decoder, with recorded random numbers; row b is the request of seed b
+    wraps: Callable[[Any], Any] | None = None  # what the reference changes of the model's forward
     every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens

@@ -22,7 +22,7 @@ from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Message, Scope
 from dinfer.serving.protocol import Strict
-from dinfer.serving.run import EngineFailed
+from dinfer.serving.run import ended
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
@@ -131,7 +131,7 @@ def run(
     """Answers all lines of `asked` that `output` lacks, `at_once` of them at a time.
 
     `make`: the server with these settings. `progress` is told how many lines are answered, of how many, and the last
-    answer. Raises ValueError if `output` is of other lines or of another setup, OSError, EngineFailed.
+    answer. Raises ValueError if `output` is of other lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
@@ -149,7 +149,7 @@ def run(
         for line in waiting:
             answer = await answered(app, line, seen, skip=line.id in output.ids)
             if server.failure is not None:
-                raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
+                raise ended(server.failure)
             if answer is not None:
                 output.write(answer)
                 progress(len(output.ids), len(ids), answer)

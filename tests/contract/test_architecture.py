@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.registry": {"core.declarations"},
     "demo": set(),
     "core.spec": set(),
-    "core.ranks": {"core.spec", "core.stats"},
+    "core.ranks": {"core.spec", "core.stats", "kernels"},
     "core.model": {"core.ranks", "core.spec"},
     "core.protocols": {"core.canvas", "core.model", "core.plan", "core.spec", "core.stats"},
     "layers": {"core.protocols", "core.ranks", "core.registry", "kernels", "core.spec"},
@@ -65,10 +65,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
     },
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
+    "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
+        "core.verification",
     },
     "distributed": set(),
     "engine": {
@@ -101,8 +103,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe", "core.registry", "engine",
-        "pipeline", "pipeline.streaming",
+        "distributed", "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
+        "core.registry", "engine", "pipeline", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.

@@ -36,7 +36,7 @@ LATER = {  # of the sets that came later; the other cases there are of component
     "generation/llada/d2f": 26, "generation/dream/d2f": 13, "generation/llada/full_multiblock": 8,
     "generation/llada2_moe/multi_bd": 23, "generation/sdar/multi_bd": 4, "generation/llada2_moe/dmax": 11,
     "generation/llada/d2cache": 5, "generation/dream/d2cache": 3, "generation/llada/daedal": 11,
-    "generation/llada/prophet": 5, "generation/llada/streaming": 5,
+    "generation/llada/prophet": 5, "generation/llada/streaming": 5, "generation/sdar/s2d2": 12,
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.core.canvas import ACTIVE, Cursors
+from dinfer.core.canvas import Cursors
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import deciding, refusal
@@ -74,7 +74,7 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
-    for phase in ACTIVE:
+    for phase in recipe.phases:
         width = max(cache.width(recipe.model.spec, row._replace(phase=phase)), 1)
         for more, candidates in [(False, 0), (True, 0), *((False, 1) for _ in guessed if phase in guessed)]:
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None

@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from dinfer.core.canvas import ACTIVE, CURSORS, Phase, Status
+from dinfer.core.canvas import CURSORS, Phase, Status
 from dinfer.core.kv import RESERVED
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
@@ -66,7 +66,7 @@ class Host:
 
     def live(self) -> list[Phase]:
         """Phases in which there is some row."""
-        return [phase for phase in ACTIVE if phase in self.phases()]
+        return [phase for phase in self.recipe.phases if phase in self.phases()]
 
     def run_at_random(self) -> None:
         """Steps on random groups of slots, padded with scratch lanes, until every row is done.
@@ -79,7 +79,7 @@ class Host:
             group = self.random.sample(self.slots, self.random.randint(1, len(self.slots)))
             group += [self.state.canvas.scratch] * self.random.randint(0, 3)
             self.random.shuffle(group)
-            self.step(self.random.choice(live if self.random.random() < 0.8 else ACTIVE), group)
+            self.step(self.random.choice(live if self.random.random() < 0.8 else self.recipe.phases), group)
         raise AssertionError(f"rows are still in phases {self.phases()} after {LIMIT} launches")
 
     def canvases(self) -> list[list[int]]:

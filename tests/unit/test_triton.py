@@ -107,7 +107,7 @@ def test_paged_attention(
     start_BW = torch.randint(0, page * pages, (lanes, width), device=DEVICE)
     end_BW = start_BW + 1 + (torch.rand(lanes, width, device=DEVICE) * (page * pages - start_BW)).long()
     end_BW = end_BW.clamp_max(page * pages)
-    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, tiles)
+    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, tiles=tiles)
     want = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
     torch.testing.assert_close(got, want, **CLOSE[dtype])
 

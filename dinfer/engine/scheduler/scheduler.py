@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from dinfer.core.canvas import ACTIVE, Cursors, Phase
+from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import deciding
@@ -49,12 +49,12 @@ class Scheduler:
         self._repeatable = in_flight and self._repeats(rows)
         if in_flight:
             return self._steps if self._repeatable and self.lookahead.pays else []
-        phases: dict[int, list[Row]] = {phase: [] for phase in ACTIVE}
+        phases: dict[int, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
             phases[row.cursors.phase].append(row)
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
-        self._steps = [step for phase in ACTIVE for step in self._grouped(phase, phases[phase])]
+        self._steps = [step for phase in self.recipe.phases for step in self._grouped(phase, phases[phase])]
         return self._steps
 
     def update(self, row: Row) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
         candidates = self._candidates(phase, group.width, rows)
         sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
-        plain = not (sampled or guided or candidates or told == Told.LOGPROBS)
+        plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
         if positions >= MANY and plain and self.recipe.scores_open:
             scored = sum(row.left for row in rows)
         shape = StepShape(
@@ -118,7 +118,7 @@ class Scheduler:
     def _holds(self, phases: dict[int, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""
         new, self._arrived = self._arrived, 0
-        decoding = [row.need.width for phase in (Phase.FULL, Phase.WINDOW) for row in phases[phase]]
+        decoding = [row.need.width for phase in phases if phase != Phase.PREFILL for row in phases[phase]]
         if any(row.awaited for row in phases[Phase.PREFILL]):
             decoding = []
         return self._prefills.holds(new, [row.need.width for row in phases[Phase.PREFILL]], decoding)

@@ -19,9 +19,9 @@ LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper t
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
+    q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, own_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Intervals are read before it waits: `rotate_and_store`, which comes just before, lets this kernel start only when
     # all that was written before is there.
@@ -36,6 +36,8 @@ def _attend(
     tiles = (tl.cdiv(tl.max(end, 0), KEYS) - first + SPLITS - 1) // SPLITS
     first = first + tl.program_id(2) * tiles
     entry = tl.arange(0, E)
+    if OWN:  # the first split takes it
+        own = tl.load(own_ptr + lane * width + query, mask=inside, other=-1)
     follow(EARLY)
     place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
     q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
@@ -43,6 +45,13 @@ def _attend(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, E), tl.float32)
+    if OWN:
+        sees = tl.where(tl.program_id(2) == 0, own, -1) >= 0
+        at = (own * G + group)[:, None] * E + entry[None, :]
+        k = tl.load(k_ptr + at, mask=sees[:, None], other=0.0).to(q.dtype)
+        top = tl.where(sees, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, top)
+        total = tl.where(sees, 1.0, total)
+        acc = tl.load(v_ptr + at, mask=sees[:, None], other=0.0).to(tl.float32)
     for tile in range(first, first + tiles):
         key = tile * KEYS + tl.arange(0, KEYS)
         there = key < pages * T
@@ -95,7 +104,7 @@ class Tiles(NamedTuple):
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
-    tiles: Tiles | None = None,
+    own_BW: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
@@ -111,8 +120,8 @@ def paged_attention(
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
     _attend[(lanes * groups, triton.cdiv(share, tile), splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
-        out, part, stat, width, pages, size**-0.5 * LOG2_E,
-        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, num_warps=warps,
+        start_BW if own_BW is None else own_BW.contiguous(), out, part, stat, width, pages, size**-0.5 * LOG2_E,
+        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, OWN=own_BW is not None, num_warps=warps,
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip

@@ -1,0 +1,80 @@
+"""One model on two cards: the tokens of one card, eagerly and as CUDA graphs that hold the sums over cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dinfer import Pipeline, Runtime, compose
+from dinfer.core.ranks import ALONE, Ranks
+from dinfer.core.registry import MODELS
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.hub import locate
+from dinfer.pipeline.pipeline import read_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+RECIPES: dict[str, dict[str, Any]] = {
+    "tiny": {"iteration": {"name": "blockwise", "block": 16}, "cache": "dual"},
+    "tiny-llada2": {"iteration": {"name": "block_diffusion", "block": 16}, "cache": "block"},
+}
+DTYPES = [torch.float32, torch.float64]  # sums by symmetric memory, and by NCCL
+CASES = [(name, dtype) for name in RECIPES for dtype in DTYPES]
+TEXTS = ["Tom has 3 apples and buys 5 more. How many apples does he have?", "What is 7 + 8?"]
+
+
+def decode(name: str, dtype: torch.dtype, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """The canvases of eager steps and of graphs, and how many graphs there are."""
+    folder, device = locate(name), torch.device("cuda", ranks.index)
+    family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
+    network = load_network(folder, family, dtype=dtype, device=device, rank=ranks.rank)
+    network.join(ranks)
+    recipe, tokenizer = compose(network, decoder="threshold", **RECIPES[name]), read_tokenizer(folder, None)
+    assert tokenizer is not None
+    prompts, found = [tokenizer(text)["input_ids"] for text in TEXTS], {}
+    for graphs in (False, True):
+        runtime = Runtime(graphs=graphs, tensor_parallel=ranks.size, check_ranks=ranks.size > 1)
+        pipe = Pipeline(recipe, None, runtime)
+        runs = [pipe.generate_ids(prompts, max_new_tokens=48) for _ in range(3 if graphs else 1)]
+        found[f"graphs={graphs}"] = [[result.canvas for result in run] for run in runs]
+    return found | {"captured": pipe.engine.runner.captured, "refused": [*pipe.engine.runner.refused.values()]}
+
+
+def run_card(index: int, folder: str, cases: Sequence[tuple[str, torch.dtype]]) -> None:
+    torch.cuda.set_device(index)
+    device = torch.device("cuda", index)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/meeting", rank=index, world_size=2, device_id=device
+    )  # fmt: skip
+    ranks = Ranks.of()
+    assert ranks.small is not None
+    torch.save({case: decode(*case, ranks) for case in cases}, f"{folder}/rank{index}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, torch.dtype], Any]]:
+    folder = tmp_path_factory.mktemp("cards")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")):
+            patch.setenv(name, value)
+        mp.spawn(run_card, (str(folder), CASES), nprocs=2)
+    return [torch.load(Path(folder) / f"rank{index}.pt") for index in range(2)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_two_cards_decode_what_one_does(
+    name: str, dtype: torch.dtype, outcomes: list[dict[tuple[str, torch.dtype], Any]]
+) -> None:
+    want = decode(name, dtype)["graphs=False"][0]
+    for found in (outcome[name, dtype] for outcome in outcomes):
+        assert found["captured"] > 0 and found["refused"] == []
+        assert found["graphs=False"] == [want] and found["graphs=True"] == [want] * 3
