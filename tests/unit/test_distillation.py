@@ -62,9 +62,7 @@ def test_a_rollout_commits_what_is_sure_and_opens_the_next_block() -> None:
 
 
 def test_an_answer_is_what_follows_its_label() -> None:
-    tokens_BT = torch.tensor(
-        [[9, 3, 9, 4, 5, 0, 0], [9, 3, 3, 3, 3, 0, 0]]
-    )  # 9: the label
+    tokens_BT = torch.tensor([[9, 3, 9, 4, 5, 0, 0], [9, 3, 3, 3, 3, 0, 0]])  # 9: the label
     found_BX = answers(tokens_BT, torch.tensor([1, 1]), 9, EOS)
     assert found_BX.tolist() == [[9, 4, 5] + [0] * (ANSWER - 3), [0] * ANSWER]
 
