@@ -18,6 +18,7 @@ from dinfer.analysis.metrics import Sample
 from dinfer.core.registry import REGISTRIES, unknown
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, load
+from dinfer.pipeline.ranks import everywhere
 from evaluations.gen_kwargs import GenKwargs, cut, parse
 from evaluations.ledger import Ledger, key_of
 from evaluations.ranks import Ranks, ranks
@@ -119,11 +120,11 @@ class DinferLM(TemplateLM):
         """Bounds of log p(continuation | context) in nats, and whether greedy decoding writes the continuation."""
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, Any, dict[str, Any]]]:
-            how, model = self.likelihood, self.pipe.model
+            how = self.likelihood
             size = CHUNK * how.batch
             for part in (jobs[first : first + size] for first in range(0, len(jobs), size)):
                 pairs = [self._pair(*job.instance.args) for job in part]
-                written = greedy(model, pairs, batch=how.batch) if how.greedy else [False] * len(pairs)
+                written = self._on_ranks(greedy, pairs, batch=how.batch) if how.greedy else [False] * len(pairs)
                 for job, bound, same in zip(part, self._bounds(part, pairs), written, strict=True):
                     yield job, (bound.value, same), _cost([bound])
 
@@ -302,11 +303,14 @@ class DinferLM(TemplateLM):
             return self._encode_pair(context, continuation)
         return [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
 
+    def _on_ranks(self, work: Callable[..., list[Any]], pairs: Sequence[Pair], **settings: Any) -> list[Any]:
+        return everywhere(self.pipe.recipe, work, [[[*prompt], [*answer]] for prompt, answer in pairs], **settings)
+
     def _bounds(self, jobs: Sequence[Job], pairs: Sequence[Pair]) -> list[Bound]:
         how = self.likelihood
         try:
-            return log_likelihoods(
-                self.pipe.model, pairs, samples=how.samples, seed=how.seed, guidance=how.guidance, batch=how.batch
+            return self._on_ranks(
+                log_likelihoods, pairs, samples=how.samples, seed=how.seed, guidance=how.guidance, batch=how.batch
             )
         except ValueError as error:
             raise ValueError(f"{jobs[0].where} to {jobs[-1].where}: {error}") from error

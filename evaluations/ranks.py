@@ -40,10 +40,13 @@ class Ranks:
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def ranks(device: str | None) -> Ranks:
-    """The ranks that there are. `device`: None takes CUDA if there is any, a card for each rank of a machine."""
+def ranks(device: str | None, tensor_parallel: int = 1) -> Ranks:
+    """The ranks that there are. `device`: None takes CUDA if there is any, a card for each rank of a machine.
+
+    With `tensor_parallel` above 1 the processes that torchrun has started run one model, and share no documents.
+    """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if tensor_parallel > 1 or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(0, 1, torch.device(device or ("cuda" if cuda else "cpu")))
     if device and ":" in device:
         raise ValueError(f"device={device!r} names one card for several ranks: leave the number out")

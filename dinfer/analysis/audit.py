@@ -92,6 +92,8 @@ def audit(
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
     requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
+    if recipe.ranks.size > 1:
+        raise ValueError("an audit compares whole logits, which one rank does not have: use runtime.tensor_parallel=1")
     watch = _Watched(recipe.model)
     # One row at a time, so that a step is one forward, and slot 0 is the one.
     engine = Engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))

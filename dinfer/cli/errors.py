@@ -29,9 +29,10 @@ def failures() -> tuple[type[Exception], ...]:
     import torch
 
     from dinfer.analysis.tuning import NothingFound
+    from dinfer.distributed.leader import RankFailed
     from dinfer.engine.request import NonFiniteLogits, StalledRow
 
-    return NonFiniteLogits, StalledRow, NothingFound, MemoryError, torch.OutOfMemoryError
+    return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
 
 
 def debugging() -> bool:

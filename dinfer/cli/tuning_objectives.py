@@ -9,7 +9,7 @@ from typing import Any
 from dinfer.analysis.metrics import Metrics, Sample, measure
 from dinfer.analysis.tuning import Measured, Objective, Parts, Split
 from dinfer.cli import conf
-from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, setting
+from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.demo.problems import Problem, is_correct
 
 
@@ -65,7 +65,7 @@ class Task:
         }
         if len(self.settings["calibration"].tasks) != 1:
             raise ValueError(f"tasks={config['tasks']}: tune on one task at a time")
-        self.among = ranks(setting(config, "device", str | None))
+        self.among = ranks(setting(config, "device", str | None), ranks_of(config))
         if self.among.size > 1:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
         self.base = pipeline(config | {"device": str(self.among.device)})

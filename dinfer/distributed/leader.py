@@ -85,6 +85,11 @@ class Leader:
         return range(1, self.size)
 
     @property
+    def processes(self) -> dict[int, int]:
+        """The process id of each other rank."""
+        return dict(self._pids)
+
+    @property
     def alive(self) -> bool:
         return self.failure is None and not self._ended
 
@@ -149,9 +154,7 @@ class Leader:
         """Ends all other ranks at once. The first reason counts."""
         with self._failing:
             if self.alive:
-                self.failure = RankFailed(
-                    f"{why}. So all {self.size} ranks have ended, and the model must be loaded anew"
-                )
+                self.failure = RankFailed(f"{why}. All {self.size} ranks have ended with it: start again")
                 self._end()
                 self._failed.set()
 

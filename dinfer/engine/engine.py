@@ -67,6 +67,11 @@ class Engine:
         return self.loop.worker.runner
 
     @property
+    def failure(self) -> Exception | None:
+        """Why no request can run any more: another rank of the model has failed."""
+        return self.loop.worker.failure
+
+    @property
     def busy(self) -> bool:
         """Whether there are requests that have not finished, or updates that `step` has not returned."""
         return self.loop.busy or bool(self._inbox)

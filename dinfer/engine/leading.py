@@ -36,6 +36,10 @@ class LeadingWorker(Worker):
         leader.together("engine", self._number, model_number(leader, plain), parts, values_of(runtime), work=int)
         weakref.finalize(self, leader.forgotten.append, ("drop", self._number)).atexit = False
 
+    @property
+    def failure(self) -> RankFailed | None:
+        return self._leader.failure
+
     def open(self, room: Room) -> None:
         def work() -> None:
             try:

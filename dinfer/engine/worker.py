@@ -48,6 +48,11 @@ class Worker:
         self.runner = Runner(recipe, graphs=runtime.graphs)
 
     @property
+    def failure(self) -> Exception | None:
+        """Why no rank can go on."""
+        return None
+
+    @property
     def state(self) -> BatchState:
         if self.runner.state is None:
             raise RuntimeError("a worker needs room: open it first")

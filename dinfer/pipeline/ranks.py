@@ -9,11 +9,12 @@ import importlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,9 @@ SETTINGS = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ def check(source: Source, size: int, device: torch.device) -> None:
     if dist.is_initialized() and leader() is None:
         raise ValueError(f"{what}: this process has a process group of torch.distributed already. Load it in another")
     try:
-        divisions(source.family, source.spec, Rank(0, size))
+        for split in divisions(source.family, source.spec, Rank(0, size)).values():
+            split.ranges(Rank(0, size))
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 
@@ -147,18 +152,16 @@ def _forget(ranks: Leader, number: int) -> None:
     ranks.forgotten.append(("forget", number))
 
 
-def everywhere(recipe: Recipe, function: str, *given: Any, **named: Any) -> Any:
-    """Calls `function`, written as module:name, with the model of a recipe on all its ranks. The result of this one.
+def everywhere(recipe: Recipe, work: Callable[..., Result], *given: Any, **named: Any) -> Result:
+    """Calls `work`, a function of a module, with the model of a recipe on all its ranks. The result of this one.
 
-    For work beside the engine, in which the ranks need each other. The arguments are plain values.
+    For what is computed beside the engine, where the ranks need each other. The arguments are plain values.
     """
-    module, _, name = function.partition(":")
-    call = vars(importlib.import_module(module))[name]
-    if (ranks := leader()) is None or recipe.ranks.size == 1:
-        return call(recipe.model, *given, **named)
+    call = partial(work, recipe.model, *given, **named)
+    if recipe.ranks.size == 1 or (ranks := leader()) is None:
+        return call()
     number = model_number(ranks, recipe)
-    work = lambda: call(recipe.model, *given, **named)  # noqa: E731
-    return ranks.together("call", number, function, given, named, work=work)[0]
+    return ranks.together("call", number, work.__module__, work.__name__, given, named, work=call)[0]
 
 
 def identity(folder: Path | None) -> dict[str, str]:
@@ -219,9 +222,8 @@ class Hands:
                 self._workers[number] = worker_of(self._networks[model], parts, Runtime(**runtime))
             case "drop", [number]:
                 del self._workers[number]
-            case "call", [number, function, args, named]:
-                module, _, called = function.partition(":")
-                vars(importlib.import_module(module))[called](self._networks[number], *args, **named)
+            case "call", [number, module, function, args, named]:
+                vars(importlib.import_module(module))[function](self._networks[number], *args, **named)
             case _, [number, *rest]:
                 with torch.inference_mode():
                     self._work(self._workers[number], name, rest)

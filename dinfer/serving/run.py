@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from dinfer.distributed.leader import RankFailed
 from dinfer.serving.app import application
+from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
@@ -75,13 +77,13 @@ def tuned() -> Iterator[None]:
 
 
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed."""
+    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed, RankFailed."""
     settings = server.settings
     config = uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        limit_concurrency=settings.max_connections, timeout_keep_alive=30,
-        timeout_graceful_shutdown=round(settings.grace),
+        http=connection(settings), timeout_keep_alive=30, timeout_graceful_shutdown=round(settings.grace),
     )  # fmt: skip
+    open_files(settings)
     web = _Uvicorn(config, server.admission.close)
     host, port = made.getsockname()[:2]
 
@@ -91,6 +93,8 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         while server.failure is None:
             await asyncio.sleep(WATCH)
+            for engine in server.catalogue.engines.values():
+                engine.check_alive(settings.round_timeout)
         await asyncio.sleep(FAREWELL)
         web.should_exit = True
 
@@ -104,4 +108,13 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
         loop.run(run())
     if server.failure is not None:
-        raise EngineFailed(f"the engine failed: {server.failure!r}") from server.failure
+        raise ended(server.failure)
+
+
+def ended(failure: BaseException) -> BaseException:
+    """What ends a program whose engine has failed. That a rank is gone says all; other errors keep their traceback."""
+    if isinstance(failure, RankFailed):
+        return failure
+    error = EngineFailed(f"the engine failed: {failure!r}")
+    error.__cause__ = failure
+    return error

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.token_ids": {"loading.files"},
     "loading.gguf_tokenizer": {"loading.files"},
     "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
+    "loading.gguf_blocks": {"core.spec", "kernels", "layers", "loading.gguf_file", "loading.safetensors_io"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.rounding": {"layers", "loading.safetensors_io"},
     "loading.packed": {"loading.files", "loading.safetensors_io", "core.spec"},
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
         "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
-        "loading.packed", "loading.rounding",
+        "loading.gguf_blocks", "loading.packed", "loading.rounding",
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
@@ -104,8 +105,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe", "core.registry", "engine",
-        "pipeline", "pipeline.streaming",
+        "distributed", "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
+        "core.registry", "engine", "pipeline", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
@@ -132,6 +133,7 @@ OUTSIDE: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "pydantic": {"serving"},
     "prometheus_client": {"serving"},
+    "ray": {"serving"},
     "triton": {"kernels"},
     "transformers": {"pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},

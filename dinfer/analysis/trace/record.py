@@ -112,8 +112,8 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     offers: list[Offer] = []  # of the step under way
     fed = _Fed(recipe.model)
     watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
-    runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv)
-    engine = Engine(watched, runtime)
+    runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv, tensor_parallel=recipe.ranks.size)
+    engine = Engine(watched, runtime, plain=recipe)
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None

@@ -27,7 +27,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import group, need, pipeline, setting
+from dinfer.cli.recipe import group, need, pipeline, ranks_of, setting
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
@@ -54,7 +54,7 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
         from evaluations.ranks import ranks
 
         settings = settings_of(config)
-        among = ranks(setting(config, "device", str | None))
+        among = ranks(setting(config, "device", str | None), ranks_of(config))
         recipe = {kind: config[kind] for kind in GROUPS}
         runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
         folder, overwrite = setting(config, "out", str | None), setting(config, "overwrite", bool)
