@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+        "core.branches",
     },
     "core.branches": CORE | {"core.commits", "core.kv", "core.recipe", "core.speculation"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
