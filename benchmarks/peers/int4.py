@@ -72,7 +72,7 @@ def float8(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
 
 
 def gemlite(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
-    from gemlite import DType, GemLiteLinear  # type: ignore[import-not-found]
+    from gemlite import DType, GemLiteLinear
 
     made = []
     for _ in range(COPIES):
