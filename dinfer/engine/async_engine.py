@@ -15,7 +15,7 @@ from dinfer.engine.turns import Turns
 PAUSE = 0.0005  # seconds, for each caller
 FRAME = 1 / 30  # seconds from one canvas to the next, at least: people see no more
 SHIFT = 0.05  # seconds of rounds after which the engines that share a thread take turns
-UNKNOWN = 10  # times as long may a round take that meets a new shape: it compiles kernels or captures a graph
+NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles kernels or captures a graph
 
 
 class EngineHung(RuntimeError):
@@ -78,6 +78,8 @@ class AsyncEngine:
 
     async def probe(self) -> None:
         """Notes a failure if the device does not answer any more."""
+        if self.failure is not None:
+            return
         try:
             await self._turns.run(self.engine.check_device)
         except Exception as error:
@@ -86,11 +88,11 @@ class AsyncEngine:
     def check_alive(self, limit: float) -> None:
         """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds.
 
-        A round that meets a shape for the first time may take `UNKNOWN` times as long.
+        A round that meets a shape for the first time may take `NEW_SHAPE` times as long.
         """
-        began, factor = self._since, UNKNOWN if self.engine.runner.meeting is not None else 1
-        if self.failure is None and began is not None and time.perf_counter() - began > limit * factor:
-            self._fail(EngineHung(f"a round of steps has taken longer than {limit * factor:g} seconds"))
+        began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
+        if self.failure is None and began is not None and time.perf_counter() - began > limit:
+            self._fail(EngineHung(f"a round of steps has taken longer than {limit:g} seconds"))
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()

@@ -116,7 +116,9 @@ class Row:
     def look(self, active_X: Tensor, drafts_X: Tensor) -> None:
         """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that."""
         start, end = self.before.start, self.before.end
-        self.active = self.canvas[start:end] = active_X[: end - start].tolist()
+        known = active_X[: self.request.length - start].tolist()  # behind `end`, what a branch has opened
+        self.canvas[start : start + len(known)] = known
+        self.active = known[: end - start]
         if self.drafts:
             self.offers = drafts_X[: end - start].tolist()
 

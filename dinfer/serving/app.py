@@ -166,11 +166,10 @@ def add_generation(app: FastAPI, server: Server) -> None:
         prompt = await encoded(served, body.conversation, "messages")
         (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
         with server.admission.admit([row.length]):
-            async with server.recording:  # one at a time: it runs beside the engine, step by step
-                try:
-                    found = await asyncio.to_thread(record_request, served.pipe, row, model=served.name)
-                except Exception as error:
-                    raise failure(error) from error
+            try:  # one at a time: it runs beside the engine, step by step
+                found = await server.recording.run(lambda: record_request(served.pipe, row, model=served.name))
+            except Exception as error:
+                raise failure(error) from error
         return Response(trace_page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
     @app.post("/v1/infill")

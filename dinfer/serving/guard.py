@@ -48,14 +48,17 @@ class Guard:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings) -> None:
         self._app, self._settings, self._keys = app, settings, settings.keys()
+        self._open = 0  # requests that wait for an answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, began = f"req-{uuid.uuid4().hex}", time.perf_counter()
+        # A request that came through a gateway has its id.
+        request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)
         sending = _Sending(send, request_id, self._settings.send_timeout)
+        self._open += 1
         try:
             self._check(scope)
             body = await self._body(receive)
@@ -73,6 +76,7 @@ class Guard:
             message = f"the request {request_id} failed in the server, whose log says why"
             await respond(ApiError(500, message, code="internal_error"), sending)
         finally:
+            self._open -= 1
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             LOG.log(
                 level, "%s %s %s", scope["method"], scope["path"], sending.status,
@@ -83,6 +87,12 @@ class Guard:
             )  # fmt: skip
 
     def _check(self, scope: Scope) -> None:
+        most = self._settings.max_connections
+        if self._open > most and scope["path"] not in QUIET:
+            raise ApiError(
+                503, f"{most} requests wait for an answer already, which is the most: try again later",
+                code="too_many_connections", retry_after=1,
+            )  # fmt: skip
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"localhost").decode("latin-1"))
         length = headers.get(b"content-length", b"0")
@@ -176,8 +186,9 @@ class _Sending:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            given = list(message.get("headers", []))
             own = [*SAFE_HEADERS, (b"x-request-id", self._id)]
-            message = {**message, "headers": [*message.get("headers", []), *own]}
+            message = {**message, "headers": [*given, *(header for header in own if header not in given)]}
         self._since = time.perf_counter()
         await self._send(message)
         self._since = None

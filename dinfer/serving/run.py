@@ -12,6 +12,7 @@ import uvicorn
 
 from dinfer.distributed.leader import RankFailed
 from dinfer.serving.app import application
+from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
@@ -80,9 +81,9 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     settings = server.settings
     config = uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        limit_concurrency=settings.max_connections, timeout_keep_alive=30,
-        timeout_graceful_shutdown=round(settings.grace),
+        http=connection(settings), timeout_keep_alive=30, timeout_graceful_shutdown=round(settings.grace),
     )  # fmt: skip
+    open_files(settings)
     web = _Uvicorn(config, server.admission.close)
     host, port = made.getsockname()[:2]
 
@@ -92,6 +93,8 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         while server.failure is None:
             await asyncio.sleep(WATCH)
+            for engine in server.catalogue.engines.values():
+                engine.check_alive(settings.round_timeout)
         await asyncio.sleep(FAREWELL)
         web.should_exit = True
 

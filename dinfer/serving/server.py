@@ -10,6 +10,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from dinfer.engine.request import Request as Row
+from dinfer.engine.turns import Turns
 from dinfer.serving.admission import Admission
 from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
@@ -40,7 +41,7 @@ class Server:
     settings: Settings
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
-    recording: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of traces
+    recording: Turns = field(default_factory=Turns)  # of traces
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
@@ -98,12 +99,12 @@ class Server:
         return JSONResponse(answer.whole())
 
     async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[bytes]:
-        if opening := answer.opening():
-            yield sse(opening)
+        opening = answer.opening()  # goes with the first piece: until then another replica could answer
         try:
             async for event in events:
                 if made := answer.pieces(event):
-                    yield sse(made)
+                    yield sse([*opening, *made])
+                    opening = []
         except ApiError as error:
             self.refuse(error)
             yield sse([error.body() | {"request_id": REQUEST_ID.get()}])

@@ -27,10 +27,11 @@ class Settings:
     max_requests: int = 1024  # rows that run or wait
     max_tokens: int = 4_194_304  # positions of their canvases
     max_body: int = 4_194_304  # bytes of a request
-    max_connections: int = 2048
+    max_connections: int = 2048  # requests that wait for an answer
     max_new_tokens: int = 256  # of a request that says nothing
     deadline: float = 600.0  # seconds that a request may take
     send_timeout: float = 30.0  # seconds that a client may take to read a piece
+    round_timeout: float = 300.0  # seconds after which a round of steps counts as hung, and the server ends
     grace: float = 30.0  # seconds that running requests have after SIGTERM
     log_prompts: bool = False
 
@@ -42,7 +43,8 @@ class Settings:
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name}={count} must be at least 1")
-        for name, seconds in (("deadline", self.deadline), ("send_timeout", self.send_timeout)):
+        limits = {"deadline": self.deadline, "send_timeout": self.send_timeout, "round_timeout": self.round_timeout}
+        for name, seconds in limits.items():
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds} must be more than 0 seconds")
         if not self.grace >= 0:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,3 +256,59 @@ def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
     with served(Settings(port=0)) as client, pytest.raises(run.EngineFailed, match="a defect"):
         assert serving(client, talk) == []
     assert [response.status_code for response in told] == [500, 503, 503, 503]
+
+
+def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, awake = dict[str, httpx.Response](), threading.Event()
+
+    def talk(address: str) -> None:
+        with httpx.Client(base_url=address, timeout=30) as http:
+            assert http.get("/health").status_code == 200
+            told["asked"] = http.post(PATH, json=body())
+            told.update({path: http.get(path) for path in ("/health", "/ready")})
+
+    def hang(engine: Engine) -> list[Any]:
+        awake.wait()
+        return []
+
+    monkeypatch.setattr(run, "FAREWELL", 0.5)
+    monkeypatch.setattr(Engine, "step", hang)
+    try:
+        with (
+            served(Settings(port=0, round_timeout=0.2)) as client,
+            pytest.raises(run.EngineFailed, match=r"longer than 0\.2 seconds"),
+        ):
+            assert serving(client, talk) == []
+    finally:
+        awake.set()
+    assert {path: response.status_code for path, response in told.items()} == {
+        "asked": 500, "/health": 503, "/ready": 503,
+    }  # fmt: skip
+    assert "EngineHung" in told["/health"].json()["error"]["message"]
+
+
+def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words() -> None:
+    async def ask(client: Client) -> list[httpx.Response]:
+        return await asyncio.gather(*(client.http.post(PATH, json=body()) for _ in range(3)))
+
+    with served(Settings(max_connections=2)) as client:
+        *good, refused = sorted(client.loop.run(ask(client)), key=lambda response: response.status_code)
+        assert [response.status_code for response in good] == [200, 200]
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert client.ask(PATH, body()).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp"])
+def test_a_connection_without_a_request_ends(sent: bytes) -> None:
+    read: list[bytes] = []
+
+    def talk(address: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(address.split(":")[-1].strip("/"))), timeout=30) as link:
+            link.sendall(sent)
+            read.append(link.recv(100))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with served(Settings(port=0, send_timeout=0.05)) as client:
+        assert serving(client, talk) == []
+    assert read == [b""]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from pathlib import Path
 
 import pytest
 from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
+from dinfer.core.canvas import Phase
+from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
-from dinfer.engine.async_engine import AsyncEngine
+from dinfer.engine import async_engine
+from dinfer.engine.async_engine import AsyncEngine, EngineHung
 from dinfer.engine.request import Completion, Request, Update
 
 
@@ -100,6 +104,34 @@ def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.gather(*(broken(served, request) for request in requests_of(recipe, 3)))
         await last(served, requests_of(recipe, 1)[0])
 
+    asyncio.run(main())
+
+
+def test_a_round_that_hangs_is_told_but_not_one_that_meets_a_new_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of()
+    engine, began, awake = engine_for(recipe, max_length=64), threading.Event(), threading.Event()
+
+    def hang() -> list[Update]:
+        began.set()
+        awake.wait()
+        return []
+
+    async def main() -> None:
+        served = AsyncEngine(engine)
+        asked = asyncio.create_task(last(served, requests_of(recipe, 1)[0]))
+        await asyncio.to_thread(began.wait)
+        served.check_alive(1e-9)
+        assert served.failure is None
+        monkeypatch.setattr(engine.runner, "meeting", None)
+        served.check_alive(1e-9)
+        assert isinstance(served.failure, EngineHung)
+        with pytest.raises(EngineHung):
+            await asked
+        awake.set()
+
+    monkeypatch.setattr(async_engine, "NEW_SHAPE", 1e12)
+    monkeypatch.setattr(engine, "step", hang)
+    monkeypatch.setattr(engine.runner, "meeting", StepShape(Phase.WINDOW, 1, 8, 1, 8, 1))
     asyncio.run(main())
 
 

@@ -49,12 +49,17 @@ class Scheduler:
         self._repeatable = in_flight and self._repeats(rows)
         if in_flight:
             return self._steps if self._repeatable and self.lookahead.pays else []
-        phases: dict[int, list[Row]] = {phase: [] for phase in self.recipe.phases}
+        phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
-            phases[row.cursors.phase].append(row)
+            phases[Phase(row.cursors.phase)].append(row)
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
-        self._steps = [step for phase in self.recipe.phases for step in self._grouped(phase, phases[phase])]
+        self._steps = [
+            step
+            for phase in phases
+            for some in self._apart(phase, phases[phase])
+            for step in self._grouped(phase, some)
+        ]
         return self._steps
 
     def update(self, row: Row) -> None:
@@ -75,9 +80,18 @@ class Scheduler:
         """Plans a row as if these were its cursors, unless that has been done."""
         if row.need_at == now[:DECIDING]:
             return
-        cache, spec = self.recipe.cache, self.recipe.model.spec
+        cache, spec, at = self.recipe.cache, self.recipe.model.spec, now[:DECIDING]
+        if self.recipe.iteration.branches:  # one may open a block that the present state does not
+            most = now.start + self.recipe.iteration.blocks * self.block
+            now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
         narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
-        row.need, row.need_at = Need(cache.width(spec, now), narrow), now[:DECIDING]
+        row.need, row.need_at = Need(cache.width(spec, now), narrow), at
+
+    def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
+        """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
+        if not self.recipe.iteration.branches or phase != deciding(self.recipe):
+            return [rows]
+        return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         by_slot = {row.slot: row for row in rows if row.slot is not None}
@@ -107,15 +121,17 @@ class Scheduler:
         return Step(shape, group.slots)
 
     def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
-        """How many candidates of each row a step evaluates."""
-        most = candidates_of(self.runtime)
+        """How many candidates, or branches, of each row a step evaluates."""
+        most, branches = candidates_of(self.runtime), self.recipe.iteration.branches
+        if branches:
+            return branches * (phase == deciding(self.recipe) and width <= self.widest)
         if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):
             return 0
         if self.runtime.speculate == "auto":
             most = min(most, self._free // (len(rows) * width) - 1)
         return max(most, 0)
 
-    def _holds(self, phases: dict[int, list[Row]]) -> bool:
+    def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""
         new, self._arrived = self._arrived, 0
         decoding = [row.need.width for phase in phases if phase != Phase.PREFILL for row in phases[phase]]
