@@ -1,4 +1,4 @@
-"""A program that runs a model on several ranks and says how far it is: `python -m support.rank_program FOLDER RANKS`."""
+"""Runs a model on several ranks, and says how far it is: `python -m support.rank_program FOLDER RANKS DEVICE`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def say(*words: Any) -> None:
     print(*words, flush=True)
 
 
-def main(folder: str, ranks: str) -> None:
+def main(folder: str, ranks: str, device: str) -> None:
     joined = dinfer.pipeline.ranks.joined
 
     def told(*given: Any) -> Any:
@@ -24,11 +24,14 @@ def main(folder: str, ranks: str) -> None:
         return joined(*given)
 
     dinfer.pipeline.ranks.joined = told
-    pipe = dinfer.load(folder, dtype="float64", runtime=dinfer.Runtime(tensor_parallel=int(ranks)))
-    say("running", pipe.generate_ids([[1, 5, 9]], max_new_tokens=8)[0].canvas)
-    while len(sys.argv) == 3:
+    runtime = dinfer.Runtime(tensor_parallel=int(ranks), graphs=device == "cuda")
+    pipe = dinfer.load(folder, device=device, dtype="float32", runtime=runtime)
+    for _ in range(3):  # the steps of the last time are CUDA graphs
+        pipe.generate_ids([[1, 5, 9]] * 4, max_new_tokens=64)
+    say("running")
+    while True:
         pipe.generate_ids([[1, 5, 9]] * 4, max_new_tokens=64)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.rank_processes import Program, kill, runs
 from support.ranks import save
 
 import dinfer
@@ -33,25 +31,8 @@ from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
-ROOT = Path(__file__).parents[2]
 QUESTIONS = ["What is 3 + 4?", "Repeat: tree, sun.", "What is 9 - 5?"]
 TWO = dinfer.Runtime(tensor_parallel=2, check_ranks=True, rows=2)
-LIMIT = 30.0  # seconds in which all ranks have ended after one has
-
-
-def until(done: Callable[[], bool], seconds: float = LIMIT) -> bool:
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(0.02)
-    return done()
-
-
-def runs(process: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def same(pipe: Pipeline, alone: Pipeline, **given: Any) -> None:
@@ -191,36 +172,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llada"
 
 
-class Program:
-    """`support.rank_program` with three ranks, and the process ids of all."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.rank_program", str(checkpoint), "3"],
-            cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def ranks(self, stage: str) -> list[int]:
-        """All ranks, in order, as soon as the program is so far."""
-        children = Path(f"/proc/{self.process.pid}/task")
-        if stage == "start":
-            found: list[int] = []
-
-            def three() -> bool:
-                pids = (int(pid) for task in children.glob("*/children") for pid in task.read_text().split())
-                found[:] = sorted(pid for pid in pids if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes())
-                return len(found) == 2
-
-            assert until(three, 60)
-            return [self.process.pid, *found]
-        assert self.process.stdout is not None
-        ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
-        if stage == "running":
-            assert self.process.stdout.readline().startswith("running")
-        return ranks
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", ["start", "loading", "running"])
 @pytest.mark.parametrize(
@@ -231,17 +182,4 @@ class Program:
 def test_a_rank_that_dies_or_hangs_ends_the_others(
     checkpoint: Path, stage: str, victim: int, by: signal.Signals
 ) -> None:
-    program = Program(checkpoint)
-    try:
-        ranks = program.ranks(stage)
-        os.kill(ranks[victim], by)
-        others = [pid for pid in ranks if pid != ranks[victim]]
-        assert until(lambda: not any(map(runs, others)))
-    finally:
-        os.kill(program.process.pid, signal.SIGCONT)
-        program.process.kill()
-        _, errors = program.process.communicate()
-    assert until(lambda: not any(map(runs, ranks)), 2)
-    if victim:
-        assert program.process.returncode == 1
-        assert errors.count(f"RankFailed: rank {victim} (process {ranks[victim]})") == 1
+    kill(Program(str(checkpoint), 3), stage, victim, by)
