@@ -154,17 +154,21 @@ def text_of(answer: dict[str, Any]) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--lines", type=int, default=60)
+    parser.add_argument("--lines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = []
+    found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder, Clusters() as clusters:
         for seed in range(args.seed, args.seed + args.trials):
             found.append(trial(clusters, seed, Path(folder), lines=args.lines))
             print(found[-1], flush=True)
-    document = {**provenance(torch.device("cpu")), "lines": args.lines, "trials": [asdict(one) for one in found]}
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+            document = {
+                **provenance(torch.device("cpu")),
+                "lines": args.lines,
+                "trials": [asdict(one) for one in found],
+            }
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
     if not all(one.good for one in found):
         raise SystemExit(1)
 
