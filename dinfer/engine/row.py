@@ -62,6 +62,7 @@ class Row:
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
     since: int = 0  # forwards at that time
+    tried: int = 0  # candidates of its last step
     drafted: bool = False  # the last step decoded, and the row stayed in its blocks: there are drafts for the next
     steady: bool = False  # the last step changed nothing but counts
     fastest: int = 0  # most positions that a step has committed

@@ -10,6 +10,7 @@ from dinfer.core.speculation import deciding
 from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
+from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
@@ -34,6 +35,7 @@ class Scheduler:
         self.widest = 0  # most positions of a row in a step with candidates
         self.lookahead = Lookahead()
         self._free = free_positions(recipe.model.spec)
+        self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
@@ -71,8 +73,14 @@ class Scheduler:
         """Works out what a launched row needs next if it stays in its block, while the device is busy."""
         self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
-    def observe(self, rows: Collection[Row]) -> None:
-        """Learns where a round has left its rows."""
+    def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
+        """Learns where a round has left its rows, and what steps took, in seconds."""
+        for shape, seconds in measured:
+            if shape.phase == deciding(self.recipe) and not shape.settles:
+                self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
+        for row in rows:
+            if row.tried:
+                self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
 
@@ -107,6 +115,8 @@ class Scheduler:
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
         candidates = self._candidates(phase, group.width, rows)
+        for row in rows:
+            row.tried = candidates
         sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
@@ -127,9 +137,7 @@ class Scheduler:
             return branches * (phase == deciding(self.recipe) and width <= self.widest)
         if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):
             return 0
-        if self.runtime.speculate == "auto":
-            most = min(most, self._free // (len(rows) * width) - 1)
-        return max(most, 0)
+        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else most
 
     def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""
