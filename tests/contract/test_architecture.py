@@ -64,14 +64,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+        "core.branches",
     },
+    "core.branches": CORE | {"core.commits", "core.kv", "core.recipe", "core.speculation"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification",
+        "core.verification", "core.branches",
     },
     "distributed": set(),
     "engine": {
