@@ -21,6 +21,7 @@ from dinfer.kernels.linear import linear
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
+from dinfer.kernels.untraced import leave_untraced
 from dinfer.layers.linear import Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.layers.vocabulary import embed, mix, whole
@@ -105,6 +106,7 @@ class Transformer(nn.Module):
         """
         twin = copy.copy(self)
         mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
+        leave_untraced()
         before, after = torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode)
 
         def closed(block: Block, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
@@ -264,7 +265,7 @@ def empty_network(
     """
     from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInitialValues():
         network = family.network(spec).to(dtype)
         for name, parameter in network.named_parameters():
             if name.endswith("choice_bias"):
@@ -279,7 +280,25 @@ def empty_network(
                     module.hold(own, format.empty(module.get_parameter(own).shape, dtype), format)
                 except ValueError as error:
                     raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
-    return network.to_empty(device=device).requires_grad_(False).eval()
+    for module in network.modules():  # not `to_empty`, which imports sympy
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+    return network.requires_grad_(False).eval()
+
+
+DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Draws no initial values: on the meta device it imports torch's compiler, which takes longer than all else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in DRAWS:
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
 
 
 def save_network(

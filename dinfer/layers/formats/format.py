@@ -13,6 +13,7 @@ from dinfer.core.registry import Registry
 from dinfer.kernels.linear import round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
 from dinfer.kernels.types import Deferred, Inputs, Matrices
+from dinfer.kernels.untraced import untraced
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 
@@ -81,7 +82,7 @@ class EightBits(Format):
         weight[0].detach()[at].copy_(values)
         weight[1][at[:-1]].copy_(scale[..., 0])
 
-    @torch.compiler.disable  # the compiler would trace the slow reference
+    @untraced  # the compiler would trace the slow reference
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
         return scaled_linear(rounded(x) if self.takes == "rounded" else x, weight[0], weight[1], bias_O)
 
