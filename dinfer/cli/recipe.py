@@ -11,6 +11,7 @@ from dinfer.demo.problems import Problem, generate
 from dinfer.loading.hub import SMALL, locate
 
 if TYPE_CHECKING:
+    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline
 
 
@@ -18,7 +19,6 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
     import torch
 
-    from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import load
 
     parts = {kind: config[kind] for kind in GROUPS}
@@ -26,16 +26,23 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
     # Before the weights are read, so that a slip in a decoder's option is known at once.
     for kind, registry in GROUPS.items():
         registry.build(parts[kind])
-    unset = isinstance(config["runtime"], dict) and config["runtime"].get("graphs") is None
-    graphs = {"graphs": device.startswith("cuda")} if unset else {}
     return load(
         parts.pop("model"),
         **parts,
         device=device,
         dtype=setting(config, "dtype", str | None),
         quantize=setting(config, "quantize", str | None),
-        runtime=group(config, "runtime", Runtime, **graphs),
+        runtime=runtime_of(config, device),
     )
+
+
+def runtime_of(config: dict[str, Any], device: str) -> Runtime:
+    """The settings below `runtime`, for that device. Raises ValueError."""
+    from dinfer.engine.runtime import Runtime
+
+    unset = isinstance(config["runtime"], dict) and config["runtime"].get("graphs") is None
+    graphs = {"graphs": device.startswith("cuda")} if unset else {}
+    return group(config, "runtime", Runtime, **graphs)
 
 
 def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -20,7 +21,7 @@ from pydantic import Field, ValidationError
 from dinfer.analysis.outputs import naming
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
-from dinfer.serving.guard import Message, Scope
+from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.protocol import Strict
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
@@ -124,14 +125,18 @@ class Output:
         return size
 
 
+# Answers lines, and hands each answer over: `dinfer batch` here, or on a Ray cluster.
+Answering = Callable[[Iterator[Line], Callable[[dict[str, Any]], None]], None]
+
+
 def run(
-    make: Callable[[Settings], Server], asked: BinaryIO, setup: Mapping[str, Any], output: Output, *, at_once: int,
+    asked: BinaryIO, setup: Mapping[str, Any], output: Output, answering: Answering,
     progress: Callable[[int, int, dict[str, Any] | None], None],
 ) -> None:  # fmt: skip
-    """Answers all lines of `asked` that `output` lacks, `at_once` of them at a time.
+    """Answers all lines of `asked` that `output` lacks.
 
-    `make`: the server with these settings. `progress` is told how many lines are answered, of how many, and the last
-    answer. Raises ValueError if `output` is of other lines or of another setup, OSError, EngineFailed, RankFailed.
+    `progress` is told how many lines are answered, of how many, and the last answer. Raises ValueError if `output` is
+    of other lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
@@ -140,19 +145,42 @@ def run(
             f"{output.ids[min(others)]!r}: give another file, or overwrite=true to begin anew"
         )
     progress(len(output.ids), len(ids), None)
-    if len(output.ids) == len(ids):
-        return
+
+    def keep(answer: dict[str, Any]) -> None:
+        if answer["id"] not in output.ids:
+            output.write(answer)
+            progress(len(output.ids), len(ids), answer)
+
+    def left() -> Iterator[Line]:
+        """Lines that can be answered and are not. What is wrong with others is their answer."""
+        seen: dict[str, int] = {}
+        for line in lines(asked, setup):
+            try:
+                name = read(line).custom_id
+                if (first := seen.setdefault(name, line.number)) != line.number:
+                    raise ApiError(400, f"custom_id={name!r:.80} is that of line {first} too", "custom_id", "duplicate")
+            except ApiError as error:
+                keep(refusal(line, error))
+            else:
+                if line.id not in output.ids:
+                    yield line
+
+    if len(output.ids) < len(ids):
+        answering(left(), keep)
+
+
+def answer_here(
+    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[Settings], Server], at_once: int
+) -> None:
+    """Answers lines with an engine in this process, `at_once` of them at a time. Raises EngineFailed."""
     server = make(SETTINGS)
-    app, seen, waiting = application(server), dict[str, int](), lines(asked, setup)
+    app = application(server)
 
     async def work() -> None:
         for line in waiting:
-            answer = await answered(app, line, seen, skip=line.id in output.ids)
-            if server.failure is not None:
-                raise ended(server.failure)
-            if answer is not None:
-                output.write(answer)
-                progress(len(output.ids), len(ids), answer)
+            answer = await answered(app, line)
+            check(server)
+            keep(answer)
 
     async def all_lines() -> None:
         tasks = [asyncio.create_task(work()) for _ in range(at_once)]
@@ -166,34 +194,40 @@ def run(
     asyncio.run(all_lines())
 
 
-async def answered(app: Any, line: Line, seen: dict[str, int], *, skip: bool) -> dict[str, Any] | None:
-    """The answer to a line. `seen`: lines by custom id, to which it adds its own. None: `skip` it."""
-    given: Any = None
+def check(server: Server) -> None:
+    """Raises EngineFailed or RankFailed if an engine cannot be relied on, and so neither can its last answers."""
+    if server.failure is not None:
+        raise ended(server.failure)
+
+
+async def answered(app: Any, line: Line) -> dict[str, Any]:
+    """The answer of the application to a line that can be read."""
+    ask = read(line)
+    status, request_id, body = await post(app, ask.url, json.dumps(ask.body).encode())
+    error = None if status < 400 else body["error"]
+    return told(line, ask.custom_id, {"status_code": status, "request_id": request_id, "body": body}, error)
+
+
+def refusal(line: Line, error: ApiError) -> dict[str, Any]:
+    """The answer to a line that cannot be."""
+    found = error.body()["error"]
+    found["message"] = f"line {line.number}: {found['message']}"
     try:
-        given = parsed(line.text)
-        ask = checked(given)
-        if (first := seen.setdefault(ask.custom_id, line.number)) != line.number:
-            raise ApiError(
-                400, f"custom_id={ask.custom_id!r:.80} is that of line {first} too", "custom_id", "duplicate"
-            )
-        if skip:
-            return None
-        status, request_id, body = await post(app, ask.url, json.dumps(ask.body).encode())
-    except ApiError as error:
-        if skip:
-            return None
-        found, response = error.body()["error"], None
-        found["message"] = f"line {line.number}: {found['message']}"
-    else:
-        response = {"status_code": status, "request_id": request_id, "body": body}
-        found = None if status < 400 else body["error"]
-    name = given.get("custom_id") if isinstance(given, dict) else None
-    return {
-        "id": line.id,
-        "custom_id": name if isinstance(name, str) else None,
-        "response": response,
-        "error": None if found is None else {key: found[key] for key in ("code", "message", "param")},
-    }
+        name = parsed(line.text)["custom_id"]
+    except (ApiError, TypeError, KeyError, IndexError):
+        name = None
+    return told(line, name if isinstance(name, str) else None, None, found)
+
+
+def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An answer as the file has it."""
+    kept = None if error is None else {key: error[key] for key in ("code", "message", "param")}
+    return {"id": line.id, "custom_id": name, "response": response, "error": kept}
+
+
+def read(line: Line) -> Ask:
+    """The request of a line. Raises ApiError."""
+    return checked(parsed(line.text))
 
 
 def parsed(text: bytes) -> Any:
@@ -219,23 +253,10 @@ def checked(given: Any) -> Ask:
 
 async def post(app: Any, path: str, content: bytes) -> tuple[int, str, Any]:
     """Asks an ASGI application: status, request id and body of its answer."""
-    sent, parts = [content], list[bytes]()
-    status, request_id = 0, ""
-
-    async def receive() -> Message:
-        if sent:
-            return {"type": "http.request", "body": sent.pop()}
-        return await asyncio.Future()  # this client stays
-
-    async def send(message: Message) -> None:
-        nonlocal status, request_id
-        if message["type"] == "http.response.start":
-            status, request_id = message["status"], dict(message["headers"])[b"x-request-id"].decode()
-        parts.append(message.get("body", b""))
-
-    scope: Scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
-        "path": path, "query_string": b"", "root_path": "", "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-    await app(scope, receive, send)
+    status, request_id, parts = 0, "", list[bytes]()
+    async with aclosing(messages(app, Asked("POST", path, content))) as answer:
+        async for message in answer:
+            if message["type"] == "http.response.start":
+                status, request_id = message["status"], dict(message["headers"])[b"x-request-id"].decode()
+            parts.append(message.get("body", b""))
     return status, request_id, json.loads(b"".join(parts))

@@ -54,7 +54,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, began = f"req-{uuid.uuid4().hex}", time.perf_counter()
+        # A request that came through a gateway has its id.
+        request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)
         sending = _Sending(send, request_id, self._settings.send_timeout)
         self._open += 1
@@ -185,8 +186,9 @@ class _Sending:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            given = list(message.get("headers", []))
             own = [*SAFE_HEADERS, (b"x-request-id", self._id)]
-            message = {**message, "headers": [*message.get("headers", []), *own]}
+            message = {**message, "headers": [*given, *(header for header in own if header not in given)]}
         self._since = time.perf_counter()
         await self._send(message)
         self._since = None

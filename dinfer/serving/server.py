@@ -99,12 +99,12 @@ class Server:
         return JSONResponse(answer.whole())
 
     async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[bytes]:
-        if opening := answer.opening():
-            yield sse(opening)
+        opening = answer.opening()  # goes with the first piece: until then another replica could answer
         try:
             async for event in events:
                 if made := answer.pieces(event):
-                    yield sse(made)
+                    yield sse([*opening, *made])
+                    opening = []
         except ApiError as error:
             self.refuse(error)
             yield sse([error.body() | {"request_id": REQUEST_ID.get()}])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +25,10 @@ HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each famil
 SIZES = {"head_dim": 8, "rotary_dim": 4, "hidden_size": 48, "moe_intermediate_size": 12, "expert_intermediate_size": 12}
 
 
+WIDE = ("llada", "llada2")
+ROUNDED = ("fp8", "int8", "int4")
+
+
 def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, Any]:
     """The config with numbers that 2 and 3 ranks can divide."""
     more = HEADS | SIZES | {"num_key_value_heads": kv_heads, "n_kv_heads": kv_heads}
@@ -33,6 +39,11 @@ def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, 
 def models() -> dict[str, tuple[ModelFamily, dict[str, Any]]]:
     found = {name: (family_for(config), divisible(config, 1, 6)) for name, config in CONFIGS.items()}
     found["llada, 6 key heads"] = family_for(CONFIG), divisible(CONFIG, 6, 0)
+    for name in WIDE:  # a rank's share of every width holds whole groups of 32 inputs
+        config, wide = found[name][1], {"n_kv_heads": 6, "num_key_value_heads": 6, "head_dim": 32}
+        wide |= dict.fromkeys(("d_model", "hidden_size", "mlp_hidden_size", "moe_intermediate_size"), 192)
+        wide |= {"intermediate_size": 192, "rotary_dim": 16}
+        found[f"{name}, wide"] = found[name][0], config | {key: wide[key] for key in wide.keys() & config.keys()}
     text = GEMMA["text_config"] | {
         "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 6, "intermediate_size": 36,
     }  # fmt: skip
@@ -112,6 +123,16 @@ def decode(case: Case, folder: Path, ranks: Ranks = ALONE) -> list[Any]:
     return [(result.canvas, result.counts.forwards, result.counts.hits) for result in done]
 
 
+def scores(name: str, folder: Path, quantize: str | None, ranks: Ranks = ALONE) -> torch.Tensor:
+    """Logits of a sequence, with weights in a format. [B, T, V]"""
+    network = load_network(
+        folder / name, MODELS[name][0], dtype=torch.float32, device=CPU, quantize=quantize, rank=ranks.rank
+    )
+    network.join(ranks)
+    with torch.inference_mode():
+        return network.score(torch.tensor([[1, 5, 9, 2, 7, 3, 8, 4]]))
+
+
 def run_rank(index: int, size: int, folder: str, names: Sequence[str]) -> None:
     """Decodes each case with two ranks and with three, and writes what came out, or why not, to a file of its own."""
     torch.set_num_threads(1)
@@ -125,5 +146,13 @@ def run_rank(index: int, size: int, folder: str, names: Sequence[str]) -> None:
                     found[case.name, count] = decode(case, Path(folder), Ranks.of(group))
                 except Exception as error:
                     found[case.name, count] = repr(error)
+    for count, group in groups.items():
+        if index < count:
+            for model, kind in product(WIDE, ROUNDED):
+                found[model, kind, count] = scores(f"{model}, wide", Path(folder), kind, Ranks.of(group))
+    if index < 2:  # they draw by other seeds
+        parted = replace(CASES[0], name="parted", sampling=DRAWN | {"seed": index})
+        with pytest.raises(RuntimeError, match="rank 1 has other cursors in slot 0 than rank 0"):
+            decode(parted, Path(folder), Ranks.of(groups[2]))
     torch.save(found, f"{folder}/rank{index}.pt")
     dist.destroy_process_group()

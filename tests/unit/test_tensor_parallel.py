@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support.ranks import CASES, Case, decode, run_rank, save
+from support.ranks import CASES, ROUNDED, WIDE, Case, decode, run_rank, save, scores
 
 NAMES = [case.name for case in CASES]
 
@@ -16,7 +16,7 @@ NAMES = [case.name for case in CASES]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    for name in dict.fromkeys(case.model for case in CASES):
+    for name in dict.fromkeys([*(case.model for case in CASES), *(f"{name}, wide" for name in WIDE)]):
         save(name, folder)
     return folder
 
@@ -36,3 +36,16 @@ def test_ranks_decode_what_one_does(
     want = decode(case, folder)
     for found in outcomes[:ranks]:
         assert found[case.name, ranks] == want
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("quantize", ROUNDED)
+@pytest.mark.parametrize("model", WIDE)
+def test_ranks_round_weights_as_well_as_one(
+    model: str, quantize: str, ranks: int, folder: Path, outcomes: list[dict[Any, Any]]
+) -> None:
+    """A rank has a scale for its part of an output, so the logits are others, and about as near to the truth."""
+    exact, whole = (scores(f"{model}, wide", folder, kind) for kind in (None, quantize))
+    first, *others = (found[model, quantize, ranks] for found in outcomes[:ranks])
+    assert all(torch.equal(first, other) for other in others)
+    assert 0 < (first - exact).norm() < 1.5 * (whole - exact).norm()

@@ -22,16 +22,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import OVERRIDE, Parser, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.errors import Interrupted
+from dinfer.cli.errors import FAILED, Interrupted, fail
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.recipe import counted, need, ranks_of, setting
 from dinfer.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dinfer.serving.batch import Answering
+    from dinfer.serving.server import Server
 
 STANDARD = "-"
 WAITING = 2  # lines in flight for each row, so that none is free while the next line is read
@@ -54,7 +58,7 @@ def run(args: Namespace) -> None:
 
 def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
-    from dinfer.cli.commands.serve import fitted, needed, recipes, served
+    from dinfer.cli.commands.serve import made, name_of, needed, recipes
 
     needed("dinfer batch")
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
@@ -68,23 +72,46 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         progress.at("loading")
         from dinfer.serving.batch import Output, run
-        from dinfer.serving.server import Server
-        from dinfer.serving.settings import Settings
+        from dinfer.serving.run import EngineFailed
 
-        def server(settings: Settings) -> Server:
-            return Server(served(config, others, fitted(pipeline(config))), settings)
-
+        answering = answering_of(config, partial(made, config | {"name": name_of(config)}, others))
         told = Told(progress)
         with Output(target, overwrite=overwrite) as output:
-            at_once = WAITING * config["runtime"]["rows"]
             try:
-                run(server, asked, parts | {"recipes": others}, output, at_once=at_once, progress=told)
-            except (KeyboardInterrupt, OSError) as error:
+                run(asked, parts | {"recipes": others}, output, answering, told)
+            except (KeyboardInterrupt, OSError, EngineFailed) as error:
                 kept = f"{len(output.ids)} answers are kept in {target}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):
                     raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+                if isinstance(error, EngineFailed):
+                    fail(EngineFailed(f"{error}. {kept}"), FAILED)
                 raise Interrupted(f"interrupted; {kept}") from None
     say(told.summary())
+
+
+def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
+    """Who answers: an engine here, or several on a Ray cluster. Raises ValueError."""
+    from dinfer.serving.batch import answer_here
+
+    rows = config["runtime"]["rows"]
+    address, replicas = setting(config, "ray", str | None), setting(config, "replicas", int | None)
+    if address is None:
+        if replicas is not None:
+            raise ValueError(f"replicas={replicas} needs a Ray cluster: give ray=auto too")
+        return partial(answer_here, make=make, at_once=WAITING * rows)
+    need("ray", "ray", "ray= needs Ray")
+    if replicas is not None:
+        counted(config, "replicas")
+    from dinfer.serving.cluster import connect, device_of, placed, usual
+    from dinfer.serving.shards import answer_on_cluster
+
+    connect(address, logs=False)
+    device = device_of(setting(config, "device", str | None))
+    ranks = ranks_of(config)
+    replicas = replicas or usual(ranks, device)
+    resources = placed(replicas, ranks, device)
+    found = partial(make.func, make.args[0] | {"device": device}, *make.args[1:])
+    return partial(answer_on_cluster, make=found, replicas=replicas, resources=resources, at_once=WAITING * rows)
 
 
 @contextmanager

@@ -9,27 +9,33 @@ Examples:
   dinfer serve model=tiny port=8000 runtime.rows=64
   dinfer serve model=llada2_mini 'recipes=[careful]'      # two models for clients: llada2_mini, llada2_mini:careful
   DINFER_KEY=... dinfer serve host=0.0.0.0 api_key=env:DINFER_KEY
+  dinfer serve model=llada2_mini replicas=8               # on Ray: pip install 'dinfer[ray]', docs/scaling.md
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
-from dinfer.cli.recipe import pipeline, setting
+from dinfer.cli.errors import FAILED, fail
+from dinfer.cli.recipe import counted, need, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
 
 if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline
     from dinfer.serving.served import Catalogue
+    from dinfer.serving.server import Server
     from dinfer.serving.settings import Settings
 
 
@@ -49,16 +55,48 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     needed("dinfer serve")
     settings = settings_of(config)
     settings.keys()  # raises where there are none
-    others = recipes(config, "serve")
+    others, config = recipes(config, "serve"), config | {"name": name_of(config)}
+    if setting(config, "replicas", int | None) is not None:
+        return serve_replicas(config, others, settings)
+    if config["autoscaling"] is not None:
+        raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
     from dinfer.serving.log import log_as_json
     from dinfer.serving.run import listen, serve, tuned
-    from dinfer.serving.server import Server
 
     with listen(settings) as socket:
-        server = Server(served(config, others, fitted(pipeline(config))), settings)
+        server = made(config, others, settings)
         log_as_json()
         with tuned():
-            serve(server, socket, announced(server.catalogue))
+            serve(server, socket, announced([model.name for model in server.catalogue]))
+    return None
+
+
+def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
+    need("ray", "ray", "replicas= needs Ray")
+    replicas = counted(config, "replicas")
+    autoscaling = setting(config, "autoscaling", dict | None)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
+    from dinfer.serving.cluster import connect, device_of, placed
+    from dinfer.serving.replicas import Plan, run
+    from dinfer.serving.run import EngineFailed
+
+    connect(setting(config, "ray", str), logs=True)
+    device = device_of(setting(config, "device", str | None))
+    resources = placed(replicas, ranks_of(config), device)
+    plan = Plan(replicas=replicas, rows=runtime_of(config, device).rows, resources=resources, autoscaling=autoscaling)
+    names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]
+    try:
+        run(partial(made, config | {"device": device}, others), settings, plan, announced(names))
+    except EngineFailed as error:
+        fail(error, FAILED)
+
+
+def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
+    """The server of one process. Ray calls it in the process of each replica."""
+    from dinfer.serving.server import Server
+
+    return Server(served(config, others, fitted(pipeline(config))), settings)
 
 
 def needed(command: str) -> None:
@@ -77,12 +115,11 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
     return others
 
 
-def announced(catalogue: Catalogue) -> Any:
+def announced(names: list[str]) -> Callable[[str], None]:
     """Says where the server is."""
-    names = ", ".join(model.name for model in catalogue)
 
     def ready(address: str) -> None:
-        print(f"{names}: {address} (a page), {address}v1 (OpenAI's API), {address}docs")
+        print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs")
         sys.stdout.flush()
         say("Ctrl-C ends it.")
 
@@ -99,14 +136,20 @@ def fitted(pipe: Pipeline) -> Pipeline:
     return Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
 
 
+def name_of(config: dict[str, Any]) -> str:
+    """By which clients ask for the model. Raises ValueError."""
+    name = setting(config, "name", str | None) or conf.chosen("model")
+    if ":" in name:
+        raise ValueError(f"name={name!r} must be a word without a colon, which divides the model from the recipe")
+    return name
+
+
 def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipeline) -> Catalogue:
-    """The model, and beside it its other recipes."""
+    """The model under its `name`, and beside it its other recipes."""
     from dinfer.core.recipe import compose
     from dinfer.serving.served import catalogue
 
-    name = setting(config, "name", str | None) or conf.chosen("model")
-    if not name or ":" in name:
-        raise ValueError(f"name={name!r} must be a word without a colon, which divides the model from the recipe")
+    name = config["name"]
     recipes = {name: pipe.recipe}
     for preset, other in others.items():
         parts = {kind: other[kind] for kind in conf.GROUPS if kind != "model"}

@@ -1,0 +1,71 @@
+"""The Ray cluster: how a command reaches it, and whether it has what is asked for."""
+
+import logging
+import os
+import socket
+
+import ray
+
+AUTO = "auto"
+ANSWER = 5.0  # seconds in which the head of a cluster must take a connection
+
+
+def connect(address: str, *, logs: bool) -> None:
+    """Joins the cluster at `address`. `logs`: show here what its processes write.
+
+    `auto`: that of RAY_ADDRESS, or that which runs on this machine, or a new one on this machine, which ends with this
+    process. Raises ValueError if none is there.
+    """
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    if ray.is_initialized():
+        return
+    found = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
+    reachable(found)
+    try:
+        ray.init(None if address == AUTO else address, log_to_driver=logs, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"ray={address}: no Ray cluster can be joined there: {error}") from error
+
+
+def reachable(address: str) -> None:
+    """Raises ValueError if nothing listens at HOST:PORT: Ray itself says so only after a minute."""
+    host, colon, port = address.rpartition(":")
+    if "://" in address:
+        raise ValueError(f"ray={address}: run this command on a machine of the cluster, with ray=auto or HOST:PORT")
+    if not colon:
+        if address not in ("", "local"):
+            raise ValueError(f"ray={address} must be auto, local, or the HOST:PORT of a cluster's head")
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"ray={address}: no Ray cluster answers there ({error}). `ray status` shows where one runs, and ray=auto "
+            "finds it, or starts one on this machine"
+        ) from error
+
+
+def device_of(device: str | None) -> str:
+    """Where replicas compute: `device`, or CUDA if the cluster has cards. Raises ValueError."""
+    if device and ":" in device:
+        raise ValueError(f"device={device} names one card, and Ray chooses each replica's: leave the number out")
+    return device or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
+
+
+def usual(ranks: int, device: str) -> int:
+    """How many replicas there are if nobody says: as many as the cards allow, or one for each machine without cards."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(int(node.get("GPU", 0) // ranks) for node in alive) if device == "cuda" else len(alive)
+
+
+def placed(replicas: int, ranks: int, device: str) -> dict[str, float]:
+    """What one replica occupies of a machine: a core for each rank, and a card. Raises ValueError for too many."""
+    kind, what = ("GPU", "cards") if device == "cuda" else ("CPU", "cores")
+    counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+    if not 0 < replicas <= (room := sum(int(count // ranks) for count in counts)):
+        raise ValueError(
+            f"replicas={replicas} with runtime.tensor_parallel={ranks}: each replica needs {ranks} of a machine's "
+            f"{what}, and the Ray cluster, with {int(sum(counts))} {what} in {len(counts)} machines, has room for "
+            f"{room}. Ask for fewer, or add machines to the cluster"
+        )
+    return {"CPU": ranks, **({"GPU": ranks} if device == "cuda" else {})}

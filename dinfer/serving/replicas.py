@@ -1,0 +1,232 @@
+"""The application on Ray Serve: replicas of the model, and gateways before them."""
+
+import logging
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prometheus_client.core import Metric
+from pydantic import ValidationError
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import ApplicationStatus
+
+from dinfer.serving.app import application
+from dinfer.serving.exchange import Asked, messages
+from dinfer.serving.gateway import Gateway
+from dinfer.serving.guard import Message
+from dinfer.serving.log import log_as_json
+from dinfer.serving.run import EngineFailed, listen, tuned
+from dinfer.serving.server import Server
+from dinfer.serving.settings import Settings
+
+NAME = "dinfer"  # of the application on Ray Serve
+NO_LIMIT = 10**9
+REPLICAS_OF_A_GATEWAY = 8
+CHECK = 2.0  # seconds between checks of a replica's health
+STARTS = 3  # tries to start a replica
+LOOK = 1.0  # seconds between looks at the application
+LOGS = {"enable_access_log": False, "log_level": "WARNING"}  # Serve's own: ours say more
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+LOG = logging.getLogger("dinfer.serving")
+Make = Callable[[Settings], Server]
+
+
+class Replica:
+    """One copy of the model, with the whole application around it."""
+
+    def __init__(self, make: Make, settings: Settings) -> None:
+        log_as_json()
+        self._server = make(settings)
+        self._app = application(self._server)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._for_good = ExitStack()
+        self._for_good.enter_context(tuned())
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
+        """The answer of the application, message by message."""
+        async with aclosing(messages(self._app, asked)) as answer:
+            async for message in answer:
+                self._end_if_failed()
+                yield message
+
+    def _end_if_failed(self) -> None:
+        """Ends the process if the engine has failed. Gateways then ask other replicas, and Serve starts a new one."""
+        if self._server.failure is not None:
+            LOG.critical("the engine has failed, and so this replica ends", exc_info=self._server.failure)
+            logging.shutdown()
+            os._exit(1)
+
+    def ready(self) -> None:
+        """Raises ApiError unless requests are taken."""
+        self._server.check()
+
+    def check_health(self) -> None:
+        """Serve asks, and replaces a replica that raises."""
+        if self._server.failure is not None:
+            raise EngineFailed(f"the engine failed: {self._server.failure!r}") from self._server.failure
+
+    def metrics(self) -> tuple[str, list[Metric]]:
+        """The name of this replica, and what it counts."""
+        return self._name, [*self._server.metrics.registry.collect()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How many replicas there are, and what each is given."""
+
+    replicas: int
+    rows: int  # that one replica denoises at a time
+    resources: dict[str, float]  # of one replica, all on one machine
+    autoscaling: dict[str, Any] | None = None  # fields of Ray Serve's AutoscalingConfig
+
+    def scaling(self) -> AutoscalingConfig | None:
+        """Between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
+        if self.autoscaling is None:
+            return None
+        fields = {"min_replicas": self.replicas, "target_ongoing_requests": self.rows, **self.autoscaling}
+        if unknown := self.autoscaling.keys() - AutoscalingConfig.model_fields.keys():
+            raise ValueError(
+                f"autoscaling: unknown {', '.join(sorted(unknown))}. Ray Serve's AutoscalingConfig has "
+                f"{', '.join(name for name in AutoscalingConfig.model_fields if not name.startswith('_'))}"
+            )
+        try:
+            return AutoscalingConfig(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(["autoscaling", *map(str, first["loc"])])
+            raise ValueError(f"{where}={first['input']!r:.80}: {first['msg']}") from error
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        scaling = self.scaling()
+        return self.replicas if scaling is None else max(self.replicas, scaling.max_replicas)
+
+
+def app(make: Make, settings: Settings, plan: Plan) -> serve.Application:
+    """The application as Ray Serve takes it. `make`: the server of one replica, made in its process."""
+    scaling = plan.scaling()
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": settings.grace,
+        "health_check_period_s": CHECK,
+        "logging_config": LOGS,
+        "max_constructor_retry_count": STARTS,
+    }
+    replicas = serve.deployment(
+        name="Replica",
+        placement_group_bundles=[plan.resources], placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": plan.resources["CPU"], "num_gpus": plan.resources.get("GPU", 0)},
+        # A few more than it denoises at a time, so that no row is free while the next request comes.
+        max_ongoing_requests=plan.rows + max(1, plan.rows // 4),
+        max_queued_requests=settings.max_requests,
+        # All gateways find the same replica by the same hash, and go on to the next one where that is full.
+        request_router_config={
+            "request_router_class": ROUTER, "request_router_kwargs": {"num_fallback_replicas": plan.most - 1},
+            "initial_backoff_s": 0.01, "max_backoff_s": 0.05,
+        },
+        **({"num_replicas": plan.replicas} if scaling is None else {"autoscaling_config": scaling}), **common,
+    )(Replica)  # fmt: skip
+    gateways = serve.deployment(
+        name="Gateway", ray_actor_options={"num_cpus": 0},
+        num_replicas=-(-plan.most // REPLICAS_OF_A_GATEWAY), max_ongoing_requests=settings.max_connections, **common,
+    )(serve.ingress()(Gateway))  # fmt: skip
+    inside = replace(
+        settings, host="127.0.0.1", api_key=None, insecure=True, max_requests=NO_LIMIT, send_timeout=NO_LIMIT
+    )
+    return gateways.bind(replicas.bind(make, inside), settings)
+
+
+def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]) -> None:
+    """Serves on the cluster that is joined, until a signal comes. `ready` is told the address.
+
+    What an earlier command deployed there is replaced, a replica at a time, and that command ends. Raises ValueError,
+    OSError, EngineFailed.
+    """
+    with stopping() as stop, deployed(make, settings, plan) as here:
+        ready(here.address)
+        watch(here, stop)
+
+
+@dataclass(slots=True)
+class Deployed:
+    """An application on Ray Serve."""
+
+    address: str  # ends in a slash
+    ours: bool = True  # False: another command has deployed its own in our place
+
+
+@contextmanager
+def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
+    """Deploys the application, and takes it away at the end. Running requests then have `grace` seconds.
+
+    Raises ValueError, OSError for an address that cannot be had, EngineFailed if no replica starts.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    made, before = app(make, settings, plan), serve.status()
+    if not before.proxies:
+        with listen(settings) as socket:  # to say what is wrong with the address, and to find a free port
+            settings = replace(settings, port=socket.getsockname()[1])
+    http = {"host": settings.host, "port": settings.port}
+    serve.start(proxy_location="EveryNode", http_options=http, logging_config=LOGS)
+    here = Deployed(
+        f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}/",
+        ours=NAME not in before.applications,
+    )
+    try:
+        try:
+            serve.run(made, name=NAME, route_prefix="/", logging_config=LOGS)
+        except RuntimeError as error:
+            raise EngineFailed(f"the replicas could not start: {error}") from error
+        here.ours = True
+        check(here.address)
+        yield here
+    finally:
+        if here.ours:
+            serve.delete(NAME)
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """Set by SIGINT or SIGTERM."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check(address: str) -> None:
+    """Raises ValueError unless it is where Ray Serve listens."""
+    try:
+        with urllib.request.urlopen(f"{address}-/healthz", timeout=LOOK):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{address} does not answer: Ray Serve runs on this cluster since before, and listens where it was told to "
+            "then. Give its host= and port=, or end it with `serve shutdown`"
+        ) from error
+
+
+def watch(here: Deployed, stop: threading.Event) -> None:
+    """Waits for a signal, or for another command that deploys its own application in place of ours.
+
+    Raises EngineFailed if the application is gone.
+    """
+    since = serve.status().applications[NAME].last_deployed_time_s
+    while not stop.wait(LOOK):
+        now = serve.status().applications.get(NAME)
+        if now is None or now.status == ApplicationStatus.DELETING:
+            raise EngineFailed("somebody has ended the application on Ray Serve")
+        if now.last_deployed_time_s != since:
+            LOG.warning("another command serves in place of this one")
+            here.ours = False
+            return

@@ -1,0 +1,64 @@
+"""A file of requests answered on a Ray cluster: Ray Data with one model for each actor."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+
+from dinfer.serving.app import application
+from dinfer.serving.batch import SETTINGS, Line, answered, check
+from dinfer.serving.run import EngineFailed
+from dinfer.serving.server import Server
+from dinfer.serving.settings import Settings
+
+SHARDS = 8  # in flight for each actor: what a kill loses of its work, and how even its load is
+
+
+class Answers:
+    """An actor: the model, and the application that answers lines."""
+
+    def __init__(self, make: Callable[[Settings], Server]) -> None:
+        self._server = make(SETTINGS)
+        self._app = application(self._server)
+
+    async def __call__(self, shard: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The answers to some lines, which are denoised together, and with those of other shards."""
+        columns = (shard[name].tolist() for name in ("number", "text", "id"))
+        found = await asyncio.gather(*(answered(self._app, Line(*values)) for values in zip(*columns, strict=True)))
+        check(self._server)
+        yield {"answer": [json.dumps(answer) for answer in found]}
+
+
+def answer_on_cluster(
+    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[Settings], Server],
+    replicas: int, resources: Mapping[str, float], at_once: int,
+) -> None:  # fmt: skip
+    """Answers lines with `replicas` actors, `at_once` lines at a time in each.
+
+    A shard is kept when it is done. If its actor dies before, Ray gives it to another. Raises EngineFailed.
+    """
+    rows = [{"number": line.number, "text": line.text, "id": line.id} for line in waiting]
+    if not rows:
+        return
+    context = DataContext.get_current()
+    context.enable_progress_bars = False  # the command has its own
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    size = max(1, min(at_once // SHARDS, -(-len(rows) // replicas)))
+    answers = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // size)).map_batches(
+        Answers, fn_constructor_args=(make,), batch_size=None, num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU"),
+        compute=ActorPoolStrategy(
+            size=replicas, max_tasks_in_flight_per_actor=SHARDS, max_concurrent_calls_per_actor=SHARDS
+        ),
+    )  # fmt: skip
+    try:
+        for shard in answers.iter_batches(batch_size=None, prefetch_batches=0):
+            for answer in shard["answer"]:
+                keep(json.loads(answer))
+    except RayError as error:
+        raise EngineFailed(f"the Ray cluster could not answer: {error}") from error
