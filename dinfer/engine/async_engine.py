@@ -46,8 +46,8 @@ class AsyncEngine:
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
         snapshots, steps come together: an update is the last of several steps, and has the new output of all. They are
-        the steps of `PAUSE` seconds for each caller, with drafts of `FRAME_PAUSE` for each and `FRAME` at least, and then
-        of one region.
+        the steps of `PAUSE` seconds for each caller. With drafts they are those of one region, in `FRAME_PAUSE` seconds
+        for each caller and at least `FRAME`.
         `deadline`, by the event loop's clock: when to give the request up.
 
         A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
