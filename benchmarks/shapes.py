@@ -63,16 +63,35 @@ LLADA2_FLASH = LLADA2_MINI | {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 9216,
     "moe_intermediate_size": 1024, "max_position_embeddings": 16384,
 }  # fmt: skip
+SDAR_4B: dict[str, Any] = {
+    "model_type": "sdar",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
+SDAR_8B = SDAR_4B | {"hidden_size": 4096, "intermediate_size": 12288}
 SMALL_LLADA2 = LLADA2_MINI | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_group": 4,
     "topk_group": 2, "vocab_size": 512,
 }  # fmt: skip
 # Options of the family: the vocabulary of these is too small for the ids that config.json leaves to the authors' code.
-OPTIONS: dict[str, dict[str, Any]] = {"small-llada2": {"mask_id": 511, "stop_ids": [510]}}
+# And the length of SDAR's attention blocks, which its config.json does not say.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small-llada2": {"mask_id": 511, "stop_ids": [510]}, "sdar-4b": {"block": 4}, "sdar-8b": {"block": 4},
+}  # fmt: skip
 SHAPES = {
-    "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "small": SMALL,
-    "small-llada2": SMALL_LLADA2,
+    "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "sdar-4b": SDAR_4B,
+    "sdar-8b": SDAR_8B, "small": SMALL, "small-llada2": SMALL_LLADA2,
 }  # fmt: skip
 
 

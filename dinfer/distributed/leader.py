@@ -163,6 +163,7 @@ class Leader:
         if self.alive and self.turn.acquire(timeout=FAREWELL):  # else they are in the middle of a step
             with suppress(RankFailed):
                 self.tell("end")
+                self._ended = True  # so that nobody takes it for a failure
                 limit = time.monotonic() + FAREWELL
                 while time.monotonic() < limit and any(child.poll() is None for child in self._children.values()):
                     time.sleep(0.01)
@@ -204,7 +205,8 @@ class Leader:
         """Starts the ranks, and looks after them until they end."""
         try:
             for rank, command in zip(self._others, commands, strict=False):
-                self._children[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+                self._children[rank], self._pids[rank] = child, child.pid
         except OSError as error:
             self.fail(f"rank {rank} cannot be started: {error}")
         started.set()

@@ -136,7 +136,8 @@ class Loop:
             return
         rows = self._flights.popleft()
         self._each(rows, lambda row: self._move(row, seen))
-        self.scheduler.observe(rows)
+        clock = self.worker.runner.clock
+        self.scheduler.observe(rows, [] if clock is None else clock.read())
 
     def _move(self, row: Row, seen: Seen) -> None:
         """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""

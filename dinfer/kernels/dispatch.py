@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +50,35 @@ def groups_off(choice: str) -> frozenset[str]:
             f"'triton,-canvas,-commit'. Groups: {', '.join(GROUPS)}."
         )
     return frozenset(names)
+
+
+class Untraced:
+    """What `untraced` leaves in a class until the class is made: then it notes the method, and the method is there."""
+
+    waiting: ClassVar[list[tuple[type, str]]] = []
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self.method)
+        self.waiting.append((owner, name))
+
+
+def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
+    """For a method whose kernels are better than what torch.compile would make of their references.
+
+    `torch.compiler.disable` imports the compiler, which takes as long as torch itself and 145 MB. So it is left to
+    `keep_untraced`.
+    """
+    return cast(Callable[Args, Result], Untraced(method))
+
+
+def keep_untraced() -> None:
+    """Has torch.compile leave out the methods that are `untraced`. Whoever compiles calls it first."""
+    while Untraced.waiting:
+        owner, name = Untraced.waiting.pop()
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

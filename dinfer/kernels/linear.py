@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import int8_linear, use_native
+from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
@@ -85,7 +85,7 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
     if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and use_native(x, "linear"):
-        out = int8_linear(x, weight_OK, scale_O)
+        out = native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
     else:
         out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

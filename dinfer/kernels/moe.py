@@ -7,16 +7,17 @@ an expert's gated MLP, O outputs, K inputs, T rows of a tile, I tiles.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.linear import few, round_rows, rounded
+from dinfer.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.types import Deferred, Inputs, Matrices, Parts, Plan, Rounded
 
@@ -98,20 +99,28 @@ class ExpertWeight(ABC):
         return None
 
     @abstractmethod
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        """Rows times the matrix of one expert. [R, K] -> [R, O]"""
+
+    def parts(self) -> Sequence[Part]:
+        """The matrices as the compiled kernels of a CPU take them; empty if they do not."""
+        return ()
+
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         """How many rows of one expert a program of the GPU takes at most."""
+        raise NotImplementedError
 
-    @abstractmethod
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
         """Each token by each of its experts, gated: a row for each pair in the order of tiles. [P, O / 2]"""
+        raise NotImplementedError
 
-    @abstractmethod
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         """The rows that `gated_rows` made, in the order of tokens and, for each, of its experts. [P, O]"""
+        raise NotImplementedError
 
-    @abstractmethod
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         """Each tile times the matrix of its expert, in torch; rows may come in pieces. [I, T, O]"""
+        raise NotImplementedError
 
 
 class ScaledExperts(ExpertWeight):
@@ -129,6 +138,18 @@ class ScaledExperts(ExpertWeight):
             return None
         more = self.matrices._replace(shared=shared.each, shared_scale=shared.matrices.scale)
         return ScaledExperts(more, self.rounds) if shared.each.shape == self.each.shape[1:] else None
+
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        scale_XO = self.matrices.scale
+        if scale_XO is None:
+            return close(linear(x_RK, self.each[expert]))
+        return scaled_linear(self._taken(x_RK), self.each[expert], scale_XO[expert])
+
+    def parts(self) -> Sequence[Part]:
+        scale_XO = self.matrices.scale
+        if scale_XO is None or self.each.dtype != torch.int8:
+            return ()
+        return [Part("int8", self.each, scale_XO[..., None])]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         from dinfer.kernels.triton.moe import rows_of_tile
@@ -180,7 +201,8 @@ def expert_mixture(
     flat = rows_of(x)
     wide_ND = close(flat)
     if not use_triton(wide_ND, "experts"):
-        mixed_ND = _mixed_tiles(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
+        mixed = _mixed_tiles if wide_ND.is_cuda or down.piece is not None else _mixed_rows
+        mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
     from dinfer.kernels.triton.moe import combine, plan
 
@@ -197,6 +219,31 @@ def expert_mixture(
     if plus_ND is None and tokens <= TOGETHER:  # of more, the rows would take up memory until they are read
         return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
     return combine(out_PD, weights_NC, plus_ND)
+
+
+def _mixed_rows(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
+) -> Tensor:
+    """`expert_mixture` on a CPU, without the shared expert: each expert takes its rows at once, no weight is copied.
+
+    Shapes depend on the choice, so no CUDA graph can hold it.
+    """
+    flat_P = experts_NC.flatten().long()
+    order_P = flat_P.argsort(stable=True)
+    count_X = flat_P.bincount(minlength=len(gate_up.each))
+    token_P = order_P // experts_NC.shape[1]
+    hidden_PM = close(gated(_sorted_rows(x_ND.index_select(0, token_P), gate_up, count_X), "plain"))
+    out_PD = _sorted_rows(hidden_PM, down, count_X)
+    weight_P = weights_NC.flatten().index_select(0, order_P).to(out_PD.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token_P, out_PD * weight_P[:, None])
+
+
+def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
+    """Rows in the order of experts, so many of each, times the matrices of these. [P, K] -> [P, O]"""
+    if (parts := weight.parts()) and use_native(x_PK, "experts"):
+        return native_linear(x_PK, parts, count_X).to(x_PK.dtype)
+    pieces = enumerate(x_PK.split(count_X.tolist()))
+    return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])
 
 
 def _mixed_tiles(

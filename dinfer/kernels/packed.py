@@ -9,11 +9,13 @@ of 40 problems: 0.005 and 0.000 nats. A zero point gives 0.007 and 0.000, the us
 Shape suffixes: R rows, K inputs, H half of them, G groups, O outputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import int4_linear, use_native
+from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
@@ -68,8 +70,10 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of a weight in 4 bits; the rows stay as they are. [..., K] -> [..., O]"""
     if not use_triton(x, "packed"):
-        native = use_native(x, "packed")
-        out = int4_linear(x, weight_OH, scale_OG) if native else F.linear(x.float(), unpack(weight_OH, scale_OG))
+        if use_native(x, "packed"):
+            out = native_linear(x, [Part("int4", weight_OH, scale_OG)])
+        else:
+            out = F.linear(x.float(), unpack(weight_OH, scale_OG))
         return (out if bias_O is None else out + bias_O).to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
 
@@ -83,6 +87,12 @@ class PackedExperts(ExpertWeight):
 
     def __init__(self, values: Tensor, scale: Tensor) -> None:
         self.each, self.scale = values, scale
+
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        return packed_linear(close(x_RK), self.each[expert], self.scale[expert])
+
+    def parts(self) -> Sequence[Part]:
+        return [Part("int4", self.each, self.scale)]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         from dinfer.kernels.triton.packed_moe import rows_of_tile

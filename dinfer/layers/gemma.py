@@ -171,7 +171,7 @@ class Gemma(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return embed(tokens_BW, self.embedding.weight, self.ranks, self.spec.vocab) * self._scale
+        return embed(tokens_BW, self.embedding, self.ranks, self.spec.vocab) * self._scale
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Adds what was expected one step before, `mix` of its logits; of zeros nothing comes. [B, W, D]"""

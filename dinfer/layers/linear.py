@@ -1,5 +1,7 @@
 """Linear layers whose weights any format of `dinfer.layers.formats` holds, and rounding a network to one."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from dinfer.kernels.deferred import close, share
@@ -14,6 +16,7 @@ class Formatted(nn.Module):
     """A module some of whose parameters are weights that a format holds."""
 
     formats: dict[str, Format]  # by the name of the parameter
+    rounds: ClassVar[bool] = True  # whether `quantize` rounds its weights
 
     def weight_of(self, name: str) -> Weight:
         """The tensors of a weight: the parameter, and the buffers of its format."""
@@ -56,6 +59,29 @@ class Linear(Formatted, nn.Linear):
         return share(out, self.ranks)
 
 
+class Embedding(Formatted, nn.Embedding):
+    """A table of vectors, as a checkpoint has it: `quantize` leaves it alone."""
+
+    rounds = False
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.formats = {"weight": PLAIN}
+
+    @property
+    def table(self) -> Tensor:
+        """All vectors. [V, D]"""
+        return self.formats["weight"].widened(self.weight_of("weight"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]; no other row is widened."""
+        return self.formats["weight"].rows(self.weight_of("weight"), tokens)
+
+    def logits(self, x: Deferred) -> Tensor:
+        """As the head of a network that has none of its own. [..., D] -> [..., V]"""
+        return close(self.formats["weight"].linear(x, self.weight_of("weight"), None))
+
+
 def roundings() -> list[str]:
     """The names of the formats that `quantize=` rounds to."""
     return [name for name in FORMATS.names() if name != "plain"]
@@ -77,9 +103,16 @@ def taken(quantize: str | None) -> dict[str, Format]:
     return {known.stored: known for known in formats if known.stored is not None}
 
 
-def formatted(network: nn.Module) -> dict[str, tuple[Formatted, str]]:
-    """The parameters that formats hold: their modules and what they are called there."""
-    modules = {path: module for path, module in network.named_modules() if isinstance(module, Formatted)}
+def formatted(network: nn.Module, embeddings: bool = False) -> dict[str, tuple[Formatted, str]]:
+    """The parameters that formats hold: their modules and what they are called there.
+
+    Those that `quantize` rounds, and the `embeddings`, which it does not, if they are wanted too.
+    """
+    modules = {
+        path: module
+        for path, module in network.named_modules()
+        if isinstance(module, Formatted) and (module.rounds or embeddings)
+    }
     return {f"{path}.{own}": (module, own) for path, module in modules.items() for own in module.formats}
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dinfer.core.ranks import Ranks
 from dinfer.core.spec import ModelSpec
 from dinfer.kernels.deferred import close, share
+from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.kernels.types import Deferred, Inputs, Summing
@@ -65,7 +66,7 @@ class Experts(Formatted):
         """How whatever makes the inputs should leave them; the router takes them as they are."""
         return "both" if self.formats["gate_up"].takes == "rounded" else "plain"
 
-    @torch.compiler.disable  # its kernels are better than what would be traced
+    @untraced
     def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
         """[B, W, D] -> [N, D], for a consumer that closes it; `pos_BW` says which attention block each token is of."""
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)

@@ -16,12 +16,11 @@ from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import on_own_device
-from dinfer.kernels.linear import linear
+from dinfer.kernels.dispatch import keep_untraced, on_own_device
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
-from dinfer.layers.linear import Linear
+from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.layers.vocabulary import embed, mix, whole
 
@@ -84,7 +83,7 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec, self.ranks = spec, ALONE
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.embedding = Embedding(spec.vocab, spec.hidden)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.head = None if spec.tied_head else Linear(spec.hidden, spec.vocab)
@@ -103,6 +102,7 @@ class Transformer(nn.Module):
         `mode` as torch.compile has it, but never with CUDA graphs of its own: they would be captured in ours.
         Attention writes keys and values in place, which a traced graph would do to a copy of the whole pool.
         """
+        keep_untraced()
         twin = copy.copy(self)
         mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
         before, after = torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode)
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
-        return embed(tokens_BW, self.embedding.weight, self.ranks, self.spec.vocab)
+        return embed(tokens_BW, self.embedding, self.ranks, self.spec.vocab).to(self.dtype)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
@@ -144,11 +144,11 @@ class Transformer(nn.Module):
         """See `dinfer.core.model.Divided`."""
         inputs = "plain" if self.head is None else self.head.takes
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
-        return close(linear(normed_BLD, self.embedding.weight)) if self.head is None else self.head(normed_BLD)
+        return self.embedding.logits(normed_BLD) if self.head is None else self.head(normed_BLD)
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
-        return mix(logits_BLV.softmax(-1), self.embedding.weight, self.ranks)
+        return mix(logits_BLV.softmax(-1), self.embedding.table.to(self.dtype), self.ranks)
 
     @on_own_device
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:

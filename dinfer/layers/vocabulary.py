@@ -3,6 +3,8 @@
 Shape suffixes: B rows, W or L positions, D hidden, V vocabulary, O the rank's own tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,13 +12,13 @@ from torch import Tensor
 from dinfer.core.ranks import Ranks
 
 
-def embed(tokens_BW: Tensor, weight_OD: Tensor, ranks: Ranks, vocab: int) -> Tensor:
-    """The rows of the table. Each token has its row on one rank, and the others add zeros. [B, W] -> [B, W, D]"""
+def embed(tokens_BW: Tensor, rows: Callable[[Tensor], Tensor], ranks: Ranks, vocab: int) -> Tensor:
+    """What `rows` looks up in a table. Each token has its row on one rank, others add zeros. [B, W] -> [B, W, D]"""
     if ranks.size == 1:
-        return F.embedding(tokens_BW, weight_OD)
+        return rows(tokens_BW)
     first, end = ranks.vocabulary(vocab)
     own_BW = (tokens_BW >= first) & (tokens_BW < end)
-    x_BWD = F.embedding((tokens_BW - first).clamp(0, end - first - 1), weight_OD)
+    x_BWD = rows((tokens_BW - first).clamp(0, end - first - 1))
     return ranks.all_reduce(x_BWD * own_BW[..., None])
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dinfer.core.protocols import ModelFamily
 from dinfer.core.registry import MODELS
@@ -25,7 +26,7 @@ from dinfer.loading.lora import read_adapter
 from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
-from dinfer.loading.safetensors_io import FLOATS, Slices, Stored, read, read_slices, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
 
@@ -105,29 +106,35 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(dtype for name in placements if (dtype := tensors[name].floats) is not None)
-    held = formats_of(tensors, placements, scales, takes, adapter.pairs if adapter else (), rank)
+    changed = adapter.pairs if adapter else ()
+    held = formats_of(tensors, placements, scales, takes, changed, rank)
+    if folder.suffix == GGUF and quantize is None and device.type == "cpu" and rank.ranks == 1:
+        from dinfer.loading.gguf_blocks import blocks_of  # slow to import
+
+        held |= blocks_of(tensors, placements, changed)
     for format in {type(format): format for format in held.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
     wanted = None if quantize is None else linear.format_of(quantize)
     if wanted is not None:
         wanted.check(device, f"quantize={quantize}")
     network = empty_network(family, spec, dtype, device, held, rank, wanted)
-    parameters, weights = dict(network.named_parameters()), linear.formatted(network)
+    parameters, weights = dict(network.named_parameters()), linear.formatted(network, embeddings=True)
     scale_of, wide = scales.read(), set()
     every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
     words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
-    whole = {name for name in words if placements[name].parameter in held.keys() & weights.keys()}
+    whole = {name for name in tensors if placements[name].parameter in held.keys() & weights.keys()} - scale_of.keys()
     pieces = [piece for piece in every if piece[0] not in whole]
     rounding = None
     if wanted is not None:
         pieces.sort(key=lambda piece: placements[piece[0]].parameter)  # all parts of a weight one after the other
-        rest = {name: one for name, one in weights.items() if name not in held}
+        rest = {name: one for name, one in weights.items() if name not in held and one[0].rounds}
         targets = [(placements[name].parameter, target) for name, _, target in pieces]
         rounding = Rounding(wanted, rest, (one for one in targets if one[0] in rest), dtype, device)
     parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
     with torch.no_grad():
         for name, source, target in (piece for piece in every if piece[0] in whole):
-            _fill(tensors[name], source, target, *weights[placements[name].parameter])
+            module, own = weights[placements[name].parameter]
+            tensors[name].fill(module.formats[own], module.weight_of(own), source, target)
         for (name, source, target), tensor in zip(pieces, read_slices(tensors, parts), strict=True):
             parameter = placements[name].parameter
             if name in scale_of:
@@ -152,12 +159,6 @@ def load_network(
             folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
     return network
-
-
-def _fill(weight: Stored, source: Slices, target: Slices, module: Any, own: str) -> None:
-    """Puts a part of a packed weight into a format that holds it as it is."""
-    assert isinstance(weight, PackedWeight)
-    module.formats[own].take(module.weight_of(own), target, *weight.integers().part(source))
 
 
 def formats_of(
@@ -253,6 +254,15 @@ def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
     return [size if dim == split.dim else old for dim, old in enumerate(parameter.shape)]
 
 
+class Uninitialised(TorchFunctionMode):
+    """Leaves parameters as they are made: the initialisers of meta tensors import torch's compiler, for nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return (*args, *(kwargs or {}).values())[0]
+        return func(*args, **(kwargs or {}))
+
+
 def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
     formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE, rest: Any = None,
@@ -264,7 +274,7 @@ def empty_network(
     """
     from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialised():
         network = family.network(spec).to(dtype)
         for name, parameter in network.named_parameters():
             if name.endswith("choice_bias"):
@@ -273,8 +283,8 @@ def empty_network(
             (path, _, own), whole = name.rpartition("."), network.get_parameter(name)
             share = nn.Parameter(torch.empty(resized(whole, split, rank), dtype=dtype))
             setattr(network.get_submodule(path), own, share)
-        for name, (module, own) in formatted(network).items():
-            if (format := formats.get(name, rest)) is not None:
+        for name, (module, own) in formatted(network, embeddings=True).items():
+            if (format := formats.get(name, rest if module.rounds else None)) is not None:
                 try:
                     module.hold(own, format.empty(module.get_parameter(own).shape, dtype), format)
                 except ValueError as error:

@@ -26,10 +26,8 @@ from dinfer.loading.files import CheckpointError, refuse
 from dinfer.loading.gguf_tokenizer import TEXTS, tokenizer_files
 from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
 
-FLOAT_TYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16
-TYPES = (
-    *FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-)  # fmt: skip
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+TYPES = ("F32", "F16", "BF16", *BLOCKS)
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -124,22 +122,32 @@ class GgufTensor(Stored):
     def bytes_of(self, part: Slices | None) -> int:
         return self.nbytes
 
+    def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
+        format.place(weight, target[-2].start, self.blocks())
+
     @contextmanager
     def opened(self) -> Iterator[Reader]:
         yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
 
     def read(self) -> Tensor:
         """The values on the CPU: floats as they are, all else in float32 as the gguf package dequantises it."""
-        data = np.memmap(self.path, np.uint8, "r", self.offset, (self.nbytes,))
-        if (own := FLOAT_TYPES.get(self.dtype)) is not None:
-            found = torch.from_numpy(np.array(data.view(own))).view(FLOATS[self.dtype]).view(self.shape)
-        else:
-            kind = Kind[self.dtype]
-            blocks = data.reshape(gguf.quant_shape_to_byte_shape(self.shape, kind))
-            found = torch.from_numpy(gguf.dequantize(blocks, kind))
+        if self.dtype in FLOATS:
+            found = self._bytes().view(FLOATS[self.dtype]).view(self.shape)
+            return self._in_halves(found)
+        return dequantised(self.dtype, self.blocks())
+
+    def blocks(self) -> Tensor:
+        """The blocks as they are. uint8, a row of them for each row of values"""
+        return self._in_halves(self._bytes().view(gguf.quant_shape_to_byte_shape(self.shape, Kind[self.dtype])))
+
+    def _bytes(self) -> Tensor:
+        return torch.from_numpy(np.fromfile(self.path, np.uint8, self.nbytes, offset=self.offset))
+
+    def _in_halves(self, rows: Tensor) -> Tensor:
+        """Rows of values, or of their blocks, in the order that the network has them in."""
         if not self.heads:
-            return found
-        return found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(self.shape)
+            return rows
+        return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,11 @@ class SmallFile:
 
     def read_text(self, encoding: str | None = None) -> str:
         return json.dumps(self.found)
+
+
+def dequantised(kind: str, blocks: Tensor) -> Tensor:
+    """The values of rows of blocks, as the gguf package has them. uint8 [..., B] -> float32 [..., K]"""
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), Kind[kind]))
 
 
 def gguf_file(path: Path) -> GgufFile:

@@ -104,6 +104,9 @@ class PackedWeight(Stored):
         whole = all(part.start % self.group == 0 and part.stop % self.group == 0 for part in inputs)
         return whole and self.group % 32 == 0 and self.group.bit_count() == 1
 
+    def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
+        format.take(weight, target, *self.integers().part(source))
+
     @contextmanager
     def opened(self) -> Iterator[Reader]:
         yield lambda one, _, part: _read(one, part)

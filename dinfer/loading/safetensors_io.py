@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,6 +52,10 @@ class Stored:
         """Bytes of some slices of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
         return math.prod(sizes) * (FLOATS | NARROW | INTEGERS)[self.dtype].itemsize
+
+    def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
+        """Puts a part of it into a weight whose format holds it as it is. Only where there is such a format."""
+        raise NotImplementedError
 
     def beside(self, other: Stored) -> bool:
         """Whether what reads the other can read it too."""

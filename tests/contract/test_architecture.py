@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.token_ids": {"loading.files"},
     "loading.gguf_tokenizer": {"loading.files"},
     "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
+    "loading.gguf_blocks": {"core.spec", "kernels", "layers", "loading.gguf_file", "loading.safetensors_io"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
     "loading.rounding": {"layers", "loading.safetensors_io"},
     "loading.packed": {"loading.files", "loading.safetensors_io", "core.spec"},
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
         "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
-        "loading.packed", "loading.rounding",
+        "loading.gguf_blocks", "loading.packed", "loading.rounding",
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
@@ -63,14 +64,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+        "core.branches",
     },
+    "core.branches": CORE | {"core.commits", "core.kv", "core.recipe", "core.speculation"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification",
+        "core.verification", "core.branches",
     },
     "distributed": set(),
     "engine": {

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
 
 from dinfer.kernels import packed
+from dinfer.kernels.blocks import widened
 from dinfer.kernels.cpu import linear as native
+from dinfer.kernels.cpu.linear import Part
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
+from dinfer.loading.gguf_file import dequantised
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
 
@@ -23,17 +27,25 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+def int8_linear(x: Tensor, weight_OK: Tensor, scale_O: Tensor) -> Tensor:
+    return native.native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
+
+
+def int4_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor) -> Tensor:
+    return native.native_linear(x, [Part("int4", weight_OH, scale_OG)])
+
+
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_8_bits(shape: tuple[int, int, int]) -> None:
-    """Inputs are rounded to 13 bits, so an error is below that of bfloat16, 2e-3."""
+    """Inputs are rounded to 16 bits, so an error is far below that of bfloat16, 2e-3."""
     rows, width, outputs = shape
     x, made = torch.randn(rows, width), round_rows(torch.randn(outputs, width), torch.int8)
     want = x.double() @ (made.values.double() * made.scale[:, None].double()).T
-    assert error(native.int8_linear(x, made.values, made.scale), want) < 5e-4
+    assert error(int8_linear(x, made.values, made.scale), want) < 1e-4
     bias = torch.randn(outputs)
     got = scaled_linear(x.bfloat16()[None], made.values, made.scale, bias)
     assert got.dtype == torch.bfloat16 and got.shape == (1, rows, outputs)
@@ -51,8 +63,31 @@ def test_4_bits(shape: tuple[int, int, int], group: int) -> None:
     scale = torch.randn(outputs, width // group).half()
     held = packed.halves(values, group)
     want = x.double() @ packed.unpack(held, scale.float()).double().T
-    assert error(native.int4_linear(x, held, scale), want) < 1.5e-2
-    assert torch.equal(native.int4_linear(x, held, scale.T.contiguous().T), native.int4_linear(x, held, scale))
+    assert error(int4_linear(x, held, scale), want) < 1.5e-2
+    assert torch.equal(int4_linear(x, held, scale.T.contiguous().T), int4_linear(x, held, scale))
+
+
+def blocks(kind: str, *rows: int, width: int) -> Part:
+    """Random blocks. Small bytes make finite scales."""
+    size = gguf.quant_shape_to_byte_shape((width,), gguf.GGMLQuantizationType[kind])[0]
+    return Part(kind, torch.randint(48, (*rows, size), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", native.KINDS[2:])
+def test_blocks_of_gguf_files(kind: str) -> None:
+    """A whole tile and a rest, of several pieces of inputs, beside outputs of another type."""
+    x, parts = torch.randn(5, 1536), [blocks(kind, 23, width=1536), blocks("Q6_K", 9, width=1536)]
+    got, want = native.native_linear(x, parts), x.double() @ widened(parts, dequantised).double().T
+    for here in (slice(0, 23), slice(23, 32)):
+        assert error(got[:, here], want[:, here]) < (1e-4 if kind in ("Q8_0", "IQ4_NL") and not here.start else 1.5e-2)
+
+
+def test_experts() -> None:
+    """Each expert's rows meet its own matrix, and some have none."""
+    x, part = torch.randn(14, 256), blocks("Q4_K", 3, 40, width=256)
+    got = native.native_linear(x, [part], torch.tensor([3, 0, 11]))
+    assert torch.equal(got[:3], native.native_linear(x[:3], [Part("Q4_K", part.values[0])]))
+    assert torch.equal(got[3:], native.native_linear(x[3:], [Part("Q4_K", part.values[2])]))
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -62,8 +97,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     weight, scale = packed.pack(torch.randn(40, 2112))
     x[4, 7], x[5, 9] = torch.nan, torch.inf
     for out in (
-        lambda rows: native.int8_linear(rows, made.values, made.scale),
-        lambda rows: native.int4_linear(rows, weight, scale),
+        lambda rows: int8_linear(rows, made.values, made.scale),
+        lambda rows: int4_linear(rows, weight, scale),
     ):
         together = out(x)
         for i in range(6):
@@ -72,7 +107,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    assert not native.use_native(torch.randn(2, 96), "linear")
+    assert not native.use_native(torch.randn(2, 80), "linear")
     assert not native.use_native(torch.randn(2, 64, dtype=torch.float64), "linear")
     assert not native.use_native(torch.randn(0, 64), "linear")
     assert native.use_native(torch.randn(2, 64), "linear")

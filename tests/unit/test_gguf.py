@@ -87,9 +87,14 @@ def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) 
     path = rewritten(tmp_path / "a.gguf", {f"llada.{key}": value for key, value in wide.items()}, tensors)
     found = network(path, dtype=torch.float32)
     values = {own: torch.from_numpy(gguf.dequantize(*blocks)) for own, blocks in tensors.items() if blocks is not None}
-    assert torch.equal(found.embedding.weight, values["token_embd.weight"])
-    assert torch.equal(found.blocks[0].mlp.down.weight, values["blk.0.ffn_down.weight"])
-    assert torch.equal(found.blocks[0].qkv.weight[512:], values["blk.0.attn_v.weight"])
+    qkv, down, table = (
+        one.formats["weight"].widened(one.weight_of("weight"))
+        for one in (found.blocks[0].qkv, found.blocks[0].mlp.down, found.embedding)
+    )
+    assert torch.equal(table, values["token_embd.weight"])
+    assert torch.equal(found.embedding(torch.tensor([[7, 9]]))[0, 1], table[9])
+    assert torch.equal(down, values["blk.0.ffn_down.weight"])
+    assert torch.equal(qkv[512:], values["blk.0.attn_v.weight"])
     assert network(path).dtype == torch.bfloat16
     assert inspect(path, {"checkpoint": str(path)}).types == {name: 9, "F32": 3}
 

@@ -18,6 +18,12 @@ from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
 
 
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels no inputs are rounded."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")
+
+
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_each_row_has_a_scale_of_its_own(dtype: torch.dtype) -> None:
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 3)[:, None]
@@ -29,7 +35,7 @@ def test_each_row_has_a_scale_of_its_own(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
-def test_products_are_those_of_what_was_rounded(dtype: torch.dtype) -> None:
+def test_products_are_those_of_what_was_rounded(dtype: torch.dtype, in_torch: None) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(3, 5, 32, generator=generator), round_rows(torch.randn(7, 32, generator=generator), dtype)
     rows = widened(round_rows(x)) if dtype == FLOAT8 else x
@@ -40,7 +46,7 @@ def test_products_are_those_of_what_was_rounded(dtype: torch.dtype) -> None:
     assert rounded(given) is given or dtype == torch.int8
 
 
-def test_experts_in_4_bits() -> None:
+def test_experts_in_4_bits(in_torch: None) -> None:
     generator = torch.Generator().manual_seed(2)
     x_ND = torch.randn(9, 64, generator=generator)
     gate_up, down = pack(torch.randn(6, 2 * 32, 64, generator=generator)), pack(torch.randn(6, 64, 32))
@@ -51,7 +57,7 @@ def test_experts_in_4_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
-def test_experts_in_8_bits(dtype: torch.dtype) -> None:
+def test_experts_in_8_bits(dtype: torch.dtype, in_torch: None) -> None:
     generator = torch.Generator().manual_seed(2)
     x_ND = torch.randn(9, 32, generator=generator)
     gate_up = round_rows(torch.randn(6, 2 * 24, 32, generator=generator) / 6, dtype)
@@ -86,9 +92,7 @@ def test_each_group_in_4_bits_has_a_scale_of_its_own(width: int, group: int) -> 
     assert not got[2, 0].any() and (got[3] >= 0).all()
 
 
-def test_products_with_weights_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch, which rounds no inputs."""
-    monkeypatch.setenv("DINFER_KERNELS", "torch")
+def test_products_with_weights_in_4_bits(in_torch: None) -> None:
     generator = torch.Generator().manual_seed(1)
     x, bias = torch.randn(3, 5, 64, generator=generator), torch.randn(7, generator=generator)
     values, scale = pack(torch.randn(7, 64, generator=generator))

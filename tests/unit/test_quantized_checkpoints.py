@@ -111,7 +111,7 @@ def test_what_has_a_scale_for_each_output_stays_as_it_is(
         torch.testing.assert_close(whole, meant.get_submodule(n).weight, rtol=1e-6, atol=0)
     assert network.embedding.weight.dtype == torch.float32 and not caplog.messages
     got, want = network.score(IDS), meant.score(IDS)
-    assert (got - want).norm() < (1e-5 if name == "int8" else 0.3) * want.norm()  # inputs are rounded to float8 too
+    assert (got - want).norm() < (1e-3 if name == "int8" else 0.3) * want.norm()  # inputs are rounded too
 
 
 @pytest.mark.parametrize("config", [BLOCKS, ALSO_BLOCKS], ids=["fp8", "compressed-tensors"])

@@ -1,81 +1,87 @@
-/* Linear maps with weights in 8 and 4 bits on x86 CPUs with AVX2, and with AVX-512 and VNNI where the compiler finds them.
+/* Linear maps with weights in few bits, on x86 CPUs with AVX2, and with AVX-512 and VNNI where the compiler finds them.
 
-   Products are of integers. With weights in 8 bits, each row of the inputs is rounded to 13 bits: more than bfloat16 has.
-   With weights in 4 bits, each group of inputs is rounded to 8 bits, at a scale of its own. A tile of weights stays in the
-   first-level cache while all rows pass over it, so each weight is read from memory once.
+   Products are of integers. With weights in 8 bits, each row of the inputs is rounded to 16 bits, which is more than
+   bfloat16 has. With weights in fewer bits, each group of 16 or 32 inputs is rounded to 8 bits, at a scale of its own.
 
-   Shapes: R rows, K inputs, O outputs, G groups. K is a multiple of 64; a group is 32, 64 or 128 inputs. */
+   A tile is LANES outputs. Its weights are decoded to the first-level cache, where each 32-bit lane of a vector belongs to
+   one output, and all rows pass over it. So each weight is read from memory and decoded once, and no sum crosses lanes.
+
+   Rows may belong to several weights (experts): those of one weight, a segment, are neighbours.
+
+   Shapes: R rows, K inputs, O outputs, G groups. K is a multiple of 32, and of 256 for kinds with such blocks. */
 
 #include <float.h>
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "blocks.h"
 
 #ifdef __AVX512BW__
 typedef __m512i Ints;
 typedef __m512 Floats;
-#define BYTES 64
+#define ROWS 8 /* of a tile of registers */
 #define LOAD(p) _mm512_loadu_si512(p)
 #define ZERO _mm512_setzero_si512()
-#define WIDEN(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
+#define EACH(v) _mm512_set1_epi32(v)
+#define ADD_32 _mm512_add_epi32
+#define ADD_16 _mm512_add_epi16
+#define MADD_16 _mm512_madd_epi16
+#define PAIRS_8 _mm512_maddubs_epi16
+#define LOAD_FLOATS _mm512_loadu_ps
+#define STORE_FLOATS _mm512_storeu_ps
 #define FLOAT_ZERO _mm512_setzero_ps()
-#define ADD_FLOATS _mm512_add_ps
+#define EACH_FLOAT _mm512_set1_ps
 #define TO_FLOATS _mm512_cvtepi32_ps
-#define SPREAD _mm512_set1_ps
+#define ADD_FLOATS _mm512_add_ps
 #define MULTIPLY _mm512_mul_ps
 #define MULTIPLY_ADD _mm512_fmadd_ps
-#define SUM_FLOATS _mm512_reduce_add_ps
-#define FIRST(v) _mm512_zextsi128_si512(_mm_cvtsi32_si128(v))
 #ifdef __AVX512VNNI__
-#define DOT_16(a, x, w) _mm512_dpwssd_epi32(a, x, w)
-#define DOT_8(a, w, x) _mm512_dpbusd_epi32(a, w, x)
-#else
-#define DOT_16(a, x, w) _mm512_add_epi32(a, _mm512_madd_epi16(x, w))
-#define PAIRS(w, x) _mm512_maddubs_epi16(w, x)
-#define ADD_16 _mm512_add_epi16
-#define ADD_PAIRS(a, s) _mm512_add_epi32(a, _mm512_madd_epi16(s, _mm512_set1_epi16(1)))
+#define DOT_16 _mm512_dpwssd_epi32
+#define DOT_8 _mm512_dpbusd_epi32
 #endif
-#define TALL 4
-static inline __m256i half(Ints v) { return _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)); }
 #else
 typedef __m256i Ints;
 typedef __m256 Floats;
-#define BYTES 32
+#define ROWS 4
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define ZERO _mm256_setzero_si256()
-#define WIDEN(p) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p)))
+#define EACH(v) _mm256_set1_epi32(v)
+#define ADD_32 _mm256_add_epi32
+#define ADD_16 _mm256_add_epi16
+#define MADD_16 _mm256_madd_epi16
+#define PAIRS_8 _mm256_maddubs_epi16
+#define LOAD_FLOATS _mm256_loadu_ps
+#define STORE_FLOATS _mm256_storeu_ps
 #define FLOAT_ZERO _mm256_setzero_ps()
-#define ADD_FLOATS _mm256_add_ps
+#define EACH_FLOAT _mm256_set1_ps
 #define TO_FLOATS _mm256_cvtepi32_ps
-#define SPREAD _mm256_set1_ps
+#define ADD_FLOATS _mm256_add_ps
 #define MULTIPLY _mm256_mul_ps
 #define MULTIPLY_ADD _mm256_fmadd_ps
-#define FIRST(v) _mm256_zextsi128_si256(_mm_cvtsi32_si128(v))
 #ifdef __AVXVNNI__
-#define DOT_16(a, x, w) _mm256_dpwssd_avx_epi32(a, x, w)
-#define DOT_8(a, w, x) _mm256_dpbusd_avx_epi32(a, w, x)
-#else
-#define DOT_16(a, x, w) _mm256_add_epi32(a, _mm256_madd_epi16(x, w))
-#define PAIRS(w, x) _mm256_maddubs_epi16(w, x)
-#define ADD_16 _mm256_add_epi16
-#define ADD_PAIRS(a, s) _mm256_add_epi32(a, _mm256_madd_epi16(s, _mm256_set1_epi16(1)))
+#define DOT_16 _mm256_dpwssd_avx_epi32
+#define DOT_8 _mm256_dpbusd_avx_epi32
 #endif
-#define TALL 2
-static inline __m256i half(Ints v) { return v; }
-static inline float SUM_FLOATS(Floats v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
+#endif
+#ifndef DOT_16
+#define DOT_16(a, x, w) ADD_32(a, MADD_16(x, w))
 #endif
 
-#define ROWS 4       /* rows of a tile of registers; TALL outputs */
-#define LARGEST 4095 /* of the inputs: the sums over DEEP of them times 127 fit 32 bits */
+#define DEEP 1024 /* inputs of a tile of weights in 8 bits; of one in 16 bits, half as many */
 #define SMALLEST 1e-30f
-#define DEEP 2048    /* inputs of a tile of weights */
-#define TILE 12      /* its outputs: 24 KB */
+#define INLINE static inline __attribute__((always_inline))
+
+/* One weight, or one for each segment, some of whose outputs are of one kind. As `dinfer.kernels.cpu.linear` fills it. */
+typedef struct {
+    int64_t kind, outputs, values, row_bytes, segment_bytes;
+    int64_t scale, scale_type, by_output, by_group, by_segment, group; /* of INT8 and INT4: scales in elements */
+} Part;
+
+/* Inputs as the tiles want them: ROWS rows side by side, whose values for one lane of weights are neighbours. */
+typedef struct {
+    void *values;
+    float *scale, *total; /* of each row, or of each group: `total` is the sum of its rounded values */
+} Inputs;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -101,191 +107,273 @@ static float scale_for(float most, float top) { return most <= FLT_MAX ? most / 
 /* A product that is no number gives 0. */
 static int32_t rounded(float x, float by) { return by > 0 ? (int32_t)nearbyintf(x * by) : 0; }
 
-static inline __m128i sums(Ints a, Ints b, Ints c, Ints d) {
-    __m256i low = _mm256_hadd_epi32(half(a), half(b)), high = _mm256_hadd_epi32(half(c), half(d));
-    __m256i all = _mm256_hadd_epi32(low, high);
-    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-}
-
-/* ROWS rows times `tall` outputs over n inputs, added to what is in out. */
-static inline __attribute__((always_inline)) void
-int8_block(const int16_t *x, int64_t K, const int8_t *w, int64_t n, int tall, const float *sx, const float *sw,
-           float *out, int64_t O, int64_t rows, int first) {
-    Ints sum[TALL][ROWS];
-#pragma GCC unroll 4
-    for (int o = 0; o < tall; o++)
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) sum[o][r] = ZERO;
-    for (int64_t k = 0; k < n; k += BYTES / 2) {
-        Ints wide[TALL];
-#pragma GCC unroll 4
-        for (int o = 0; o < tall; o++) wide[o] = WIDEN(w + o * K + k);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) {
-            Ints row = LOAD(x + r * K + k);
-#pragma GCC unroll 4
-            for (int o = 0; o < tall; o++) sum[o][r] = DOT_16(sum[o][r], row, wide[o]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int o = 0; o < tall; o++) {
-        float found[ROWS];
-        __m128 whole = _mm_cvtepi32_ps(sums(sum[o][0], sum[o][1], sum[o][2], sum[o][3]));
-        _mm_storeu_ps(found, _mm_mul_ps(_mm_mul_ps(whole, _mm_loadu_ps(sx)), _mm_set1_ps(sw[o])));
-        for (int64_t r = 0; r < rows; r++) out[r * O + o] = first ? found[r] : out[r * O + o] + found[r];
+/* Rounds `rows` rows to 16 bits, each at one scale, and fills up with zeros to ROWS. */
+static void round_16(const float *x, int64_t rows, int64_t K, int16_t *to, float *scale) {
+    for (int64_t r = 0; r < ROWS; r++, x += K) {
+        float most = r < rows ? largest(x, K) : 0, by = factor(most, INT16_MAX);
+        scale[r] = scale_for(most, INT16_MAX);
+        for (int64_t k = 0; k < K; k += 2)
+            for (int64_t i = 0; i < 2; i++) to[(k * ROWS) + 2 * r + i] = r < rows ? (int16_t)rounded(x[k + i], by) : 0;
     }
 }
 
-/* out[R, O] = x[R, K] times the transpose of w[O, K], whose rows have the scales sw[O]. Returns 0, or 1 without memory. */
-int dinfer_int8_linear(const float *x, int64_t R, int64_t K, const int8_t *w, const float *sw, int64_t O, float *out,
-                       int64_t threads) {
-    int64_t padded = (R + ROWS - 1) / ROWS * ROWS;
-    int16_t *q = malloc(padded * K * sizeof(int16_t));
-    float *sx = malloc(padded * sizeof(float));
-    if (!q || !sx) return free(q), free(sx), 1;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int64_t r = 0; r < padded; r++) {
-            float most = r < R ? largest(x + r * K, K) : 0, by = factor(most, LARGEST);
-            sx[r] = scale_for(most, LARGEST);
-            if (r < R)
-                for (int64_t k = 0; k < K; k++) q[r * K + k] = (int16_t)rounded(x[r * K + k], by);
-            else
-                memset(q + r * K, 0, K * sizeof(int16_t));
+/* Rounds rows to 8 bits, each group at one scale. */
+static void round_8(const float *x, int64_t rows, int64_t K, int64_t group, int8_t *to, float *scale, float *total) {
+    for (int64_t r = 0; r < ROWS; r++, x += K)
+        for (int64_t g = 0; g < K / group; g++) {
+            const float *from = x + g * group;
+            float most = r < rows ? largest(from, group) : 0, by = factor(most, INT8_MAX), s = scale_for(most, INT8_MAX);
+            int8_t whole[32];
+            int32_t sum = 0;
+            for (int64_t i = 0; i < group; i++) sum += whole[i] = r < rows ? (int8_t)rounded(from[i], by) : 0;
+            for (int64_t i = 0; i < group; i += 4) memcpy(to + (g * group + i) * ROWS + 4 * r, whole + i, 4);
+            scale[g * ROWS + r] = s, total[g * ROWS + r] = s * sum;
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t tile = 0; tile < O; tile += TILE)
-            for (int64_t k = 0; k < K; k += DEEP)
-                for (int64_t r = 0; r < R; r += ROWS) {
-                    int64_t end = least(tile + TILE, O), n = least(DEEP, K - k), rows = least(ROWS, R - r), o = tile;
-                    for (; o + TALL <= end; o += TALL)
-                        int8_block(q + r * K + k, K, w + o * K + k, n, TALL, sx + r, sw + o, out + r * O + o, O, rows, !k);
-                    for (; o < end; o++)
-                        int8_block(q + r * K + k, K, w + o * K + k, n, 1, sx + r, sw + o, out + r * O + o, O, rows, !k);
-                }
+}
+
+/* Adds what a tile has found to the outputs; `first`: they are not there yet. */
+INLINE void add_to(float *out, int64_t O, int64_t rows, int64_t lanes, int first, const Floats *sum) {
+    for (int64_t r = 0; r < rows; r++, out += O) {
+        if (lanes == LANES) {
+            STORE_FLOATS(out, first ? sum[r] : ADD_FLOATS(LOAD_FLOATS(out), sum[r]));
+            continue;
+        }
+        float some[LANES];
+        STORE_FLOATS(some, sum[r]);
+        for (int64_t o = 0; o < lanes; o++) out[o] = first ? some[o] : out[o] + some[o];
     }
-    free(q), free(sx);
-    return 0;
 }
 
-/* Values 0 to 15 of n inputs, one a byte, in order. */
-static void spread(const uint8_t *w, uint8_t *to, int64_t n, int64_t group) {
-    for (int64_t g = 0; g < n; g += group)
-        for (int64_t i = 0; i < group / 2; i++) {
-            uint8_t both = w[g / 2 + i];
-            to[g + i] = both & 15, to[g + group / 2 + i] = both >> 4;
+/* ROWS rows times a tile of weights in 8 bits over n inputs: x[n / 2][ROWS] and w[n / 2][LANES] are pairs. */
+INLINE void tile_16(const int32_t *x, const int16_t *w, const float *d, int64_t n, const float *scale, Floats *sum) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sum[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < n; k += 32, d += LANES) {
+        Ints all[ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) all[r] = ZERO;
+#pragma GCC unroll 4 /* or GCC keeps all products before it adds them */
+        for (int i = 0; i < 16; i++, x += ROWS, w += 2 * LANES) {
+            Ints pair = LOAD(w);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) all[r] = DOT_16(all[r], EACH(x[r]), pair);
         }
+        Floats by = LOAD_FLOATS(d);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) sum[r] = MULTIPLY_ADD(TO_FLOATS(all[r]), by, sum[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sum[r] = MULTIPLY(sum[r], EACH_FLOAT(scale[r]));
 }
 
-/* The scale of each lane of a vector that begins in group g: it may hold two groups. */
-static inline Floats scale_of(const float *s, int64_t g, int64_t group) {
-#ifdef __AVX512BW__
-    if (group == 32) return _mm512_insertf32x8(SPREAD(s[g]), _mm256_set1_ps(s[g + 1]), 1);
-#endif
-    return SPREAD(s[g]);
-}
-
-/* What the offset of the weights, 8, takes off the sums of each lane. */
-static inline Ints offset_of(const int32_t *c, int64_t g, int64_t group) {
-#ifdef __AVX512BW__
-    if (group == 32) return _mm512_inserti32x8(FIRST(c[g]), _mm256_zextsi128_si256(_mm_cvtsi32_si128(c[g + 1])), 1);
-#endif
-    return FIRST(c[g]);
-}
-
-static inline __attribute__((always_inline)) void
-int4_block(const int8_t *x, int64_t K, const uint8_t *w, int64_t n, int64_t group, int tall, const float *sx,
-           const int32_t *cx, int64_t G, const float *sw, float *out, int64_t O, int64_t rows, int first) {
-    Floats sum[TALL][ROWS];
-    int64_t step = group < BYTES ? BYTES : group;
-#pragma GCC unroll 4
-    for (int o = 0; o < tall; o++)
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) sum[o][r] = FLOAT_ZERO;
-    for (int64_t k = 0; k < n; k += step) {
-        int64_t g = k / group;
-        Floats by[TALL];
-#pragma GCC unroll 4
-        for (int o = 0; o < tall; o++) by[o] = scale_of(sw + o * (DEEP / 32), g, group);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) {
-            Floats own = scale_of(sx + r * G, g, group);
-            Ints begin = offset_of(cx + r * G, g, group);
-#pragma GCC unroll 4
-            for (int o = 0; o < tall; o++) {
-                const int8_t *from = x + r * K + k;
-                const uint8_t *of = w + o * DEEP + k;
+/* ROWS rows times a tile of weights in fewer bits: x[n / 4][ROWS] and w[n / 4][LANES] are four values each.
+   `group`: of inputs; `run`: so many products, of pairs, fit 16 bits when they are added. */
+INLINE void tile_8(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, int group, int run,
+                   const float *scale, const float *total, Floats *sum) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sum[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < n; k += group, d += LANES, m += LANES, scale += ROWS, total += ROWS) {
+        Ints all[ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) all[r] = ZERO;
+        for (int i = 0; i < group / 4; i += run) {
 #ifdef DOT_8
-                Ints all = begin;
 #pragma GCC unroll 4
-                for (int64_t i = 0; i < step; i += BYTES) all = DOT_8(all, LOAD(of + i), LOAD(from + i));
-#else
-                Ints pairs = PAIRS(LOAD(of), LOAD(from));
-                for (int64_t i = BYTES; i < step; i += BYTES) pairs = ADD_16(pairs, PAIRS(LOAD(of + i), LOAD(from + i)));
-                Ints all = ADD_PAIRS(begin, pairs);
-#endif
-                sum[o][r] = MULTIPLY_ADD(TO_FLOATS(all), MULTIPLY(own, by[o]), sum[o][r]);
+            for (int j = 0; j < run; j++, x += ROWS, w += 4 * LANES) {
+                Ints four = LOAD(w);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) all[r] = DOT_8(all[r], four, EACH(x[r]));
             }
+#else
+            Ints some[ROWS];
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) some[r] = ZERO;
+#pragma GCC unroll 4
+            for (int j = 0; j < run; j++, x += ROWS, w += 4 * LANES) {
+                Ints four = LOAD(w);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) some[r] = ADD_16(some[r], PAIRS_8(four, EACH(x[r])));
+            }
+            Ints one = EACH(0x00010001);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) all[r] = ADD_32(all[r], MADD_16(some[r], one));
+#endif
+        }
+        Floats by = LOAD_FLOATS(d), base = LOAD_FLOATS(m);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            sum[r] = MULTIPLY_ADD(MULTIPLY(TO_FLOATS(all[r]), EACH_FLOAT(scale[r])), by, sum[r]);
+            sum[r] = MULTIPLY_ADD(base, EACH_FLOAT(total[r]), sum[r]);
         }
     }
-#pragma GCC unroll 4
-    for (int o = 0; o < tall; o++)
-        for (int64_t r = 0; r < rows; r++) {
-            float found = SUM_FLOATS(sum[o][r]);
-            out[r * O + o] = first ? found : out[r * O + o] + found;
+}
+
+static void tile_4_bits(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, const float *s,
+                        const float *t, Floats *sum) {
+    tile_8(x, w, d, m, n, 32, 8, s, t, sum);
+}
+static void tile_5_bits(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, const float *s,
+                        const float *t, Floats *sum) {
+    tile_8(x, w, d, m, n, 32, 4, s, t, sum);
+}
+static void tile_of_16(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, const float *s,
+                       const float *t, Floats *sum) {
+    tile_8(x, w, d, m, n, 16, 2, s, t, sum);
+}
+
+static float scale_at(const Part *p, int64_t at) {
+    const uint8_t *from = (const uint8_t *)p->scale;
+    if (p->scale_type) return p->scale_type == 1 ? half_at(from + 2 * at) : bfloat_at(from + 2 * at);
+    return ((const float *)from)[at];
+}
+
+/* Decodes n inputs of one output, from input k on. */
+static void decode(const Part *p, int64_t segment, int64_t output, int64_t k, int64_t n, uint8_t *u, float *d, float *m) {
+    const Kind *kind = KINDS + p->kind;
+    const uint8_t *row = (const uint8_t *)p->values + segment * p->segment_bytes + output * p->row_bytes;
+    if (p->kind >= FIRST_BLOCK) {
+        int64_t groups = kind->values / kind->group;
+        row += k / kind->values * kind->bytes;
+        for (int64_t i = 0; i < n; i += kind->values, row += kind->bytes, d += groups * LANES, m += groups * LANES)
+            kind->decode(row, u + i, d, m);
+        return;
+    }
+    int64_t at = segment * p->by_segment + output * p->by_output;
+    for (int64_t i = 0; i < n; i += 32) {
+        int64_t g = (k + i) / p->group, inside = (k + i) % p->group, half = p->group / 2;
+        float scale = scale_at(p, at + g * p->by_group);
+        d[i / 32 * LANES] = scale, m[i / 32 * LANES] = -8 * scale;
+        if (p->kind == INT8)
+            memcpy(u + i, row + k + i, 32);
+        else if (half == 16)
+            nibbles(row + (k + i) / 2, u + i, 16);
+        else
+            for (int64_t j = 0; j < 32; j++) { /* a group's first half is in the low bits of its bytes */
+                uint8_t both = row[g * half + inside % half + j];
+                u[i + j] = inside < half ? both & 15 : both >> 4;
+            }
+    }
+}
+
+/* Four bytes of each of 8 outputs become one vector, eight times: rows[8][stride] at column k. */
+static inline void transpose(const uint8_t *rows, int64_t stride, __m256i *to) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256((const __m256i *)(rows + i * stride));
+    for (int i = 0; i < 8; i += 2)
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    for (int i = 0; i < 2; i++) {
+        a[4 * i] = _mm256_unpacklo_epi64(b[4 * i], b[4 * i + 2]), a[4 * i + 1] = _mm256_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm256_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm256_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        to[i] = _mm256_permute2x128_si256(a[i], a[4 + i], 0x20);
+        to[4 + i] = _mm256_permute2x128_si256(a[i], a[4 + i], 0x31);
+    }
+}
+
+/* A tile of n inputs from rows[LANES][DEEP]: four values a lane, or pairs widened to 16 bits. */
+static void arrange(const uint8_t *rows, int64_t n, int wide, uint8_t *tile) {
+    const __m256i low = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13));
+    const __m256i high = _mm256_add_epi8(low, _mm256_set1_epi16(0x0200));
+    for (int64_t k = 0; k < n; k += 32)
+        for (int64_t o = 0; o < LANES; o += 8) {
+            __m256i four[8];
+            transpose(rows + o * DEEP + k, DEEP, four);
+            for (int64_t i = 0; i < 8; i++) {
+                uint8_t *to = tile + (k / 4 + i) * LANES * (wide ? 8 : 4) + 4 * o;
+                if (!wide) {
+                    _mm256_storeu_si256((__m256i *)to, four[i]);
+                    continue;
+                }
+                _mm256_storeu_si256((__m256i *)to, _mm256_srai_epi16(_mm256_shuffle_epi8(four[i], low), 8));
+                _mm256_storeu_si256((__m256i *)(to + 4 * LANES), _mm256_srai_epi16(_mm256_shuffle_epi8(four[i], high), 8));
+            }
         }
 }
 
-/* As above, for w[O, K / 2], two values a byte as `dinfer.kernels.packed.pack` puts them, and scales[O, G]. */
-int dinfer_int4_linear(const float *x, int64_t R, int64_t K, const uint8_t *w, const float *scale, int64_t by_output,
-                       int64_t by_group, int64_t group, int64_t O, float *out, int64_t threads) {
-    int64_t padded = (R + ROWS - 1) / ROWS * ROWS, G = K / group, failed = 0;
-    int8_t *q = malloc(padded * K);
-    float *sx = malloc(padded * G * sizeof(float));
-    int32_t *cx = malloc(padded * G * sizeof(int32_t));
-    if (!q || !sx || !cx) return free(q), free(sx), free(cx), 1;
+typedef struct {
+    int64_t row, rows; /* of the inputs: up to ROWS of one segment */
+} Block;
+
+/* out[R, O] = x[R, K] times the transpose of the weight of each row's segment; segment s has rows first[s] to first[s + 1].
+   `parts` make up the O outputs of a weight. Returns 0, or 1 without memory. */
+int dinfer_linear(const float *x, int64_t R, int64_t K, const int64_t *first, int64_t segments, const Part *parts,
+                  int64_t count, float *out, int64_t O, int64_t threads) {
+    int64_t blocks = 0, tiles = 0, failed = 0, needed[3] = {0, 0, 0}; /* inputs in 16 bits, in 8 by 32, in 8 by 16 */
+    Block *block = malloc((R / ROWS + segments + 1) * sizeof *block);
+    int64_t *begin = malloc((segments + 1) * sizeof *begin); /* the first block of each segment */
+    for (int64_t s = 0; block && begin && s < segments; s++) {
+        begin[s] = blocks;
+        for (int64_t r = first[s]; r < first[s + 1]; r += ROWS) block[blocks++] = (Block){r, least(ROWS, first[s + 1] - r)};
+        begin[s + 1] = blocks;
+    }
+    for (int64_t p = 0; p < count; p++) {
+        const Kind *kind = KINDS + parts[p].kind;
+        needed[kind->bits == 8 ? 0 : kind->group == 32 ? 1 : 2] = 1, tiles += (parts[p].outputs + LANES - 1) / LANES;
+    }
+    Inputs inputs[3] = {{0}};
+    for (int i = 0; i < 3; i++)
+        if (needed[i]) {
+            int64_t scales = blocks * ROWS * (i == 0 ? 1 : K / (i == 1 ? 32 : 16)) * sizeof(float);
+            inputs[i].values = malloc(blocks * ROWS * K * (i == 0 ? 2 : 1)), inputs[i].scale = malloc(scales);
+            inputs[i].total = i ? malloc(scales) : 0;
+            failed |= !inputs[i].values || !inputs[i].scale || (i && !inputs[i].total);
+        }
+    failed |= !block || !begin;
+    int64_t work = failed ? 0 : segments * tiles;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
-        for (int64_t r = 0; r < padded; r++)
-            for (int64_t g = 0; g < G; g++) {
-                int64_t at = r * K + g * group;
-                float most = r < R ? largest(x + at, group) : 0, by = factor(most, 127);
-                int32_t total = 0;
-                for (int64_t k = at; k < at + group; k++) total += q[k] = r < R ? (int8_t)rounded(x[k], by) : 0;
-                sx[r * G + g] = scale_for(most, 127), cx[r * G + g] = -8 * total;
+        for (int64_t b = 0; b < (failed ? 0 : blocks); b++)
+            for (int i = 0; i < 3; i++) {
+                const float *from = x + block[b].row * K;
+                int64_t group = i == 1 ? 32 : 16, at = b * ROWS * (K / group);
+                if (i == 0 && needed[i])
+                    round_16(from, block[b].rows, K, (int16_t *)inputs[i].values + b * ROWS * K, inputs[i].scale + b * ROWS);
+                else if (needed[i])
+                    round_8(from, block[b].rows, K, group, (int8_t *)inputs[i].values + b * ROWS * K, inputs[i].scale + at,
+                            inputs[i].total + at);
             }
-        uint8_t *wide = aligned_alloc(64, TILE * DEEP);
-        float sw[TILE * (DEEP / 32)];
-        if (!wide) {
+        uint8_t *rows = aligned_alloc(64, LANES * DEEP), *tile = aligned_alloc(64, LANES * DEEP);
+        float d[DEEP / 16 * LANES], m[DEEP / 16 * LANES];
+        if (!rows || !tile) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t tile = 0; tile < O; tile += TILE)
-            for (int64_t k = 0; wide && k < K; k += DEEP) {
-                int64_t end = least(TILE, O - tile), n = least(DEEP, K - k);
-                for (int64_t o = 0; o < end; o++) {
-                    spread(w + ((tile + o) * K + k) / 2, wide + o * DEEP, n, group);
-                    for (int64_t g = 0; g < n / group; g++)
-                        sw[o * (DEEP / 32) + g] = scale[(tile + o) * by_output + (k / group + g) * by_group];
-                }
-                for (int64_t r = 0; r < R; r += ROWS) {
-                    int64_t rows = least(ROWS, R - r), o = 0;
-                    const float *own = sx + r * G + k / group;
-                    const int32_t *off = cx + r * G + k / group;
-                    float *to = out + r * O + tile;
-                    for (; o + TALL <= end; o += TALL)
-                        int4_block(q + r * K + k, K, wide + o * DEEP, n, group, TALL, own, off, G, sw + o * (DEEP / 32),
-                                   to + o, O, rows, !k);
-                    for (; o < end; o++)
-                        int4_block(q + r * K + k, K, wide + o * DEEP, n, group, 1, own, off, G, sw + o * (DEEP / 32),
-                                   to + o, O, rows, !k);
+        for (int64_t task = 0; task < work; task++) {
+            int64_t segment = task / tiles, t = task % tiles, to = 0, p = 0;
+            if (!rows || !tile || begin[segment] == begin[segment + 1]) continue;
+            for (int64_t here; t >= (here = (parts[p].outputs + LANES - 1) / LANES); p++) t -= here, to += parts[p].outputs;
+            const Part *part = parts + p;
+            const Kind *kind = KINDS + part->kind;
+            int wide = kind->bits == 8, which = wide ? 0 : kind->group == 32 ? 1 : 2;
+            int64_t o = t * LANES, lanes = least(LANES, part->outputs - o), deep = wide ? DEEP / 2 : DEEP;
+            const Inputs *in = inputs + which;
+            for (int64_t k = 0; k < K; k += deep) {
+                int64_t n = least(deep, K - k), groups = K / kind->group;
+                if (lanes < LANES) memset(rows, 0, LANES * DEEP), memset(d, 0, sizeof d), memset(m, 0, sizeof m);
+                for (int64_t lane = 0; lane < lanes; lane++)
+                    decode(part, segment, o + lane, k, n, rows + lane * DEEP, d + lane, m + lane);
+                arrange(rows, n, wide, tile);
+                for (int64_t b = begin[segment]; b < begin[segment + 1]; b++) {
+                    Floats sum[ROWS];
+                    const uint8_t *from = (const uint8_t *)in->values + (b * K + k) * ROWS * (wide ? 2 : 1);
+                    int64_t at = b * ROWS * groups + k / kind->group * ROWS;
+                    const float *scale = in->scale + at, *total = in->total + at;
+                    if (wide)
+                        tile_16((const int32_t *)from, (const int16_t *)tile, d, n, in->scale + b * ROWS, sum);
+                    else
+                        (which == 2 ? tile_of_16 : kind->bits == 4 ? tile_4_bits : tile_5_bits)(
+                            (const int32_t *)from, tile, d, m, n, scale, total, sum);
+                    add_to(out + block[b].row * O + to + o, O, block[b].rows, lanes, !k, sum);
                 }
             }
-        free(wide);
+        }
+        free(rows), free(tile);
     }
-    free(q), free(sx), free(cx);
+    for (int i = 0; i < 3; i++) free(inputs[i].values), free(inputs[i].scale), free(inputs[i].total);
+    free(block), free(begin);
     return (int)failed;
 }

@@ -1,7 +1,9 @@
-"""Linear maps with weights in 8 and 4 bits on a CPU: `linear.c`, compiled at first use and kept for the next.
+"""Linear maps with weights in few bits on a CPU: `linear.c`, compiled at first use and kept for the next.
 
 The compiler is that of the system, and the code is for the CPU it runs on. Where there is no compiler, or no x86 CPU
 with AVX2, torch computes the same, with weights widened at every call.
+
+Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts).
 """
 
 from __future__ import annotations
@@ -15,18 +17,52 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import VARIABLE, Group, groups_off
 
-SOURCE = Path(__file__).with_name("linear.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "blocks.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
-STEP = 64  # widths are multiples of it
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+STEP = 32  # widths are multiples of it
+KINDS = (
+    "int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+)  # fmt: skip
+"""What the kernels read: our own formats, and the types of blocks in GGUF files. In the order of `blocks.h`."""
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
 log = logging.getLogger(__name__)
+
+
+class Part(NamedTuple):
+    """Some outputs of a weight, or of each of several weights, all of one kind.
+
+    `values`: bytes [O, B], or [S, O, B], of which outputs are next to each other. `scale`: of int8 [O, 1], of int4
+    [O, G], or [S, O, ...]; blocks hold their own.
+    """
+
+    kind: str
+    values: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[-2]
+
+    def fields(self, width: int) -> list[int]:
+        """The struct `Part` of `linear.c`."""
+        of_segment = self.values.stride(0) if self.values.dim() == 3 else 0
+        where = [KINDS.index(self.kind), self.outputs, self.values.data_ptr(), self.values.shape[-1], of_segment]
+        if self.scale is None:
+            return [*where, 0, 0, 0, 0, 0, 0]
+        *lead, by_output, by_group = self.scale.stride()
+        at = [self.scale.data_ptr(), SCALES.index(self.scale.dtype), by_output, by_group, *(lead or [0])]
+        return [*where, *at, width // self.scale.shape[-1]]
 
 
 def use_native(x: Tensor, group: Group) -> bool:
@@ -42,36 +78,31 @@ def prepare(device: torch.device) -> None:
         library()
 
 
-def int8_linear(x: Tensor, weight_OK: Tensor, scale_O: Tensor) -> Tensor:
-    """x times the transpose of a weight in int8. Each row of x is rounded to 13 bits. [..., K] -> [..., O]"""
-    rows_RK, out = _rows(x), x.new_empty(*x.shape[:-1], len(weight_OK), dtype=torch.float32)
-    weight_OK, scale_O = weight_OK.contiguous(), scale_O.float().contiguous()
-    _run("dinfer_int8_linear", rows_RK, *rows_RK.shape, weight_OK, scale_O, len(weight_OK), out)
-    return out
+def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = None) -> Tensor:
+    """x times the transpose of a weight whose outputs are those of the parts, one after the other. [..., K] -> [..., O]
 
-
-def int4_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor) -> Tensor:
-    """As above, for a weight in 4 bits (`dinfer.kernels.packed`). Each group of x is rounded to 8 bits."""
-    rows_RK, out = _rows(x), x.new_empty(*x.shape[:-1], len(weight_OH), dtype=torch.float32)
-    weight_OH, scale_OG = weight_OH.contiguous(), scale_OG.float()
-    group = x.shape[-1] // scale_OG.shape[1]
-    _run(
-        "dinfer_int4_linear", rows_RK, *rows_RK.shape, weight_OH, scale_OG, *scale_OG.stride(), group, len(weight_OH),
-        out,
-    )  # fmt: skip
-    return out
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2).float().contiguous()
-
-
-def _run(name: str, *given: Tensor | int) -> None:
+    `count_S`: x is [R, K], its first so many rows go to the first weight of each part, and so on. Each row of x is
+    rounded to 16 bits for values in 8 bits, and each group of 32 or 16 inputs to 8 bits for values in fewer.
+    """
     found = library()
     assert found is not None
-    passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else ctypes.c_int64(one) for one in given]
-    if getattr(found, name)(*passed, ctypes.c_int64(torch.get_num_threads())):
-        raise MemoryError(f"{name}: no memory for the rounded inputs")
+    rows_RK = x.reshape(-1, x.shape[-1]).float().contiguous()
+    counts = [len(rows_RK)] if count_S is None else count_S.tolist()
+    first = [0]
+    for rows in counts:
+        first.append(first[-1] + rows)
+    fields = [field for part in parts for field in part.fields(x.shape[-1])]
+    outputs = sum(part.outputs for part in parts)
+    out = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32)
+    failed = found.dinfer_linear(
+        ctypes.c_void_p(rows_RK.data_ptr()), *map(ctypes.c_int64, rows_RK.shape),
+        (ctypes.c_int64 * len(first))(*first), ctypes.c_int64(len(counts)), (ctypes.c_int64 * len(fields))(*fields),
+        ctypes.c_int64(len(parts)), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(outputs),
+        ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"a linear map of {len(rows_RK)} rows: no memory for the rounded inputs")
+    return out
 
 
 @cache
@@ -81,7 +112,7 @@ def library() -> ctypes.CDLL | None:
     if platform.machine() not in ("x86_64", "AMD64") or not cpu.startswith("AVX"):
         log.info("weights in 8 and 4 bits: by torch, as this CPU (%s, %s) has no AVX2", platform.machine(), cpu)
         return None
-    flags = (*FLAGS, *(("-mavx2", "-mfma") if cpu == "AVX2" else ("-march=native",)))
+    flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
         path = _compiled(flags)
         found = ctypes.CDLL(str(path))
@@ -97,7 +128,7 @@ def _compiled(flags: tuple[str, ...]) -> Path:
     """The shared library, from the cache or made now. OSError or SubprocessError if it cannot be made."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     cpu = [line for line in _text(Path("/proc/cpuinfo")).splitlines() if line.startswith(("flags", "model name"))][:2]
-    what = "\n".join([SOURCE.read_text(), *compiler, *flags, *cpu])
+    what = "\n".join([*(source.read_text() for source in SOURCES), *compiler, *flags, *cpu])
     name = f"linear-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"
     if (folder / name).is_file():
@@ -110,7 +141,7 @@ def _compiled(flags: tuple[str, ...]) -> Path:
         made = tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False)  # noqa: SIM115
     made.close()
     try:
-        command = [*compiler, *flags, "-o", made.name, str(SOURCE), "-lm"]
+        command = [*compiler, *flags, "-o", made.name, str(SOURCES[0]), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         os.replace(made.name, folder / name)  # so that two processes may make it at once
     finally:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.registry import Registry
+from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.linear import round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
 from dinfer.kernels.types import Deferred, Inputs, Matrices
@@ -55,6 +56,14 @@ class Format(ABC):
         """
         raise NotImplementedError
 
+    def widened(self, weight: Weight) -> Tensor:
+        """The values as floats. [..., O, K]. Only for formats of embeddings."""
+        raise NotImplementedError
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        """Some outputs of a matrix, as floats. [...] -> [..., K]. Only for formats of embeddings."""
+        raise NotImplementedError
+
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Bytes that a weight takes."""
         with torch.device("meta"):
@@ -81,7 +90,7 @@ class EightBits(Format):
         weight[0].detach()[at].copy_(values)
         weight[1][at[:-1]].copy_(scale[..., 0])
 
-    @torch.compiler.disable  # the compiler would trace the slow reference
+    @untraced
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
         return scaled_linear(rounded(x) if self.takes == "rounded" else x, weight[0], weight[1], bias_O)
 

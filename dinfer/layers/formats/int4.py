@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dinfer.kernels.cpu.linear import prepare
 from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear
 from dinfer.kernels.types import Deferred
@@ -40,7 +41,7 @@ class Int4(Format):
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
 
-    @torch.compiler.disable  # the compiler would trace the slow reference
+    @untraced
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
         return packed_linear(close(x), weight[0], weight[1], bias_O)
 

@@ -1,6 +1,7 @@
 """Weights as a checkpoint has them, in the dtype of the model."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.linear import linear
@@ -21,6 +22,12 @@ class Plain(Format):
 
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
         return linear(x, weight[0], bias_O, parts=parts)
+
+    def widened(self, weight: Weight) -> Tensor:
+        return weight[0]
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        return F.embedding(index, weight[0])
 
     def experts(self, weight: Weight) -> ExpertWeight:
         return ScaledExperts(Matrices(*weight))
