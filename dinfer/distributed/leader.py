@@ -164,17 +164,27 @@ class Leader:
             with suppress(RankFailed):
                 self.tell("end")
                 self._ended = True  # so that nobody takes it for a failure
-                limit = time.monotonic() + FAREWELL
-                while time.monotonic() < limit and any(child.poll() is None for child in self._children.values()):
-                    time.sleep(0.01)
+                for rank, channel in self._told.items():
+                    channel.socket.settimeout(FAREWELL)
+                    with suppress(TimeoutError):
+                        self._left(rank, channel)
             self.turn.release()
         self._ended = True
         self._end()
 
+    def _left(self, rank: int, channel: Channel) -> None:
+        """Waits until a rank has ended, after all that it may still say."""
+        with suppress(EOFError, ConnectionResetError):
+            while True:
+                channel.receive()
+        del self._pids[rank]
+        if rank in self._children:
+            self._children.pop(rank).wait()
+
     def _end(self) -> None:
         for rank, channel in (*self._told.items(), *self._watch.items()):
             channel.close()
-            if rank not in self._children:
+            if rank in self._pids and rank not in self._children:
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
         for child in self._children.values():
@@ -220,7 +230,7 @@ class Leader:
             looked = now
             for made in ready:
                 self._hear(watched[made], now)
-            for rank, child in self._children.items():
+            for rank, child in [*self._children.items()]:
                 if child.poll() is not None:
                     self._gone(rank)
             if now - beaten > BEAT:

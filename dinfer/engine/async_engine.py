@@ -13,7 +13,7 @@ from dinfer.engine.turns import Turns
 # An update costs its caller some time, and the engine shares the interpreter with all callers. So the more callers
 # there are, the more steps come together.
 PAUSE = 0.0005  # seconds, for each caller
-FRAME = 1 / 30  # seconds from one canvas to the next, at least: people see no more
+FRAME, FRAME_PAUSE = 1 / 30, 0.001  # seconds between two canvases, at least: people see no more; and for each caller
 SHIFT = 0.05  # seconds of rounds after which the engines that share a thread take turns
 NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles kernels or captures a graph
 
@@ -46,7 +46,8 @@ class AsyncEngine:
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
         snapshots, steps come together: an update is the last of several steps, and has the new output of all. They are
-        the steps of `PAUSE` seconds for each caller, with drafts of `FRAME` seconds at least, and then of one region.
+        the steps of `PAUSE` seconds for each caller. With drafts they are those of one region, in `FRAME_PAUSE` seconds
+        for each caller and at least `FRAME`.
         `deadline`, by the event loop's clock: when to give the request up.
 
         A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
@@ -169,7 +170,8 @@ class _Caller:
             held.append(self._updates.popleft())  # type: ignore[arg-type]
         if not self._updates:
             self._told.clear()
-        self._due = asyncio.get_running_loop().time() + max(PAUSE * callers, FRAME if self._drafts else 0.0)
+        pause = max(FRAME, FRAME_PAUSE * callers) if self._drafts else PAUSE * callers
+        self._due = asyncio.get_running_loop().time() + pause
         return joined(held) if len(held) > 1 else update
 
     def _joins(self, first: Update, then: Update | BaseException) -> bool:

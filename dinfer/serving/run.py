@@ -66,7 +66,7 @@ def tuned() -> Iterator[None]:
     default up to 5 ms: as long as many a step. What is loaded stays, so the collector need not look at it again.
     """
     before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     gc.collect()
     gc.freeze()
     try:
