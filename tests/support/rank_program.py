@@ -27,10 +27,10 @@ def main(folder: str, ranks: str, device: str) -> None:
     runtime = dinfer.Runtime(tensor_parallel=int(ranks), graphs=device == "cuda")
     pipe = dinfer.load(folder, device=device, dtype="float32", runtime=runtime)
     for _ in range(3):  # the steps of the last time are CUDA graphs
-        pipe.generate_ids([[1, 5, 9]] * 4, max_new_tokens=64)
+        pipe.generate_ids([[7, 5, 9]] * 4, max_new_tokens=64)
     say("running")
     while True:
-        pipe.generate_ids([[1, 5, 9]] * 4, max_new_tokens=64)
+        pipe.generate_ids([[7, 5, 9]] * 4, max_new_tokens=64)
 
 
 if __name__ == "__main__":

@@ -155,8 +155,10 @@ def test_ranks_end_in_peace_and_others_can_start() -> None:
         pipe, ranks = dinfer.load("tiny", runtime=TWO), leader()
         assert ranks is not None
         results.append(pipe.generate(QUESTIONS[0]).text)
+        processes = [*ranks.processes.values()]
+        assert all(map(runs, processes))
         ranks.close()
-        assert not any(map(runs, ranks.processes.values()))
+        assert len(processes) == 1 and not any(map(runs, processes))
         with pytest.raises(RankFailed, match="have ended: load it again"):
             pipe.generate(QUESTIONS[0])
     assert results[0] == results[1]
