@@ -39,8 +39,8 @@ class Runtime:
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
         if self.tensor_parallel > 1 and self.compile != "none":
             raise ValueError(
-                f"runtime.compile={self.compile} is for one card, and runtime.tensor_parallel={self.tensor_parallel}: a "
-                "compiled model holds no sums over cards. Use runtime.compile=none"
+                f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
+                f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
             )
 
 
