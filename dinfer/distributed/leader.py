@@ -50,6 +50,7 @@ class Leader:
         """
         self.size, self.motion, self.turn = size, Motion(), threading.RLock()
         self.failure: RankFailed | None = None
+        self.patience = STILL  # seconds; more where ranks compile
         self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are told before the next one
         self.joined = False  # the ranks have a process group of torch.distributed
         self.models: dict[int, Any] = {}  # those that all ranks have, by number: the ranks that divide it
@@ -274,9 +275,9 @@ class Leader:
                 self.fail(f"{self._named(rank)} hangs: it has given no sign of life for {SILENT:.0f} s")
         still = {0: self.motion.still(), **self._still}
         working = {rank: seconds for rank, seconds in still.items() if seconds is not None}
-        if working and min(working.values()) > STILL:
+        if working and min(working.values()) > self.patience:
             rank = max(working, key=lambda rank: (rank > 0, working[rank]))
-            self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {STILL:.0f} s")
+            self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {self.patience:.0f} s")
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} (process {self._pids.get(rank) or os.getpid()})"
