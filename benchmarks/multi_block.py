@@ -59,6 +59,8 @@ def recipes(spec: ModelSpec, edits: bool) -> Iterator[tuple[Any, Any, Any]]:
         mixed = {"name": "dmax"} if decoder["name"] == "dmax" else {}
         yield several | mixed, decoder, cache
         yield several | {"add_at": 0.0, "force_at": 0.0} | mixed, decoder, cache
+        if decoder["name"] == "threshold" and decoder["threshold"] >= 0.7:
+            yield several | {"name": "lopa"}, decoder, cache
     one: dict[str, Any] = {"name": "block_diffusion"} if aligned else {"name": "blockwise", "block": block}
     yield from ((one, {"name": "fixed", "steps": block}, cache), *((one, decoder, cache) for decoder in decoders))
 

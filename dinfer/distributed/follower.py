@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,8 @@ class Follower:
     def __init__(self, path: Path, rank: int) -> None:
         """Connects with the socket where rank 0 listens. Raises OSError."""
         self.rank, self.motion = rank, Motion()
+        self._preparing = ExitStack()  # until it is told what to do, it works: it loads torch
+        self._preparing.enter_context(self.motion.work())
         self._told, self._watch = self._connected(path, "told"), self._connected(path, "watch")
         threading.Thread(target=self._watching, name="dinfer-watch", daemon=True).start()
 
@@ -46,6 +48,7 @@ class Follower:
         `work` gives the answer to a message, where one is wanted. A ValueError or MemoryError there is an answer too:
         this rank is as it was.
         """
+        self._preparing.close()
         while True:
             try:
                 wanted, name, *given = self._told.receive()
@@ -73,7 +76,8 @@ class Follower:
         if os.environ.get("DINFER_DEBUG", "0") not in ("", "0"):
             traceback.print_exception(error)
         with suppress(OSError):
-            self._watch.send("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000])
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
+            self._watch.send("failed", (time.monotonic(), words))
         leave()
 
     def _watching(self) -> None:

@@ -32,6 +32,8 @@ def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         (["serve", "tensor_parallel=0"], "tensor_parallel=0 must be at least 1"),
         (["batch", "in.jsonl", "out.jsonl", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
         (["batch", "in.jsonl", "out.jsonl", "ray=auto", "replicas=0"], "replicas=0 must be at least 1"),
+        (["eval", "ranks=2"], "ranks=2 needs a Ray cluster: give ray=auto too"),
+        (["eval", "ranks=0", "ray=auto"], "ranks=0 must be at least 1"),
         (["batch", "in.jsonl", "out.jsonl", "ray=127.0.0.1:1"], "no Ray cluster answers there"),
     ],
 )
