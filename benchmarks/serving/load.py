@@ -46,7 +46,7 @@ from dinfer.demo.problems import generate
 LEAVE, SLOW = 0.3, 0.05  # shares of the requests
 PROCESSES = 8  # of clients
 QUESTIONS = 64
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 MEGABYTE = 2**20
 MOST_GROWTH = 50 * MEGABYTE
 SETTLED = 20  # seconds in which everything must be free

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-DRAIN = 90  # seconds that answers have to end once no more are asked for
+DRAIN = 120  # seconds that answers have to end once no more are asked for
 SMALL = 4096  # bytes that a slow reader's socket holds
 
 
@@ -159,6 +159,15 @@ def percentiles(values: list[float]) -> dict[str, float]:
     }
 
 
+async def asked_until(end: float | None, crowd: Crowd, asked: int, fate: str, draw: random.Random) -> Outcome:
+    """The same, given up at that time of the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await ask(crowd, asked, fate, draw)
+    except TimeoutError:
+        return Outcome(asked, fate, error=f"no end within {DRAIN} s")
+
+
 async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
     """All streams, each of which asks again as soon as its answer has ended. `tell` hears of each request."""
     draw, began = random.Random(crowd.seed), time.monotonic()
@@ -173,14 +182,13 @@ async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
         while (asked := next_one()) is not None:
             lot = draw.random()
             fate = "leave" if lot < crowd.leave else "slow" if lot < crowd.leave + crowd.slow else "stay"
-            found = await ask(crowd, asked, fate, draw)
+            found = await asked_until(end, crowd, asked, fate, draw)
             tell(found)
             if found.error is not None or found.status >= 400:
                 await asyncio.sleep(1)  # as a client does that is told to come back later
 
-    limit = None if crowd.seconds is None else crowd.seconds + DRAIN
-    async with asyncio.timeout(limit):
-        await asyncio.gather(*(stream() for _ in range(crowd.streams)))
+    end = None if crowd.seconds is None else asyncio.get_running_loop().time() + crowd.seconds + DRAIN
+    await asyncio.gather(*(stream() for _ in range(crowd.streams)))
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ class AsyncEngine:
         self.observer: Callable[[float], None] | None = None  # is told how many seconds each round took
         self.callers: dict[int, _Caller] = {}  # by request
         self._work: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the callers
         self._since: float | None = None  # when the round that runs began
 
     async def stream(
@@ -56,7 +57,7 @@ class AsyncEngine:
         """
         index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
         caller = self.callers[index] = _Caller(every_step=snapshots or deltas is None, drafts=drafts)
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         timer = None if deadline is None else loop.call_at(deadline, caller.tell, TimeoutError("the deadline"))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())
@@ -87,13 +88,15 @@ class AsyncEngine:
             self.failure = error
 
     def check_alive(self, limit: float) -> None:
-        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds.
+        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds. Any thread may ask.
 
         A round that meets a shape for the first time may take `NEW_SHAPE` times as long.
         """
         began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
         if self.failure is None and began is not None and time.perf_counter() - began > limit:
-            self._fail(EngineHung(f"a round of steps has taken longer than {limit:g} seconds"))
+            self.failure = error = EngineHung(f"a round of steps has taken longer than {limit:g} seconds")
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._fail, error)
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()

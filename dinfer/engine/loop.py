@@ -150,7 +150,8 @@ class Loop:
             self.batch.publish(row)
             ended = row.cursors.phase not in ACTIVE
             if row.followed:
-                row.look(seen.active_NX[row.slot], seen.drafts_NX[row.slot])
+                active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
+                row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
                 row.hear(self.batch.state.tellings)
             elif ended:
                 row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)

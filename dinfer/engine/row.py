@@ -114,10 +114,13 @@ class Row:
         """What it asks steps to tell of its tokens."""
         return Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
 
-    def look(self, active_X: Tensor, drafts_X: Tensor) -> None:
-        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that."""
+    def look(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
+        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that.
+
+        `behind`: the step may have opened another block behind them, and written there.
+        """
         start, end = self.before.start, self.before.end
-        known = active_X[: self.request.length - start].tolist()  # behind `end`, what a branch has opened
+        known = active_X[: (self.request.length if behind else end) - start].tolist()
         self.canvas[start : start + len(known)] = known
         self.active = known[: end - start]
         if self.drafts:

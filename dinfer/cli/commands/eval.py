@@ -7,7 +7,8 @@ JSON a run in the folder `out`, and runs.csv with a line for each task of each r
 interrupted goes on where it was when it is called again; one that is done is shown. The table goes to stdout, progress
 to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
-Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ...
+Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ... (a model on each), or runtime.tensor_parallel=2
+(one model on two)
 On a Ray cluster: dinfer eval ray=auto ranks=8 ...
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
