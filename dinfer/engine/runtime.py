@@ -37,6 +37,11 @@ class Runtime:
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
+        if self.tensor_parallel > 1 and self.compile != "none":
+            raise ValueError(
+                f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
+                f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
+            )
 
 
 def candidates_of(runtime: Runtime) -> int:

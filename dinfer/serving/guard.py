@@ -62,7 +62,7 @@ class Guard:
         try:
             self._check(scope)
             body = await self._body(receive)
-            if body is None or not await self._answer(scope, body, receive, sending):
+            if body is None or not (await self._answer(scope, body, receive, sending) or sending.complete):
                 sending.status = GONE
         except ApiError as error:
             await respond(error, sending)
@@ -182,6 +182,7 @@ class _Sending:
         self._send, self._id, self._limit = send, request_id.encode(), limit
         self._since: float | None = None  # when the message began that is being sent
         self.status = 0
+        self.complete = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -192,6 +193,7 @@ class _Sending:
         self._since = time.perf_counter()
         await self._send(message)
         self._since = None
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     def left(self) -> float:
         """Seconds until the client may be late. Raises NotRead if it is.

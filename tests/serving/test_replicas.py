@@ -30,6 +30,7 @@ from dinfer.cli import conf
 from dinfer.cli.commands.serve import made
 from dinfer.serving.cluster import connect
 from dinfer.serving.replicas import Plan, deployed
+from dinfer.serving.run import listen
 from dinfer.serving.settings import Settings
 
 REPLICA = "ServeReplica:dinfer:Replica"
@@ -96,7 +97,8 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
 def test_a_later_command_takes_over_without_a_gap(machine: Cluster, tmp_path: Path) -> None:
     """A rolling restart: the second `dinfer serve` replaces the first one's replicas, which then ends in peace."""
     command = [sys.executable, "-m", "dinfer.cli.main", "serve", "replicas=2", f"ray={machine.address}", *SERVE]
-    port = 18475
+    with listen(Settings(port=0)) as free:
+        port = free.getsockname()[1]
 
     def start(name: str) -> tuple[subprocess.Popen[str], str]:
         with (tmp_path / name).open("w") as log:
@@ -118,9 +120,11 @@ def test_a_later_command_takes_over_without_a_gap(machine: Cluster, tmp_path: Pa
 
     with ThreadPoolExecutor(4) as threads:
         loads = [threads.submit(load, number) for number in range(3)]
-        second, again = start("second.log")
-        assert again == address and first.wait(30) == 0
-        over = True
+        try:
+            second, again = start("second.log")
+            assert again == address and first.wait(60) == 0
+        finally:
+            over = True
         for one in loads:
             one.result()
     assert results
