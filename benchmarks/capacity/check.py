@@ -22,7 +22,7 @@ from benchmarks.provenance import provenance
 
 
 def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], front: FrontEnd) -> dict[str, Any]:
-    """One closed loop, measured and simulated, of an engine or of guidellm against a server."""
+    """One closed loop, measured and simulated: of an engine, or of clients and a server."""
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
     how = Setting(
         rows=run["in_flight"], gather=setting["gather"],
@@ -63,7 +63,9 @@ def main(args: list[str] | None = None) -> None:
     for path in given.measured:
         report = json.loads(path.read_text())
         engine = [("engine", run, FrontEnd()) for run in report["runs"]]
-        for what, run, own in engine + [("server", run, front) for run in report.get("served", ())]:
+        streams = [run | {"first_piece_ms": run["ttfb_ms"]} for run in report.get("streams", ()) if not run["drafts"]]
+        served = [("guidellm", run, front) for run in report.get("served", ())]
+        for what, run, own in engine + served + [("streams", run, front) for run in streams]:
             row: dict[str, Any] = {"file": path.name, "of": what, "in_flight": run["in_flight"]}
             try:
                 row |= compared(times, report["setting"], run, own)

@@ -40,9 +40,7 @@ def times(name: str, case: dict[str, Any], report: dict[str, Any]) -> StepTimes:
 
 def cluster(steps: StepTimes, rate: float, warm: float = 0.0) -> Cluster:
     denoising, setting = Denoising.at_rate(rate, BLOCK), Setting(rows=1)
-    return Cluster(
-        steps, denoising, setting, Router(policy="least"), replicas=CARDS // steps.cards, seed=0, warm=warm
-    )
+    return Cluster(steps, denoising, setting, Router(policy="least"), replicas=CARDS // steps.cards, seed=0, warm=warm)
 
 
 def compared(report: dict[str, Any], rate: float) -> list[dict[str, Any]]:

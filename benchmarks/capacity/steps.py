@@ -143,8 +143,8 @@ class StepTimes:
                 break
         else:
             raise Unmeasured(
-                f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use fewer "
-                "rows or shorter requests, or measure more with benchmarks.capacity.measure"
+                f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use "
+                "fewer rows or shorter requests, or measure more with benchmarks.capacity.measure"
             )
         return Spread(*between({length: between(line, lanes) for length, line in lines.items()}, canvas)), reach > 1
 
