@@ -125,10 +125,10 @@ class Gateway:
                     429, "all replicas are busy, and as many requests wait as may: try again later",
                     code="queue_full", retry_after=1,
                 ) from error  # fmt: skip
-            except RayTaskError:
-                raise
             except (RayError, RayServeException) as error:
                 LOG.warning("a replica was lost: %s", type(error).__name__)
+                if isinstance(error, RayTaskError) and not begun:  # the replica lives, and has met a defect of ours
+                    raise
                 if begun:
                     raise ApiError(
                         500, "the replica that wrote this answer has ended: ask again", code="replica_lost"

@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -155,9 +155,9 @@ def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]
     What an earlier command deployed there is replaced, a replica at a time, and that command ends. Raises ValueError,
     OSError, EngineFailed.
     """
-    with stopping() as stop, deployed(make, settings, plan) as here:
+    with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan) as here:
         ready(here.address)
-        watch(here, stop)
+        watch(here)
 
 
 @dataclass(slots=True)
@@ -202,15 +202,13 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
 
 
 @contextmanager
-def stopping() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+def interruptible() -> Iterator[None]:
+    """SIGTERM is what Ctrl-C is, and so ends the loading of a model as well."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield stop
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 def check(address: str) -> None:
@@ -225,12 +223,13 @@ def check(address: str) -> None:
         ) from error
 
 
-def watch(here: Deployed, stop: threading.Event) -> None:
-    """Waits for a signal, or for another command that deploys its own application in place of ours.
+def watch(here: Deployed) -> None:
+    """Waits for another command that deploys its own application in place of ours.
 
     Raises EngineFailed if the application is gone.
     """
-    while not stop.wait(LOOK):
+    while True:
+        time.sleep(LOOK)
         now = serve.status().applications.get(NAME)
         if now is None or now.status == ApplicationStatus.DELETING:
             raise EngineFailed("somebody has ended the application on Ray Serve")
