@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.peers.table import SHOWN, measured
 from benchmarks.report import RESULTS, ROOT
+from benchmarks.several_table import reports
 from dinfer.analysis.metrics import wilson
+from dinfer.analysis.pareto import front
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -56,11 +58,36 @@ def accuracy(rows: list[dict[str, Any]], cache: str = "dual") -> Figure:
     return figure
 
 
+def several() -> Figure:
+    """The same of the first model and its adapter: one block, and up to four."""
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    one = json.loads((RESULTS / "tiny-everything-h200.json").read_text())["rows"]
+    adapter = reports(RESULTS)["tiny-d2f"]["rows"]
+    curves = {
+        "tiny, every recipe": front(one),
+        "tiny-d2f, one block": front([row for row in adapter if row["iteration"] == "blockwise"]),
+        "tiny-d2f, up to four blocks": front([row for row in adapter if row["iteration"] == "multi_block"]),
+    }
+    for name, rows in curves.items():
+        spans = [wilson(row["accuracy"] * row["problems"] / 100, row["problems"]) for row in rows]
+        below = [row["accuracy"] - low for row, (low, _) in zip(rows, spans, strict=True)]
+        above = [high - row["accuracy"] for row, (_, high) in zip(rows, spans, strict=True)]
+        places = [row["tpf"] for row in rows], [row["accuracy"] for row in rows]
+        axes.errorbar(*places, yerr=[below, above], marker="o", ms=4, lw=1.2, elinewidth=0.8, capsize=2, label=name)
+    axes.set(xlabel="tokens per forward", ylabel="accuracy, %", ylim=(70, 100))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main() -> None:
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dinfer", "font.family": "sans-serif"})
     found = {
         "speed": speed(measured()),
         "accuracy": accuracy(json.loads((RESULTS / "tiny-quality-h200.json").read_text())["rows"]),
+        "several-blocks": several(),
     }
     for name, figure in found.items():
         figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})

@@ -11,6 +11,7 @@ accuracy and parallelism (`dinfer.analysis.pareto.aup`) of every iteration on th
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -58,6 +59,8 @@ def recipes(spec: ModelSpec, edits: bool) -> Iterator[tuple[Any, Any, Any]]:
         mixed = {"name": "dmax"} if decoder["name"] == "dmax" else {}
         yield several | mixed, decoder, cache
         yield several | {"add_at": 0.0, "force_at": 0.0} | mixed, decoder, cache
+        if decoder["name"] == "threshold" and decoder["threshold"] >= 0.7:
+            yield several | {"name": "lopa"}, decoder, cache
     one: dict[str, Any] = {"name": "block_diffusion"} if aligned else {"name": "blockwise", "block": block}
     yield from ((one, {"name": "fixed", "steps": block}, cache), *((one, decoder, cache) for decoder in decoders))
 
@@ -92,6 +95,12 @@ def lines(
     return found
 
 
+def line(recipe: tuple[Any, Any, Any]) -> str:
+    """A recipe in words, with all options."""
+    iteration, decoder, cache = recipe
+    return " ".join([iteration["name"], options_of(iteration), decoder["name"], options_of(decoder), cache])
+
+
 def chosen(rows: list[dict[str, Any]], least: float) -> int | None:
     """The place of the fastest row that is as accurate as that."""
     good = [at for at, row in enumerate(rows) if row["accuracy"] >= least]
@@ -119,10 +128,12 @@ def main() -> None:
     parser.add_argument("--adapter", help="folder of an adapter that is merged into it")
     parser.add_argument("--block", type=int, default=0, help="its attention blocks from the prompt's end (D2F)")
     parser.add_argument("--edits", action="store_true", help="decoders that edit too")
+    parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     parser.add_argument("--least", type=float, default=95.0, help="accuracy of the recipe that is chosen, in percent")
     given = with_problems(parser).parse_args()
     base = load(given.model, given.adapter, given.block, given.device, given.rows)
-    legal, refused = sifted(base.model, recipes(base.model.spec, given.edits))
+    wanted = (one for one in recipes(base.model.spec, given.edits) if re.search(given.only, line(one)))
+    legal, refused = sifted(base.model, wanted)
     sets = {"validation": ("train", given.seed + 987_654), "heldout": ("heldout", given.seed)}
     problems = {name: generate(split, given.count, seed) for name, (split, seed) in sets.items()}
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in sets}

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/results.md and docs/performance.md, from the files in benchmarks/results.
+"""Writes the tables of README.md and of pages in docs from the files in benchmarks/results.
 
     python -m benchmarks.report
 
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation_table import ablation
+from benchmarks.capacity import table as scaling
 from benchmarks.peers import table
+from benchmarks.several_table import several
 from dinfer.cli.catalog import catalog
 from dinfer.core.registry import MODELS
 
@@ -261,6 +263,7 @@ def rendered(readme: str) -> str:
 def rendered_results(page: str) -> str:
     """docs/results.md with its tables written anew."""
     page = _with_section(page, f"{quality()}\n\n{second()}\n", "box")
+    page = _with_section(page, several(RESULTS) + "\n", "several")
     return _with_section(page, everything() + "\n")
 
 
@@ -355,10 +358,18 @@ def _with_section(text: str, body: str, name: str = "results") -> str:
     return section.sub(lambda found: found[1] + body + found[2], text)
 
 
+def rendered_scaling(page: str) -> str:
+    """docs/scaling.md with its sections written anew."""
+    for name, body in scaling.sections(RESULTS).items():
+        page = _with_section(page, body + "\n", name)
+    return page
+
+
 PAGES = {
     ROOT / "README.md": rendered,
     ROOT / "docs" / "results.md": rendered_results,
     ROOT / "docs" / "performance.md": rendered_performance,
+    ROOT / "docs" / "scaling.md": rendered_scaling,
 }
 
 

@@ -3,22 +3,25 @@
     python -m benchmarks.tensor_parallel --out benchmarks/results/tensor-parallel-h200.json
     python -m benchmarks.tensor_parallel --tiny --device cpu                      # dry run over gloo
 
-Every case runs in processes of its own, one for each card, so a case that fails or hangs loses no other; what it says
-is in the report. Steps are timed as `benchmarks.step` does, with its limit: the bytes that a card reads, at the rate of
-a copy measured in the same process. `collectives` times the sums alone, 64 in a CUDA graph, by size and method.
+Processes, one for each card, run one case after the other. Behind a case that fails or hangs they are started anew, so
+it loses no other, and the report has their last words. Cases of one card run two at a time, a card for each. Steps are
+timed as `benchmarks.step` does, with its limit: the bytes that a card reads, at the rate of a copy measured in the same
+process. `collectives` times the sums alone, 64 in a CUDA graph, by size and method.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +38,6 @@ from dinfer import Pipeline, Runtime, compose
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.loading.checkpoint import random_network
 
-LONGEST = 100  # seconds that a case may take
 BLOCK, PROMPT, NEW = 32, 128, 256
 SUMS = 64  # in a graph, as many as a step of 32 layers has
 
@@ -46,7 +48,7 @@ class Case(NamedTuple):
     shape: str
     cards: int
     quantize: str | None = None
-    sums: str = "symmetric"  # or all of them by nccl
+    sums: str = "symmetric"  # or "fused" with the norms that read them, or "nccl"
 
     @property
     def name(self) -> str:
@@ -61,8 +63,9 @@ class Case(NamedTuple):
 
 CASES = [
     Case("collectives", 2),
-    Case("llada-8b", 1), Case("llada-8b", 2), Case("llada2-mini", 1), Case("llada2-mini", 2),
-    Case("llada-8b", 1, "fp8"), Case("llada-8b", 2, "fp8"), Case("llada2-flash", 1, "fp8"), Case("llada2-flash", 2),
+    Case("llada-8b", 1), Case("llada2-mini", 1), Case("llada-8b", 1, "fp8"), Case("llada2-flash", 1, "fp8"),
+    Case("llada-8b", 2), Case("llada2-mini", 2), Case("llada-8b", 2, "fp8"), Case("llada-8b", 2, None, "fused"),
+    Case("llada2-flash", 2), Case("llada2-mini", 2, None, "fused"), Case("llada-8b", 2, "fp8", "fused"),
     Case("llada-8b", 2, None, "nccl"),
 ]  # fmt: skip
 TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2"}
@@ -73,7 +76,9 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     cuda = device.type == "cuda"
     if case.shape == "collectives":
         return {"us": collective_times(ranks, device)} if cuda else {}
-    if case.sums == "nccl":
+    if ranks.small is not None and case.sums == "fused":
+        ranks = replace(ranks, exchange=ranks.small.exchange)
+    elif case.sums == "nccl":
         ranks = replace(ranks, small=None)
     family, spec = shape(case.shape)
     torch.manual_seed(0)
@@ -111,7 +116,7 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     keys = PROMPT + (NEW + BLOCK) / 2 if causal else PROMPT + NEW
     found["limit"] = limits(
         model, pool(pipe.engine), rows=1, width=timed["width"], block=BLOCK, keys=keys, experts=found["experts_read"],
-        rates=rates(device, case.quantize) if cuda else None,
+        rates=card_rates(device, case.quantize) if cuda else None,
     )  # fmt: skip
     if cuda:
         found["bytes_reached"] = found["limit"]["bytes_ms"] / timed["step_ms"]
@@ -119,6 +124,9 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     kernels = by_kernel(spans, steps)
     found["parts"] = by_part(kernels, timed["step_ms"])
     return found | {"kernels": kernels[:30]}
+
+
+card_rates = cache(rates)  # once in a process
 
 
 def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, float]]:
@@ -154,39 +162,64 @@ def graph_us(work: Any) -> float:
     return round(1e3 * sorted(times)[len(times) // 2] / SUMS, 2)
 
 
-def measure(case: Case, device: str, tiny: bool, folder: Path) -> dict[str, Any]:
-    """Runs a case in processes of its own, and reads what the first rank has written. What failed is said."""
-    shape_name = TINY.get(case.shape, case.shape) if tiny else case.shape
-    given = [shape_name, str(case.cards), case.quantize or "none", case.sums]
-    place = Path(tempfile.mkdtemp(dir=folder))
-    environment = os.environ | {
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    began, processes = time.perf_counter(), []
-    for rank in range(case.cards):
-        command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--device", device]
-        command += ["--rank", str(rank), "--place", str(place), "--case", *given]
-        with (place / f"log{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-    failed = ""
-    try:
-        while any(process.poll() is None for process in processes):
-            codes = [process.poll() for process in processes]
-            if time.perf_counter() - began > LONGEST or any(code not in (None, 0) for code in codes):
-                failed = f"exit codes {codes} after {time.perf_counter() - began:.0f} s"
-                break
-            time.sleep(0.1)
-    finally:
-        for process in processes:
+class Group:
+    """Cases that one set of processes runs one after the other, a process for each card."""
+
+    def __init__(self, cases: Sequence[Case], cards: Sequence[str], given: argparse.Namespace, folder: str) -> None:
+        """`cards`: their names for CUDA_VISIBLE_DEVICES."""
+        self.cases, self.cards, self.given, self.folder = list(cases), cards, given, folder
+        self.found: dict[str, Any] = {}
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Starts processes for the cases without an outcome."""
+        self.place, self.since, self.processes = Path(tempfile.mkdtemp(dir=self.folder)), time.perf_counter(), []
+        cases = json.dumps([case for case in self.cases if case.name not in self.found])
+        environment = os.environ | {
+            "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": ",".join(self.cards),
+        }  # fmt: skip
+        for rank in range(len(self.cards)):
+            command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--device", self.given.device]
+            command += ["--rank", str(rank), "--place", str(self.place), "--cases", cases]
+            with (self.place / f"log{rank}").open("w") as log:
+                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+
+    def look(self) -> bool:
+        """Takes what has come out, starts again behind a case that failed or takes too long. False: all is done."""
+        for case in self.cases:
+            written = self.place / f"{case.name}.json"
+            if case.name not in self.found and written.is_file():
+                self.found[case.name] = json.loads(written.read_text()) | {"seconds": time.perf_counter() - self.since}
+                self.since = time.perf_counter()
+        left = [case for case in self.cases if case.name not in self.found]
+        codes, took = [process.poll() for process in self.processes], time.perf_counter() - self.since
+        if left and (took > self.given.longest or any(code is not None for code in codes)):
+            logs = [(self.place / f"log{rank}").read_text()[-1500:] for rank in range(len(self.cards))]
+            self.found[left[0].name] = {"failed": f"exit codes {codes} after {took:.0f} s", "log": logs}
+            self.stop()
+            if left[1:]:
+                self.start()
+        return len(self.found) < len(self.cases)
+
+    def stop(self) -> None:
+        for process in self.processes:
             process.kill()
             process.wait()
-    written = place / "rank0.json"
-    if failed or not written.is_file():
-        logs = "\n".join((place / f"log{rank}").read_text()[-1500:] for rank in range(case.cards))
-        return {"failed": failed or "no report", "log": logs}
-    return json.loads(written.read_text()) | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
+    """Runs groups side by side until all is done, or no time is left: what came out, by the names of cases."""
+    for group in groups:
+        group.start()
+    try:
+        while any([group.look() for group in groups]) and time.perf_counter() < until:
+            time.sleep(0.05)
+    finally:
+        for group in groups:
+            group.stop()
+    missing = {case.name: {"failed": "no time was left"} for group in groups for case in group.cases}
+    return missing | {name: found for group in groups for name, found in group.found.items()}
 
 
 def compared(report: dict[str, Any]) -> None:
@@ -203,47 +236,66 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
     parser.add_argument("--only", help="cases with this in their names")
-    parser.add_argument("--budget", type=float, default=290, help="seconds; no case begins later")
+    parser.add_argument("--budget", type=float, default=290, help="seconds; what has not come out by then is left out")
+    parser.add_argument("--longest", type=float, default=75, help="seconds that a case may take")
     parser.add_argument("--out", type=Path)
-    for name in ("--rank", "--place"):
+    for name in ("--rank", "--place", "--cases"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args(args)
-    if given.case:
-        return one_rank(given)
+    if given.cases:
+        return run_cases(given)
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(torch.device(given.device))}
-    began = time.perf_counter()
+    until = time.perf_counter() + given.budget
+    cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+
+    def measure(*parts: tuple[Sequence[Case], Sequence[str]]) -> dict[str, Any]:
+        groups = [
+            Group([case for case in cases if (given.only or "") in case.name], own, given, folder)
+            for cases, own in parts
+        ]  # fmt: skip
+        found = supervise([group for group in groups if group.cases], until)
+        report.update(found)
+        compared(report)
+        for name, one in found.items():
+            print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
+        if given.out is not None:
+            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        return found
+
+    tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
+    first, *cases = tiny
     with tempfile.TemporaryDirectory() as folder:
-        for case in (case for case in CASES if (given.only or "") in case.name):
-            if time.perf_counter() - began > given.budget:
-                report[case.name] = {"failed": "no time was left"}
-                continue
-            found = report[case.name] = measure(case, given.device, given.tiny, Path(folder))
-            compared(report)
-            print(
-                json.dumps({case.name: found | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True
-            )
-            if given.out is not None:
-                given.out.write_text(json.dumps(report, indent=1) + "\n")
+        alone = [case for case in cases if case.cards == 1]
+        if "failed" in measure(([first], cards)).get(first.name, {}):  # the cards cannot read each other's memory
+            cases = [case._replace(sums="nccl") for case in cases]
+        measure((alone[::2], cards[:1]), (alone[1::2], cards[1:]))  # side by side, a case on each card
+        measure(([*dict.fromkeys(case for case in cases if case.cards > 1)], cards))
 
 
-def one_rank(given: argparse.Namespace) -> None:
+def run_cases(given: argparse.Namespace) -> None:
     """The process of one card."""
-    name, cards, quantize, sums = given.case
-    case, rank, ranks = Case(name, int(cards), None if quantize == "none" else quantize, sums), int(given.rank), ALONE
-    device = torch.device(given.device, rank) if given.device == "cuda" else torch.device(given.device)
-    if device.type == "cuda":
+    cases, rank, ranks = [Case(*case) for case in json.loads(given.cases)], int(given.rank), ALONE
+    cuda = given.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device(given.device)
+    if cuda:
         torch.cuda.set_device(device)
-    if case.cards > 1:
+    if cases[0].cards > 1:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{given.place}/meeting", rank=rank,
-            world_size=case.cards, device_id=device if device.type == "cuda" else None,
+            "nccl" if cuda else "gloo", init_method=f"file://{given.place}/meeting", rank=rank,
+            world_size=cases[0].cards, device_id=device if cuda else None,
         )  # fmt: skip
         ranks = Ranks.of()
-    with torch.inference_mode():
-        found = run_rank(case, device, ranks)
-    if rank == 0:
-        (Path(given.place) / "rank0.json").write_text(json.dumps(found))
+    for case in cases:
+        with torch.inference_mode():
+            found = run_rank(case, device, ranks)
+        if rank == 0:
+            written = Path(given.place) / f"{case.name}.json"
+            written.with_suffix(".part").write_text(json.dumps(found))
+            written.with_suffix(".part").rename(written)
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     if ranks.size > 1:
         dist.barrier()
         dist.destroy_process_group()

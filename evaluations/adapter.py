@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.analysis.metrics import Sample
-from dinfer.core.registry import REGISTRIES, unknown
+from dinfer.core.registry import REGISTRIES, check_range, unknown
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, load
 from dinfer.pipeline.ranks import everywhere
@@ -38,11 +38,8 @@ class Likelihood:
     greedy: bool = True  # find out whether greedy decoding writes the answer; false: report that it does not
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("samples", self.samples, 1), ("batch", self.batch, 1), ("guidance", self.guidance, 0)
-        ):  # fmt: skip
-            if not value >= least:
-                raise ValueError(f"likelihood.{name}={value} must be at least {least}")
+        check_range("likelihood", self, "samples", "batch", least=1)
+        check_range("likelihood", self, "guidance", least=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from transformers import set_seed
 
 from dinfer.analysis.outputs import write
 from dinfer.analysis.provenance import provenance
+from dinfer.core.registry import check_range
 from dinfer.pipeline import Pipeline
 from evaluations.adapter import DinferLM, Likelihood, Progress
 from evaluations.ledger import Ledger
@@ -64,10 +65,8 @@ class Settings:
             raise ValueError(f"limit={self.limit} must be a whole number of documents, or a share below 1")
         if self.documents is not None and self.limit is not None:
             raise ValueError(f"limit={self.limit} and documents={self.documents} are given: choose one of them")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot={self.num_fewshot} must not be negative")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        check_range("", self, "num_fewshot", least=0)
+        check_range("", self, "max_new_tokens", least=1)
 
 
 def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> Path:

@@ -23,6 +23,8 @@ from typing import Any
 
 import evaluate
 
+from dinfer.core.registry import check_range
+
 # Runs in the child. stdin holds a word, then the program. The child says the word when the program has ended.
 _GUARD = """
 import ctypes, io, os, resource, sys
@@ -49,9 +51,7 @@ class Limits:
     megabytes: int = 1024
 
     def __post_init__(self) -> None:
-        for name, value in (("seconds", self.seconds), ("megabytes", self.megabytes)):
-            if value < 1:
-                raise ValueError(f"code.{name}={value} must be at least 1")
+        check_range("code", self, "seconds", "megabytes", least=1)
 
 
 @dataclass(frozen=True, slots=True)

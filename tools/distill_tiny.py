@@ -8,6 +8,8 @@ itself is a function of the question, the free choices of the wording disappear,
     python -m tools.distill_tiny tiny OUT --block 32 --fit-seconds 300
     python -m tools.distill_tiny tiny-llada2 OUT --drafts 0.4 --moves 0.2 --fit-seconds 300
 
+    python -m tools.distill_tiny tiny-llada2 OUT --start-from dinfer/demo/checkpoints/tiny-llada2-multi-block --rounds 1
+
 OUT gets adapter_config.json, adapter_model.safetensors and training.json. The record has the steps that fitted: a run
 with `--steps` set to them is the same.
 
@@ -24,7 +26,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -204,7 +206,7 @@ class Distillation:
         return mean
 
 
-def problems(tokenizer_file: Path, options: Options, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def problems(tokenizer_file: Path, options: Options, device: torch.device) -> Generator[tuple[Tensor, Tensor]]:
     """Batches of fresh problems with their solutions, and the lengths of the prompts. int64 [B, T], [B]"""
     for shard in shards(tokenizer_file, {options.length: 1}, options.seed + 1_000, options.batch, options.workers):
         for length, at in shard.order:
@@ -213,15 +215,15 @@ def problems(tokenizer_file: Path, options: Options, device: torch.device) -> It
             yield tuple(torch.from_numpy(x[part]).to(device).long() for x in (batch.tokens_BT, batch.prompt_B))
 
 
-def train(work: Distillation, tokenizer_file: Path) -> dict[str, object]:
-    """All rounds; returns the record."""
+def train(work: Distillation, tokenizer_file: Path, base: bool) -> dict[str, object]:
+    """All rounds; returns the record. `base`: the base model answers in the first round."""
     options, began = work.options, time.perf_counter()
     source = problems(tokenizer_file, options, work.model.device)
     steps, rounds, curve = options.steps, [], []
     spent = {"answers": 0.0, "steps": 0.0}
     for turn in range(options.rounds):
         mark = time.perf_counter()
-        rounds.append(work.answer(source, turn == 0))
+        rounds.append(work.answer(source, base and turn == 0))
         spent["answers"] += time.perf_counter() - mark
         print(f"round {turn}: {rounds[-1]} {time.perf_counter() - began:.0f} s", flush=True)
         mark, first = time.perf_counter(), work.done
@@ -245,23 +247,25 @@ def train(work: Distillation, tokenizer_file: Path) -> dict[str, object]:
                 print(f"{steps} steps of {pace * 1000:.1f} ms fit", flush=True)
         spent["steps"] += time.perf_counter() - mark
     work.adapter.merge()
+    source.close()
     return {"steps": work.done, "rounds": rounds, "seconds": round(time.perf_counter() - began, 1), "curve": curve}
 
 
-def parse() -> tuple[str, Path, Options]:
+def parse() -> tuple[str, Path, Path | None, Options]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a model in the box")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--start-from", type=Path, help="folder of an adapter to go on from (default: none)")
     for name, value in asdict(Options()).items():
         kind = argparse.BooleanOptionalAction if isinstance(value, bool) else None
         extra = {"action": kind} if kind else {"type": type(value)}
         parser.add_argument("--" + name.replace("_", "-"), default=value, **extra)
     given = vars(parser.parse_args())
-    return given.pop("model"), given.pop("out"), Options(**given)
+    return given.pop("model"), given.pop("out"), given.pop("start_from"), Options(**given)
 
 
 def main() -> None:
-    name, out, options = parse()
+    name, out, start_from, options = parse()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["DINFER_KERNELS"] = "torch"  # the others have no gradient
     torch.manual_seed(options.seed)
@@ -272,9 +276,11 @@ def main() -> None:
     model = trainable(load_network(folder, family, dtype=torch.float32, device=device))
     tokenizer_file = folder / "tokenizer.json"
     work = Distillation(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
+    if start_from is not None:
+        work.adapter.load(start_from)
     # a graph cannot be captured on the default stream
     with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
-        done = train(work, tokenizer_file)
+        done = train(work, tokenizer_file, base=start_from is None)
     work.adapter.save(out, name)
     record = {
         "command": shlex.join(["python", "-m", "tools.distill_tiny", *sys.argv[1:]]),

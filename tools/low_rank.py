@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dinfer.core.protocols import ModelFamily
@@ -44,6 +44,14 @@ class LowRank:
     def parameters(self) -> list[Tensor]:
         """Every A and B."""
         return [tensor for _, *pair in self.pairs.values() for tensor in pair]
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Goes on from an adapter that `save` wrote, of the same rank and matrices."""
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, (_, a, b) in self.pairs.items():
+            a.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
+            b.copy_(tensors[f"{PREFIX}{name}.lora_B.weight"])
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -37,7 +37,9 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.capacity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=Path, required=True, help="of benchmarks.capacity.measure or .throughput")
+    parser.add_argument(
+        "--steps", type=Path, nargs="+", required=True, help="files of benchmarks.capacity.measure or .throughput"
+    )
     parser.add_argument("--cards", type=numbers(int), default=[1])
     parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
     parser.add_argument("--gather", action="store_true", help="runtime.gather")
@@ -74,7 +76,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every combination. Raises ValueError, and Unmeasured for what the files have no figures of."""
-    times = StepTimes.read(given.steps)
+    times = StepTimes.read(*given.steps)
     if given.denoising:
         denoising = Denoising.read(given.denoising, times.block)
     else:

@@ -10,27 +10,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.capacity.cluster import Cluster, Router
 from benchmarks.capacity.denoising import Denoising
+from benchmarks.capacity.front_end import FrontEnd
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
+from benchmarks.provenance import provenance
 
 
-def compared(
-    times: StepTimes, report: dict[str, Any], run: dict[str, Any], *, per_request: float = 0.0, per_piece: float = 0.0
-) -> dict[str, Any]:
-    """One closed loop, measured and simulated. `report`: the file that `run` is of."""
-    setting = report["setting"]
+def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], front: FrontEnd) -> dict[str, Any]:
+    """One closed loop, measured and simulated, of an engine or of guidellm against a server."""
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
-    how = Setting(rows=run["in_flight"], gather=setting["gather"], per_request=per_request, per_piece=per_piece)
+    how = Setting(
+        rows=run["in_flight"], gather=setting["gather"],
+        per_request=front.request, per_piece=front.piece, per_round=front.round,
+    )  # fmt: skip
     cluster = Cluster(times, denoising, how, Router(), replicas=1, seed=0)
     found = cluster.closed_loop(asked(setting, run), run["in_flight"])
-    row = {"in_flight": run["in_flight"], "measured": round(run["tokens_per_s"], 1)}
-    row |= {"simulated": round(found["tokens_per_s"], 1), "off": found["tokens_per_s"] / run["tokens_per_s"] - 1}
-    row["first_block_s"] = run.get("first_block_s", {}).get("median"), found["first_block_s"]["p50"]
-    row["latency_s"] = run.get("latency_s", {}).get("median"), found["latency_s"]["p50"]
-    return row
+    pairs = {
+        "tokens_per_s": (run["tokens_per_s"], found["tokens_per_s"]),
+        "first_block_s": (run.get("first_block_s", {}).get("median"), found["first_block_s"]["p50"]),
+        "first_text_s": (run.get("first_piece_ms", {}).get("p50", 0) / 1e3 or None, found["first_text_s"]["p50"]),
+        "latency_s": (run.get("latency_s", {}).get("median"), found["latency_s"]["p50"]),
+    }
+    return {
+        name: {"measured": measured, "simulated": simulated, "off": simulated / measured - 1}
+        for name, (measured, simulated) in pairs.items()
+        if measured is not None
+    }
 
 
 def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
@@ -42,15 +52,27 @@ def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=Path, required=True)
-    parser.add_argument("--measured", type=Path, required=True)
+    parser.add_argument("--steps", type=Path, nargs="+", required=True)
+    parser.add_argument("--measured", type=Path, nargs="+", required=True)
+    parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end, for servers")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    times, report = StepTimes.read(given.steps), json.loads(given.measured.read_text())
-    for run in report["runs"]:
-        try:
-            print(compared(times, report, run))
-        except Unmeasured as error:
-            print(f"{run['in_flight']} in flight: {error}")
+    front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
+    times, rows = StepTimes.read(*given.steps), list[dict[str, Any]]()
+    for path in given.measured:
+        report = json.loads(path.read_text())
+        engine = [("engine", run, FrontEnd()) for run in report["runs"]]
+        for what, run, own in engine + [("server", run, front) for run in report.get("served", ())]:
+            row: dict[str, Any] = {"file": path.name, "of": what, "in_flight": run["in_flight"]}
+            try:
+                row |= compared(times, report["setting"], run, own)
+            except Unmeasured as error:
+                row |= {"unmeasured": str(error)}
+            rows.append(row)
+            print(row, flush=True)
+    if given.out is not None:
+        found = {"setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "runs": rows}
+        given.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

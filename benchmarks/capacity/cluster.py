@@ -142,6 +142,8 @@ class Cluster:
             "left": sum(replica.load for replica in self.replicas),
             "requests_per_s": tally.ended / span,
             "tokens_per_s": tally.tokens / span,
+            "pieces_per_s": sum(replica.pieces for replica in self.replicas) / until,
+            "rounds_per_s": sum(replica.rounds for replica in self.replicas) / until,
             "in_system": tally.area / span,
             "card_busy": statistics.fmean(replica.busy for replica in self.replicas) / until,
             "queue_s": percentiles([job.admitted - job.sent for job in jobs]),

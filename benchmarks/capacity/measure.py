@@ -69,21 +69,21 @@ def timed(pipe: Pipeline, prompts: list[list[int]], new: int) -> tuple[Clock, fl
         return clock, time.perf_counter() - began
 
 
-def sweep(recipe: Recipe, runtime: Runtime, prompt: int, given: argparse.Namespace) -> dict[str, Any]:
-    """All numbers in flight at one length of prompts."""
+def sweep(recipe: Recipe, runtime: Runtime, prompt: int, given: argparse.Namespace, report: dict[str, Any]) -> None:
+    """All numbers in flight at one length of prompts. Saves each, so that a run that is cut short leaves the others."""
     canvas, most = prompt + given.new, max(given.in_flight)
     room = max(min(most, given.room // canvas), 1)
     pipe = Pipeline(recipe, None, replace(runtime, rows=room, max_length=canvas))
     prompts = random_prompts(recipe.model.spec, room, prompt)
-    steps, rounds = [], []
     for rows in sorted({min(rows, room) for rows in given.in_flight}):
         clock, wall = timed(pipe, prompts[:rows], given.new)
-        steps += table(clock, canvas)
+        found = table(clock, canvas)
         launched = sum(begin.elapsed_time(end) if clock.cuda else 1e3 * (end - begin) for *_, begin, end in clock.marks)
         count = sum(shape.phase.name != "PREFILL" for shape in clock.shapes)
-        rounds.append({"rows": rows, "canvas": canvas, "gap_ms": round((1e3 * wall - launched) / count, 4)})
-        print(rounds[-1], [row for row in steps if row["lanes"] >= rows][-3:], flush=True)
-    return {"steps": steps, "rounds": rounds}
+        report["steps"] += found
+        report["rounds"].append({"rows": rows, "canvas": canvas, "gap_ms": round((1e3 * wall - launched) / count, 4)})
+        save(report, given.out)
+        print(report["rounds"][-1], [row for row in found if row["lanes"] >= rows][-3:], flush=True)
 
 
 def host(recipe: Recipe, runtime: Runtime, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -129,10 +129,7 @@ def main(args: list[str] | None = None) -> None:
     recipe, runtime = made.recipe, replace(made.engine.runtime, gather=False)
     del made
     for prompt in given.prompts_of:
-        found = sweep(recipe, runtime, prompt, given)
-        report["steps"] += found["steps"]
-        report["rounds"] += found["rounds"]
-        save(report, given.out)
+        sweep(recipe, runtime, prompt, given, report)
         gc.collect()
     report["host"] = host(recipe, runtime, given)
     save(report, given.out)

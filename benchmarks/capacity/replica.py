@@ -14,7 +14,6 @@ import simpy
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
-from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
 from dinfer.core.protocols import StepShape
 from dinfer.engine.async_engine import PAUSE
@@ -61,20 +60,17 @@ class Replica:
         finished: Callable[[Job], None], committed: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`finished` is told of each job at its end; `committed` of the tokens of each block."""
-        name = times.report["setting"].get("shape")
-        if times.report["setting"].get("model") or name is None:
-            raise ValueError(f"{times.name} is not of a shape of benchmarks.shapes: measure one with --shape")
         if setting.rows > times.rows:
             raise Unmeasured(f"--rows {setting.rows}: {times.name} has steps of at most {times.rows} rows")
         self.env, self.times, self.denoising, self.setting, self.draw = env, times, denoising, setting, draw
         self.finished, self.committed = finished, committed
-        self.spec = shape(name)[1]
-        self.free = free_positions(self.spec)
-        self.unit = self.spec.causal_block or 1
+        self.free = free_positions(times.spec)
+        self.unit = times.spec.causal_block or 1
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.busy = 0.0  # seconds in which the card worked
         self.rounds = 0
+        self.pieces = 0.0  # of streams
         self._canvas = 0  # positions of the canvases of the rows that run
         self._prefills: list[Job] = []
         self._arrived = 0  # prefills since the last plan
@@ -116,6 +112,7 @@ class Replica:
             device, moves = self._round()
             gap, host = self.times.host_ms(self.running)
             pieces = min(self.running - len(self._prefills), device / 1e3 / PAUSE)
+            self.pieces += pieces
             work, self._work = self._work + pieces * self.setting.per_piece + self.setting.per_round, 0.0
             self.busy += device / 1e3
             yield self.env.timeout(max(device + gap, host + 1e3 * work) / 1e3)

@@ -11,9 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.shapes import SHAPES, shape
+
 PERCENT = (5, 25, 50, 75, 95)
 WEIGHTS = (0.15, 0.225, 0.25, 0.225, 0.15)  # of each quantile in the mean of `Spread.at`
 LEAST = 4  # launches of a shape in a file of benchmarks.throughput: with fewer, captures are in the median
+
+SAME = ("shape", "model", "dtype", "quantize", "block", "spread", "kv", "positions", "tensor_parallel")  # of all files
 
 
 class Unmeasured(ValueError):
@@ -66,6 +70,9 @@ class StepTimes:
         """`report`: what benchmarks.capacity.measure or benchmarks.throughput has written; `name`: for messages."""
         self.name, self.report = name, report
         setting = report["setting"]
+        if setting.get("model") or setting.get("shape") not in SHAPES:
+            raise ValueError(f"{name} is not of a shape of benchmarks.shapes: measure one with --shape")
+        self.spec = shape(setting["shape"])[1]
         self.block, self.longest = setting["block"], 0
         self.settle, self.cards = bool(setting.get("settle")), int(setting.get("tensor_parallel") or 1)
         self._lines: dict[tuple[str, int], dict[int, dict[float, Spread]]] = {}
@@ -86,17 +93,19 @@ class StepTimes:
         shortest_last = [*report.get("rounds", ())][::-1]  # the most rows were measured with the shortest canvases
         self.gaps = {row["rows"]: [row["gap_ms"]] for row in shortest_last}
         self.host = {row["rows"]: [row["round_ms"]] for row in report.get("host", ())}
-        self.spreads = any(row.get("quantiles_ms") for row in report.get("steps", ()))
+        self.spreads = any("quantiles_ms" in row for row in report.get("steps", ()))
 
     @classmethod
-    def read(cls, path: Path) -> StepTimes:
-        try:
-            report = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"--steps {path}: {error}") from error
-        if not isinstance(report, dict) or "setting" not in report or not {"steps", "runs"} & report.keys():
-            raise ValueError(f"--steps {path} is not a file of benchmarks.capacity.measure or benchmarks.throughput")
-        return cls(report, path.name)
+    def read(cls, *paths: Path) -> StepTimes:
+        """Of several files, which must be of the same shape, the first says what the others are measured for."""
+        reports = [_report(path) for path in paths]
+        first = reports[0] | {"steps": [row for report in reports for row in rows_of(report)]}
+        for path, report in zip(paths, reports, strict=True):
+            for name in SAME:
+                own, other = (one["setting"].get(name) for one in (report, first))
+                if own != other:
+                    raise ValueError(f"--steps {path} has {name}={own}, and {paths[0]} has {name}={other}")
+        return cls(first, " and ".join(path.name for path in paths))
 
     @property
     def rows(self) -> int:
@@ -137,6 +146,16 @@ class StepTimes:
         return found[0], found[1]
 
 
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--steps {path}: {error}") from error
+    if not isinstance(report, dict) or "setting" not in report or not {"steps", "runs"} & report.keys():
+        raise ValueError(f"--steps {path} is not a file of benchmarks.capacity.measure or benchmarks.throughput")
+    return report
+
+
 def spread_of(row: Mapping[str, Any]) -> Spread:
     """The quantiles of a row, scaled to its mean; the median where no quantiles were kept."""
     if "quantiles_ms" not in row:
@@ -146,12 +165,13 @@ def spread_of(row: Mapping[str, Any]) -> Spread:
 
 
 def rows_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a file; of benchmarks.throughput, those launched often, a shape where it was launched most."""
+    """The steps of a file, each shape from where it was launched most."""
     if "steps" in report:
-        return list(report["steps"])
-    found: dict[Any, dict[str, Any]] = {}
-    for row in (row for run in report["runs"] for row in run.get("steps", ())):
-        key = row["phase"], row["lanes"], row["width"]
-        if row["launches"] >= LEAST and row["launches"] > found.get(key, {"launches": 0})["launches"]:
-            found[key] = row | {"canvas": report["setting"]["length"]}
+        rows = report["steps"]
+    else:
+        every = (row for run in report["runs"] for row in run.get("steps", ()))
+        rows = [row | {"canvas": report["setting"]["length"]} for row in every if row["launches"] >= LEAST]
+    found = {}
+    for row in sorted(rows, key=lambda row: row["launches"]):
+        found[row["phase"], row["lanes"], row["width"], row["canvas"]] = row
     return [*found.values()]

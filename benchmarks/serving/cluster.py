@@ -20,7 +20,7 @@ START = 60.0  # seconds
 # For all that takes part. A driver gives its head up after 10 s, not 60.
 QUIET = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
 }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Kills a worker, the driver or the head of `dinfer batch ... ray=ADDRESS` at random moments, and looks what is left.
+"""Kills workers, the driver and the head of `dinfer batch ... ray=ADDRESS` at random moments, and looks what is left.
 
-    python -m benchmarks.serving.kills --trials 20 --out benchmarks/results/serving-kills.json
+    python -m benchmarks.serving.kills --files 4 --kills 5 --out benchmarks/results/serving-kills.json
 
-Each trial answers the same lines with two replicas of the model in the box, on a Ray cluster of this machine. What is
-killed, and when, is drawn from the trial's seed. The same command runs again until it succeeds, on a new cluster if the
-head was killed. Then every line must have one answer, that of the library.
+Two replicas of the model in the box answer each file, on a Ray cluster of this machine. Who is killed, and after how
+many answers, is drawn from the file's seed. The command runs again until it succeeds, on a new cluster if the head is
+dead. Then every line must have one answer, that of the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -34,21 +34,25 @@ VICTIMS = ("worker", "driver", "head")
 NEW_TOKENS = 32
 ROWS = 8
 HANGS = 300.0  # seconds after which a run does
-MOST_RUNS = 4
 WORKER = "MapWorker"  # as Ray Data calls its actors
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Who is killed, and after how many answers."""
+
+    victim: str
+    after: int
 
 
 @dataclass(slots=True)
 class Trial:
-    """One file, answered in spite of a kill."""
+    """One file, answered in spite of kills."""
 
     seed: int
-    victim: str
-    after: int  # answers that were there when it was killed
-    kept: int = 0  # answers that were there when the killed run had ended
-    killed: bool = False
-    runs: int = 0
-    statuses: tuple[int, ...] = ()
+    kills: list[Kill]
+    done: list[Kill] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)  # of the command, each time
     seconds: float = 0.0
     hung: bool = False
     missing: int = 0
@@ -57,7 +61,13 @@ class Trial:
 
     @property
     def good(self) -> bool:
-        return self.killed and not (self.hung or self.missing or self.repeated or self.wrong)
+        return self.done == self.kills and not (self.hung or self.missing or self.repeated or self.wrong)
+
+
+def drawn(seed: int, count: int, lines: int) -> list[Kill]:
+    """Kills at random. Some lines are left behind the last one."""
+    draw = random.Random(seed)
+    return [Kill(draw.choice(VICTIMS), after) for after in sorted(draw.sample(range(1, lines * 3 // 4), count))]
 
 
 @cache
@@ -97,14 +107,13 @@ class Clusters:
         return self._last
 
 
-def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, victim: str | None = None) -> Trial:
-    """Runs one. `victim`: instead of a drawn one."""
-    draw = random.Random(seed)
-    found = Trial(seed, victim or draw.choice(VICTIMS), draw.randrange(1, lines // 2))
+def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, kills: list[Kill]) -> Trial:
+    """Answers one file. Kills that are still due fall on the next run."""
+    found, draw = Trial(seed, kills), random.Random(seed)
     asked, out = folder / f"in-{seed}.jsonl", folder / f"out-{seed}.jsonl"
     asked.write_text("".join(f"{line(i, question)}\n" for i, question in enumerate(questions(lines))))
     began = time.monotonic()
-    while not found.statuses or (found.statuses[-1] and found.runs < MOST_RUNS):
+    while not found.hung and (not found.statuses or found.statuses[-1]) and len(found.statuses) <= len(kills) + 1:
         here = clusters.alive()
         command = [
             sys.executable, "-m", "dinfer.cli.main", "batch", str(asked), str(out), f"ray={here.address}",
@@ -113,24 +122,31 @@ def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, victim: st
         with (folder / f"log-{seed}.txt").open("ab") as log:
             run = subprocess.Popen(command, env=os.environ | QUIET, stderr=log, stdout=log)
         end = time.monotonic() + HANGS
-        while run.poll() is None and time.monotonic() < end:
-            if not found.killed and answers(out) >= found.after:
-                found.killed = True
-                if found.victim == "driver":
-                    run.kill()
-                elif found.victim == "head":
-                    here.kill()
-                else:
-                    draw.choice(here.workers(WORKER)).kill()
+        while run.poll() is None and not found.hung:
+            left, there = kills[len(found.done) :], answers(out)
+            if left and there >= left[0].after and here.alive and struck(left[0].victim, run, here, draw):
+                found.done.append(left[0])
+            found.hung = time.monotonic() > end
             time.sleep(0.02)
-        if run.poll() is None:
-            found.hung = True
+        if found.hung:
             run.kill()
-        found.runs, found.statuses = found.runs + 1, (*found.statuses, run.wait())
-        found.kept = found.kept or answers(out)
+        found.statuses.append(run.wait())
     found.seconds = round(time.monotonic() - began, 1)
     judge(found, out, lines)
     return found
+
+
+def struck(victim: str, driver: subprocess.Popen[bytes], here: Cluster, draw: random.Random) -> bool:
+    """Kills a process; False: none of this kind is there at the moment."""
+    if victim == "worker":
+        if workers := here.workers(WORKER):
+            draw.choice(workers).kill()
+        return bool(workers)
+    if victim == "driver":
+        driver.kill()
+    else:
+        here.kill()
+    return True
 
 
 def answers(out: Path) -> int:
@@ -153,18 +169,19 @@ def text_of(answer: dict[str, Any]) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--lines", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=5, help="of each file's processes")
+    parser.add_argument("--lines", type=int, default=80)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = []
+    found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder, Clusters() as clusters:
-        for seed in range(args.seed, args.seed + args.trials):
-            found.append(trial(clusters, seed, Path(folder), lines=args.lines))
+        for seed in range(args.files):
+            kills = drawn(seed, args.kills, args.lines)
+            found.append(trial(clusters, seed, Path(folder), lines=args.lines, kills=kills))
             print(found[-1], flush=True)
-    document = {**provenance(torch.device("cpu")), "lines": args.lines, "trials": [asdict(one) for one in found]}
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+            document = {**provenance(torch.device("cpu")), "lines": args.lines, "files": [asdict(one) for one in found]}
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
     if not all(one.good for one in found):
         raise SystemExit(1)
 

@@ -39,13 +39,14 @@ from benchmarks import throughput
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import provenance
 from benchmarks.serving.process import Started, serving, started
+from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
 from dinfer.demo.problems import generate
 
 LEAVE, SLOW = 0.3, 0.05  # shares of the requests
 PROCESSES = 8  # of clients
 QUESTIONS = 64
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 MEGABYTE = 2**20
 MOST_GROWTH = 50 * MEGABYTE
 SETTLED = 20  # seconds in which everything must be free
@@ -91,7 +92,7 @@ def memory(pid: int) -> int:
 
 def gauges(url: str) -> dict[str, float]:
     """What the server says is taken."""
-    with urllib.request.urlopen(f"{url}metrics") as response:
+    with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
         text = response.read().decode()
     names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
     return {
@@ -119,10 +120,14 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
 
     clients = [crowd() for _ in range(PROCESSES)]
     resident, most, next_kill, warm = [memory(server.pid)], 0.0, seconds / 8, None
+    next_word = 30.0
     while (now := time.monotonic() - began) < seconds:
         time.sleep(min(1, seconds - now))
         resident.append(memory(server.pid))
-        most = max(most, gauges(server.url)["requests_in_flight"])
+        most = max(most, in_flight := gauges(server.url)["requests_in_flight"])
+        if now >= next_word:
+            megabytes, next_word = resident[-1] // MEGABYTE, next_word + 30
+            print(f"{now:.0f} s: {in_flight:.0f} in flight, {len(outcomes)} done, {megabytes} MB", flush=True)
         warm = resident[-1] if warm is None and now >= seconds / 10 else warm
         if now >= next_kill and now < 0.9 * seconds:
             index = draw.randrange(PROCESSES)
@@ -215,33 +220,13 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
     """A closed loop over the requests."""
     outcomes: list[dict[str, Any]] = []
-    count, began = min(PROCESSES // 2, streams), time.perf_counter()
+    count = min(PROCESSES // 2, streams)
     clients = [
         Clients(outcomes, url=url, streams=len(range(i, streams, count)), bodies=bodies[i::count]) for i in range(count)
     ]
     if any([client.wait() for client in clients]):
         raise RuntimeError("a process of clients failed")
-    wall = time.perf_counter() - began
-    if bad := [found for found in outcomes if not found["done"]]:
-        raise RuntimeError(f"{len(bad)} of {len(outcomes)} requests failed: {bad[0]}")
-    # From the first request to the last answer, without the start of the processes.
-    seconds = max(found["ended"] for found in outcomes) - min(found["began"] for found in outcomes)
-    tokens = sum(found["tokens"] for found in outcomes)
-    return {
-        "requests": len(outcomes), "tokens": tokens, "seconds": round(seconds, 3), "wall_s": round(wall, 3),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "ttfb_ms": percentiles([found["first"] for found in outcomes if found["first"] is not None]),
-        "latency_ms": percentiles([found["ended"] - found["began"] for found in outcomes]),
-        "inter_commit_ms": percentiles([gap for found in outcomes for gap in found["gaps"]]),
-    }  # fmt: skip
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """Milliseconds at p50, p95 and p99."""
-    ranked = sorted(values)
-    return {
-        f"p{p}": round(1e3 * ranked[min(len(ranked) * p // 100, len(ranked) - 1)], 2) for p in (50, 95, 99) if ranked
-    }
+    return taken([Outcome(**found) for found in outcomes])
 
 
 def main() -> None:

@@ -1,22 +1,28 @@
 """Clients that stream answers, some of which leave or read slowly: a process of its own, in the standard library alone.
 
-Reads a `Crowd` as JSON from standard input, and prints each `Outcome` as a line of JSON.
+    python -m benchmarks.serving.streams --url http://127.0.0.1:8100/v1/completions --prompts prompts.jsonl --streams 64
+
+Reads a `Crowd` as JSON from standard input, and prints each `Outcome` as a line of JSON. With `--prompts` (of
+`benchmarks.serving.full_size`) it asks these, and prints what they took.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-DRAIN = 300  # seconds that answers have to end once no more are asked for
+DRAIN = 90  # seconds that answers have to end once no more are asked for
 SMALL = 4096  # bytes that a slow reader's socket holds
 
 
@@ -131,8 +137,39 @@ def read(found: Outcome, pieces: list[tuple[float, bytes]]) -> None:
             last = at
 
 
-async def run(crowd: Crowd) -> None:
-    """All streams, each of which asks again as soon as its answer has ended."""
+def taken(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What requests took, from the first one's start to the last one's end. Raises RuntimeError if one failed."""
+    if bad := [found for found in outcomes if not found.done]:
+        raise RuntimeError(f"{len(bad)} of {len(outcomes)} requests failed: {bad[0]}")
+    seconds = max(found.ended for found in outcomes) - min(found.began for found in outcomes)
+    tokens = sum(found.tokens for found in outcomes)
+    return {
+        "requests": len(outcomes), "tokens": tokens, "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "ttfb_ms": percentiles([found.first for found in outcomes if found.first is not None]),
+        "inter_commit_ms": percentiles([gap for found in outcomes for gap in found.gaps]),
+    }  # fmt: skip
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Milliseconds at p50, p95 and p99."""
+    ranked = sorted(values)
+    return {
+        f"p{p}": round(1e3 * ranked[min(len(ranked) * p // 100, len(ranked) - 1)], 2) for p in (50, 95, 99) if ranked
+    }
+
+
+async def asked_until(end: float | None, crowd: Crowd, asked: int, fate: str, draw: random.Random) -> Outcome:
+    """The same, given up at that time of the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await ask(crowd, asked, fate, draw)
+    except TimeoutError:
+        return Outcome(asked, fate, error=f"no end within {DRAIN} s")
+
+
+async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
+    """All streams, each of which asks again as soon as its answer has ended. `tell` hears of each request."""
     draw, began = random.Random(crowd.seed), time.monotonic()
     waiting = iter(range(len(crowd.bodies)))
 
@@ -145,15 +182,36 @@ async def run(crowd: Crowd) -> None:
         while (asked := next_one()) is not None:
             lot = draw.random()
             fate = "leave" if lot < crowd.leave else "slow" if lot < crowd.leave + crowd.slow else "stay"
-            found = await ask(crowd, asked, fate, draw)
-            print(json.dumps(asdict(found)), flush=True)
+            found = await asked_until(end, crowd, asked, fate, draw)
+            tell(found)
             if found.error is not None or found.status >= 400:
                 await asyncio.sleep(1)  # as a client does that is told to come back later
 
-    limit = None if crowd.seconds is None else crowd.seconds + DRAIN
-    async with asyncio.timeout(limit):
-        await asyncio.gather(*(stream() for _ in range(crowd.streams)))
+    end = None if crowd.seconds is None else asyncio.get_running_loop().time() + crowd.seconds + DRAIN
+    await asyncio.gather(*(stream() for _ in range(crowd.streams)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--url")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="requests for each stream")
+    parser.add_argument("--drafts", action="store_true")
+    given = parser.parse_args()
+    if given.prompts is None:
+        asyncio.run(run(Crowd(**json.load(sys.stdin)), lambda found: print(json.dumps(asdict(found)), flush=True)))
+        return
+    asked = [json.loads(line) for line in given.prompts.read_text().splitlines()]
+    usual = {"model": "shape", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    bodies = [
+        {"prompt": one["prompt"], "max_tokens": one["output_tokens_count"], **usual, "dinfer": {"drafts": given.drafts}}
+        for one in islice(cycle(asked), given.streams * given.rounds)
+    ]
+    outcomes: list[Outcome] = []
+    asyncio.run(run(Crowd(given.url, given.streams, bodies), outcomes.append))
+    print(json.dumps({"in_flight": given.streams, "drafts": given.drafts, **taken(outcomes)}))
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Crowd(**json.load(sys.stdin))))
+    main()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.analysis.trace.record import Watched
 from dinfer.core.canvas import Status
-from dinfer.core.protocols import Attend, Phase
+from dinfer.core.protocols import Phase
 from dinfer.core.registry import CACHES
 from dinfer.core.step import seen
 from dinfer.engine.engine import Engine
@@ -94,7 +95,7 @@ def audit(
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
     if recipe.ranks.size > 1:
         raise ValueError("an audit compares whole logits, which one rank does not have: use runtime.tensor_parallel=1")
-    watch = _Watched(recipe.model)
+    watch = Watched(recipe.model)
     # One row at a time, so that a step is one forward, and slot 0 is the one.
     engine = Engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))
     plain = Engine(replace(recipe, cache=CACHES.build("none")), Runtime(rows=1))
@@ -118,30 +119,7 @@ def audit(
     return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
 
 
-class _Watched:
-    """A model that keeps what its last forward was given and the logits it gave."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.spec = model, model.spec
-        self.pos_W = torch.empty(0)
-        self.logits_XLV: Tensor | None = None
-        self.before: Callable[[], None] | None = None  # called when a forward begins
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        if self.before is not None:
-            self.before()
-        self.pos_W, self.logits_XLV = attend.pos_BW[0], None
-        return self.model.forward(x_BWD, attend)
-
-    def logits(self, h_BLD: Tensor) -> Tensor:
-        self.logits_XLV = self.model.logits(h_BLD)
-        return self.logits_XLV
-
-
-def _steps(engine: Engine, watch: _Watched, index: int, request: Request) -> Iterator[tuple[Sample | None, Update]]:
+def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iterator[tuple[Sample | None, Update]]:
     """The steps of one request: the engine's update, and what it shows, if anything was masked."""
     true_SV: Tensor | None = None
     masked_S: Tensor | None = None
@@ -183,12 +161,12 @@ def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     return logits_BTV[0], status_BT[0] == int(Status.OPEN)
 
 
-def _row(watch: _Watched, pos_X: Tensor) -> Tensor:
+def _row(watch: Watched, pos_X: Tensor) -> Tensor:
     """Where the logits of positions are: one to the left where they predict the next token."""
     return (pos_X - watch.spec.shift).clamp_min(0)
 
 
-def _cached(watch: _Watched, logits_XLV: Tensor, pos_X: Tensor, start: int, scores: str) -> Tensor:
+def _cached(watch: Watched, logits_XLV: Tensor, pos_X: Tensor, start: int, scores: str) -> Tensor:
     """The logits that the step saw at these positions: of the active blocks, or of the whole window. [X, V]"""
     if scores != "window":
         return logits_XLV.flatten(0, 1)[pos_X - start]

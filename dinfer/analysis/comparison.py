@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dinfer.analysis.metrics import Metrics, Sample, measure
@@ -30,16 +31,28 @@ def compare(
 
 def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
     part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
-    ids = [part.encode(problem.question) for problem in problems]
-    name, samples, steps = label(decoder), list[Sample](), 0
+    return Score(label(decoder), solve(part, problems, new_tokens, partial(progress, label(decoder)))[0])
+
+
+def solve(
+    pipe: Pipeline,
+    problems: Sequence[Problem],
+    new_tokens: int,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[Metrics, list[float]]:
+    """The figures of all answers together, and for each problem 1.0 if its answer is right, else 0.0."""
+    ids = [pipe.encode(problem.question) for problem in problems]
+    samples, steps = dict[int, Sample](), 0
     began = time.perf_counter()
-    for update in part.engine.run(part.requests(ids, new_tokens, None)):
+    for update in pipe.engine.run(pipe.requests(ids, new_tokens, None)):
         if update.completion is not None:
-            right = is_correct(problems[update.index], part.decode(update.completion.output))
-            samples.append(Sample.of(update.completion.counts, update.completion.stopped, float(right)))
+            right = is_correct(problems[update.index], pipe.decode(update.completion.output))
+            samples[update.index] = Sample.of(update.completion.counts, update.completion.stopped, float(right))
         steps = max(steps, update.forwards)  # grows also while no problem is finished
-        progress(name, len(samples), len(problems), f"{steps} steps")
-    return Score(name, measure(samples, time.perf_counter() - began))
+        if progress is not None:
+            progress(len(samples), len(problems), f"{steps} steps")
+    seconds = time.perf_counter() - began
+    return measure([*samples.values()], seconds), [samples[i].score or 0.0 for i in range(len(problems))]
 
 
 def label(decoder: Any) -> str:

@@ -126,13 +126,14 @@ def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool
             tokens_BW[b, : len(text)] = torch.tensor(text)
             tokens_BW[b, masked] = spec.mask
         pos_BW = torch.arange(width).expand_as(tokens_BW)
-        interval = attention_interval(pos_BW, torch.zeros_like(length_B), length_B, spec.causal_block)
+        prompt_B = torch.tensor([len(pairs[i][0]) for i, _ in live]) if spec.prompt_block else None
+        interval = attention_interval(pos_BW, torch.zeros_like(length_B), length_B, spec.causal_block, prompt_B)
         attend = WholeAttend(pos_BW.to(model.device), interval_mask(*interval, width).to(model.device))
         h_BWD = model.forward(model.embed(tokens_BW.to(model.device)), attend)
         after = []
         for b, (i, masked) in enumerate(live):
-            step = spec.causal_block or width
-            first = [place for place in masked if place // step == masked[0] // step]
+            block_L = block_of(spec, torch.tensor(masked), len(pairs[i][0]))
+            first = [place for place, block in zip(masked, block_L.tolist(), strict=True) if block == block_L[0]]
             logits_LV = model.logits(h_BWD[b : b + 1, torch.tensor(first, device=model.device) - spec.shift])[0]
             sure_LV = logits_LV.double().softmax(-1)
             mask_L = sure_LV[:, spec.mask].clone()
@@ -202,39 +203,51 @@ def layout(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked
     first, length = len(prompt), len(prompt) + len(answer)
     text_S, answer_L, place_S = torch.tensor([*prompt, *answer]), torch.tensor(answer), torch.arange(length)
     noised_XS = text_S.repeat(masked_XL.shape[0], 1)
-    noised_XS[:, first:] = torch.where(masked_XL & ~_carried(spec, place_S[first:]), spec.mask, answer_L)
+    carried_L = _carried(spec, place_S[first:], first)
+    noised_XS[:, first:] = torch.where(masked_XL & ~carried_L, spec.mask, answer_L)
     if spec.causal_block is None:
         read_L = place_S[first:] - spec.shift
         return Rows(noised_XS, place_S, None, read_L, answer_L, masked_XL, weight_XL, place_S < first)
-    start = first // spec.causal_block * spec.causal_block  # of the first block with a position to score
-    kept = (length - 1) // spec.causal_block * spec.causal_block  # nobody needs the last block clean
+    block_S = block_of(spec, place_S, first)
+    start = int((block_S < block_S[first]).sum())  # of the first block with a position to score
+    kept = int((block_S < block_S[-1]).sum())  # nobody needs the last block clean
     pos_W = torch.cat((place_S[:kept], place_S[start:]))
     copy_W = torch.arange(len(pos_W)) >= kept
-    block_W = pos_W // spec.causal_block
+    block_W = block_S[pos_W]
     earlier_WW, same_WW = block_W < block_W[:, None], block_W == block_W[:, None]
     seen_WW = torch.where(copy_W, same_WW & copy_W[:, None], earlier_WW | (same_WW & ~copy_W[:, None]))
     source_L = place_S[first:] - spec.shift
-    read_L = torch.where(_carried(spec, place_S[first:]), source_L, kept + source_L - start)
+    read_L = torch.where(carried_L, source_L, kept + source_L - start)
     tokens_XW = torch.cat((text_S[:kept].expand(masked_XL.shape[0], -1), noised_XS[:, start:]), 1)
     return Rows(tokens_XW, pos_W, seen_WW, read_L, answer_L, masked_XL, weight_XL, pos_W < first)
 
 
-def _carried(spec: ModelSpec, place_L: Tensor) -> Tensor:
+def block_of(spec: ModelSpec, place_L: Tensor, prompt: int) -> Tensor:
+    """The attention block of each position, counted from 0 or, behind a `prompt` that is one block, from its end."""
+    if spec.causal_block is None:
+        return torch.zeros_like(place_L)
+    if spec.prompt_block:
+        return (torch.div(place_L - prompt, spec.causal_block, rounding_mode="floor") + 1).clamp_min(0)
+    return place_L // spec.causal_block
+
+
+def _carried(spec: ModelSpec, place_L: Tensor, prompt: int) -> Tensor:
     """Which positions are predicted from the block before theirs, by logits shifted across its end. bool [L]
 
     Nothing of their own block is seen, masked or not: so each is a block of its own, and known to the rest.
     """
     if spec.causal_block is None:
         return torch.zeros_like(place_L, dtype=torch.bool)
-    return place_L % spec.causal_block < spec.shift
+    return block_of(spec, place_L - spec.shift, prompt) < block_of(spec, place_L, prompt)
 
 
 def _blocks(spec: ModelSpec, prompt: int, answer: int) -> list[list[int]]:
     """The answer's positions, by the parts that are bounded each for itself."""
     parts: dict[tuple[int, bool], list[int]] = {}
     places = torch.arange(prompt, prompt + answer)
-    for place, carried in zip(places.tolist(), _carried(spec, places).tolist(), strict=True):
-        parts.setdefault((place // (spec.causal_block or prompt + answer), not carried), []).append(place)
+    blocks, carried = block_of(spec, places, prompt).tolist(), _carried(spec, places, prompt).tolist()
+    for place, block, alone in zip(places.tolist(), blocks, carried, strict=True):
+        parts.setdefault((block, not alone), []).append(place)
     return list(parts.values())
 
 
@@ -247,11 +260,6 @@ def _check(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], what: 
         raise ValueError(f"{spec.family} was trained on uniform noise, not on masks: it has no bound here yet")
     if spec.experts is not None and spec.experts.capacity is not None:
         raise ValueError("a model with expert_capacity routes whole blocks, clean or noised: it has no bound here yet")
-    if spec.prompt_block:
-        raise ValueError(
-            "a model whose attention blocks are counted from the prompt's end has no bound here yet: score the model "
-            "without its adapter, with model.block=null"
-        )
     if spec.shift and not prompt and answer:
         raise ValueError(f"{what}: this model predicts a token from the one before it, so the prompt must not be empty")
     if (length := len(prompt) + len(answer)) > spec.max_length:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from dinfer.core.registry import check_range
 from dinfer.engine.request import Counts
 
 PERCENTILES = (50, 90, 95, 99)
@@ -29,13 +30,9 @@ class Sample:
     score: float | None = None  # 0 to 1, as the task judges it; None: not judged
 
     def __post_init__(self) -> None:
-        if self.forwards < 1:
-            raise ValueError(f"forwards={self.forwards} of a sample must be at least 1")
-        for name, value in (("refreshes", self.refreshes), ("tokens", self.tokens), ("seconds", self.seconds)):
-            if value < 0:
-                raise ValueError(f"{name}={value} of a sample must not be negative")
-        if self.score is not None and not 0 <= self.score <= 1:
-            raise ValueError(f"score={self.score} of a sample must be between 0 and 1")
+        check_range("sample", self, "forwards", least=1)
+        check_range("sample", self, "refreshes", "tokens", "seconds", least=0)
+        check_range("sample", self, "score", least=0, most=1)
 
     @classmethod
     def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Self:

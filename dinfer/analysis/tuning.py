@@ -186,8 +186,8 @@ def tune(
         )
     study, anywhere = optuna.create_study(direction="maximize"), optuna.samplers.RandomSampler(seed)
     again = False
-    for _ in range(10 * trials):  # a small space may hold fewer recipes
-        if len(seen) == trials:
+    for _ in range(10 * trials):  # a small space may hold fewer recipes that run
+        if sum(one.refused is None for one in seen.values()) == trials:
             break
         # A sampler that suggests what it knows has settled too early: then the next recipe is any.
         study.sampler = anywhere if again else sampler

@@ -1,7 +1,8 @@
 """Delayed caching: a decoded token's keys are kept one step after it was decoded (dKV-Cache, arXiv:2505.15781).
 
 Keys change most in the step after the token appears, the first one that sees it. Published: dKV-Cache-Decode with a
-refresh every 8 steps, dKV-Cache-Greedy with one every 2 and a local window of 4.
+refresh every 8 steps, dKV-Cache-Greedy with one every 2 and a local window of 4. d3LLM (arXiv:2601.07568) waits longer
+where several blocks are open, since what stands around a token is not final either.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from dinfer.core.registry import CACHES, check_range, option
 @CACHES.register("delayed")
 @dataclass(frozen=True, kw_only=True)
 class DelayedCache(CachePolicy):
-    """Recomputes what is masked and what the last step decoded; all else keeps its keys until the next refresh.
+    """Recomputes what is masked and what the last `delay` steps decoded; all else keeps its keys until a refresh.
 
     `decode`: every mask of the canvas. `greedy`: the masks of the active block, and the neighbourhood of what was just
     decoded. A refresh comes on entering a block, and after every `interval` steps in it. Not for decoders that edit:
@@ -35,13 +36,15 @@ class DelayedCache(CachePolicy):
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
     interval: int = option(8, "refresh after so many steps in a block; 0: only on entering it")
+    delay: int = option(1, "steps after which a decoded token's keys are kept")
     around: int = option(2, "greedy: positions recomputed to either side of a token that was just decoded")
 
     def __post_init__(self) -> None:
         check_range("cache", self, "interval", "around", least=0)
+        check_range("cache", self, "delay", least=1)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
-        return {"open": torch.zeros((), dtype=torch.bool).expand(length + 1)}  # before the step that was last
+        return {"age": torch.tensor(self.delay).expand(length + 1)}  # steps that have seen each token; masks: 0
 
     def plan(self, phase: Phase) -> WindowPlan:
         if phase == Phase.FULL:
@@ -53,8 +56,8 @@ class DelayedCache(CachePolicy):
         open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
         pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
         active_BS = (pos_S >= lanes.start_B[:, None]) & (pos_S < lanes.end_B[:, None])
-        fresh_BS = state["open"] & ~open_BS
-        state["open"].copy_(open_BS)
+        fresh_BS = ~open_BS & (state["age"] < self.delay)
+        state["age"].copy_((state["age"] + ~open_BS).clamp_max(self.delay) * ~open_BS)
         asked_BS = open_BS & active_BS
         # Logits of a mask may stand one position before it.
         flags_BS = fresh_BS | asked_BS | F.pad(asked_BS[:, spec.shift :], (0, spec.shift))

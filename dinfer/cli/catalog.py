@@ -31,9 +31,14 @@ class Published:
         """Who sees whom, in words."""
         if self.canvas is not None:
             return f"causal encoder, bidirectional canvas of {self.canvas}"
-        if self.block is None:
-            return "bidirectional"
-        return f"block-causal, {self.block}{' behind the prompt' if self.prompt_block else ''}"
+        return attention(self.block, self.prompt_block)
+
+
+def attention(block: int | None, prompt_block: bool) -> str:
+    """Who sees whom, in words. `block`: positions of an attention block; `prompt_block`: the prompt is one of them."""
+    if block is None:
+        return "bidirectional"
+    return f"block-causal, {block}{' behind the prompt' if prompt_block else ''}"
 
 
 @cache

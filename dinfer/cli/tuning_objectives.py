@@ -1,16 +1,16 @@
 """What `dinfer tune` measures recipes on: generated word problems, or a task of `dinfer eval`."""
 
 import json
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dinfer.analysis.metrics import Metrics, Sample, measure
+from dinfer.analysis.comparison import solve
+from dinfer.analysis.metrics import Metrics
 from dinfer.analysis.tuning import Measured, Objective, Parts, Split
 from dinfer.cli import conf
 from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, ranks_of, setting
-from dinfer.demo.problems import Problem, is_correct
+from dinfer.demo.problems import Problem
 
 
 def objective_of(config: dict[str, Any]) -> Objective:
@@ -34,17 +34,9 @@ class Problems:
     def __call__(self, parts: Parts, split: Split) -> Measured:
         problems = self.problems[split]
         pipe = beside(self.base, parts)
-        questions = [problem.question for problem in problems]
         if self.timed:  # memory, kernels and graphs are nobody's speed
-            pipe.generate(questions[: pipe.engine.runtime.rows], max_new_tokens=self.new_tokens)
-        began = time.perf_counter()
-        results = pipe.generate(questions, max_new_tokens=self.new_tokens)
-        seconds = time.perf_counter() - began
-        samples = [
-            Sample.of(result.counts, result.stopped, float(is_correct(problem, result.text)))
-            for problem, result in zip(problems, results, strict=True)
-        ]
-        return Measured(measure(samples, seconds), [sample.score or 0.0 for sample in samples])
+            solve(pipe, problems[: pipe.engine.runtime.rows], self.new_tokens)
+        return Measured(*solve(pipe, problems, self.new_tokens))
 
 
 class Task:

@@ -210,14 +210,15 @@ class Canvas:
         return torch.where(open_S, ~tokens_S, tokens_S).tolist()
 
     def active(self, columns_CN: Tensor, block: int) -> Tensor:
-        """The tokens of every slot's active blocks, ~token where it is open. int64 [N, K * L]
+        """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
 
-        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Behind the end of a block stands anything.
+        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Behind the end of a row stands anything.
         """
         blocks = (columns_CN.shape[0] - len(CURSORS)) // 2
         cursors_CN, step_KN, quota_KN = columns_CN.split((len(CURSORS), blocks, blocks))
         slot_N = torch.arange(columns_CN.shape[1], device=columns_CN.device)
-        start_N, end_N = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B"))
+        start_N, *ends = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B", "length_B"))
+        end_N = torch.maximum(*ends)  # rows that grow are shorter than their block
         _, tokens_RL, masked_RL, _, _ = active_rows(
             self.tokens_NS, self.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
             block=block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),

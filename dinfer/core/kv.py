@@ -121,6 +121,23 @@ class KVPool:
         self._copy(from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten())
         return torch.cat((table_BP, table_KBP.flatten(0, 1)))
 
+    def forks(self, pos_BW: Tensor) -> Tensor:
+        """Where the positions lie in as few pages as a candidate has. bool [B]"""
+        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
+        return pos_BW.amax(-1) // self.page - first_B < self.fork
+
+    def adopt(self, slot_B: Tensor, pos_BW: Tensor, choice_B: Tensor) -> None:
+        """Makes the keys of a candidate those of the slot, at the positions that `forked` was given; 0: none does."""
+        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
+        page_F = torch.arange(self.fork, device=slot_B.device)
+        column_BF = first_B[:, None] + page_F
+        own_BF = (self._first_beside() + (slot_B * self.candidates + choice_B - 1) * self.fork)[:, None] + page_F
+        takes_BF = (choice_B > 0)[:, None] & (column_BF <= (pos_BW.amax(-1) // self.page)[:, None])
+        table_BP = self.table_NP.index_select(0, slot_B)
+        to_BF = table_BP.gather(1, column_BF.clamp_max(table_BP.shape[1] - 1))
+        nowhere = torch.full_like(own_BF, SCRATCH)
+        self._copy(*(torch.where(takes_BF, page_BF, nowhere).flatten() for page_BF in (own_BF, to_BF)))
+
     def _copy(self, from_X: Tensor, to_X: Tensor) -> None:
         for pool in (self.k_JPTGE, self.v_JPTGE):
             pool = pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool

@@ -333,6 +333,7 @@ class Iteration(Component):
 
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
+    branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.core.branches.Branching`
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
     scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
 
@@ -343,6 +344,11 @@ class Iteration(Component):
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""
         return self.block
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Which further statistics it reads, see `Decoder.needs`."""
+        return ()
 
     @property
     def reads_stability(self) -> bool:

@@ -20,7 +20,7 @@ except ImportError:  # its name before torch 2.12
 
 from dinfer.core.spec import WHOLE, Rank, Section
 from dinfer.core.stats import Columns
-from dinfer.kernels.symmetric import SymmetricSum
+from dinfer.kernels.symmetric import Exchange, SymmetricSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Ranks:
     rank: Rank = WHOLE
     group: Any = None  # the ProcessGroup; None: this rank is alone, and collectives cost nothing
     small: SymmetricSum | None = None  # adds up small tensors faster than the group does
+    exchange: Exchange | None = None  # by which kernels add up the rows of two ranks as they read them
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
@@ -42,8 +43,9 @@ class Ranks:
         if rank.ranks == 1:
             return cls()
         cuda = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-        return cls(rank, group, None if device is None else SymmetricSum.of(group, device))
+        if not cuda or (small := SymmetricSum.of(group, torch.device("cuda", torch.cuda.current_device()))) is None:
+            return cls(rank, group)
+        return cls(rank, group, small)
 
     @property
     def index(self) -> int:

@@ -77,6 +77,14 @@ class Recipe:
                 f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
                 "generation. Use iteration=full."
             )
+        single = self.decoder.edits or self.decoder.grows or self.decoder.verifies or self.decoder.large
+        if self.iteration.branches and (single or self.cache.follows or self.cache.watches):
+            whose = self.decoder if single else self.cache
+            raise IncompatibleRecipe(
+                f"{type(self.iteration).__name__} runs versions of the active blocks side by side, and "
+                f"{type(whose).__name__} can follow one alone. Use iteration=multi_block, or decoder=threshold with "
+                "cache=dual, block or none."
+            )
         if self.decoder.verifies and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
             raise IncompatibleRecipe(
                 f"{type(self.decoder).__name__} verifies the draft of one block, fed as tokens and masks. Use "
@@ -135,10 +143,11 @@ class Recipe:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
             )
-        if self.decoder.verifies and values.get("sampling.guidance", 0) > 0:
+        if (self.decoder.verifies or self.iteration.branches) and values.get("sampling.guidance", 0) > 0:
+            whose = self.decoder if self.decoder.verifies else self.iteration
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} verifies one branch, and guidance takes two. Leave sampling.guidance "
-                "at 0."
+                f"{type(whose).__name__} needs further lanes for one branch, and guidance takes two. Leave "
+                "sampling.guidance at 0."
             )
         if self.cache.follows and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(

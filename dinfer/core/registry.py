@@ -95,13 +95,14 @@ def description_of(cls: Any) -> Description:
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
     """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
 
-    An option may be None. `what` says in the message what the option is, before its range.
+    An option may be None. `kind`: what stands before its name in the message, if anything; `what` says what the option
+    is, before its range.
     """
     allowed = f"between {least} and {most}" if most < math.inf else f"at least {least}" if least else "0 or more"
     for name in names:
         value = getattr(component, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{kind}.{name}={value} must be {what}{allowed}")
+            raise ValueError(f"{kind}{'.' if kind else ''}{name}={value} must be {what}{allowed}")
 
 
 def check_probability(kind: str, component: Any, *names: str) -> None:

@@ -37,6 +37,11 @@ def refusal(recipe: Recipe) -> str | None:
             f"runtime.speculate needs an iteration that feeds the model tokens alone. What {type(iteration).__name__} "
             "feeds at masks depends on the logits of the step before. Use iteration=blockwise, or runtime.speculate=0."
         )
+    if iteration.branches:
+        return (
+            f"runtime.speculate and {type(iteration).__name__} both fill a forward with further states. Use "
+            "iteration=multi_block, or runtime.speculate=0."
+        )
     if recipe.decoder.verifies:
         return (
             f"runtime.speculate has no candidates for the second pass of {type(recipe.decoder).__name__}. Use "
@@ -144,12 +149,16 @@ class Candidates:
         return torch.where(inside_BW, states_CBW, tokens_BW).flatten(0, 1)
 
     def attend(
-        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int
+        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, intervals: list[tuple[Tensor, Tensor]], pages: int
     ) -> PagedAttend:
-        """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own."""
+        """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own.
+
+        `intervals`: what the positions see, for the present state and for each candidate. [B, W] each
+        """
         count = self.states_CBX.shape[0]
         table_GP = kv.forked(self.slot_B, place_BW, count - 1)
-        pos_GW, place_GW, start_GW, end_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW, *interval_BW))
+        pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
+        start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
         lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
         return kv.attend(lane_G, pos_GW, (start_GW, end_GW), pages, place_BW=place_GW, table_NP=table_GP)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dinfer.core.branches import Added
 from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import State
@@ -68,6 +69,7 @@ class BatchState:
     cache: StatePool
     tellings: Tellings
     drafts: Drafts | None = None  # of recipes that run with candidates
+    added: Added | None = None  # of iterations with branches
 
     @classmethod
     def alloc(
@@ -96,7 +98,7 @@ class BatchState:
                 page,
                 dtype=dtype,
                 device=device,
-                candidates=max(candidates, int(recipe.decoder.verifies)),
+                candidates=max(candidates, iteration.branches, int(recipe.decoder.verifies)),
                 window=widest(recipe, block, length),
                 ranks=recipe.ranks,
             ),
@@ -106,6 +108,7 @@ class BatchState:
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
             tellings=Tellings.alloc(canvas),
             drafts=Drafts.alloc(n, iteration.blocks * block, device) if candidates else None,
+            added=Added.alloc(n, iteration.branches, device) if iteration.branches else None,
         )
 
     def admit(
@@ -143,6 +146,8 @@ class BatchState:
         self.cache.reset(slot)
         if self.drafts is not None:
             self.drafts.confidence_NX[slot] = -1.0
+        if self.added is not None:
+            self.added.pos_NJ[slot] = -1
         blocks = recipe.iteration.blocks
         for row in range(slot * blocks, (slot + 1) * blocks):
             self.decoder.reset(row)

@@ -11,12 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dinfer.core.branches import Branches, branching
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import guided
 from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import Candidates, longest_chain
+from dinfer.core.speculation import Candidates, deciding, longest_chain
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
@@ -45,15 +46,29 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         return
 
     # The forward: the cache says which positions and which keys, the iteration what is fed there.
-    computed = window(cache, lanes, canvas, model.spec, shape, cache_state)
-    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, computed.fits_B)
+    branches = None
+    if shape.candidates and state.added is not None:
+        branches = Branches.of(state.added, canvas, lanes, branching(iteration), shape)
+    elif state.added is not None and shape.phase == deciding(recipe):  # rows with branches wait for a step with them
+        lanes.live_B = lanes.live_B & ~state.added.there(slot_B)
+    region = lanes if branches is None else branches.region(lanes)
+    computed = window(cache, region, canvas, model.spec, shape, cache_state)
+    fits_B = computed.fits_B if branches is None else computed.fits_B & state.kv.forks(computed.place_BW)
+    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, fits_B)
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
     interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
-    candidates = None
-    if shape.candidates and state.drafts is not None:
+    candidates, intervals = None, [interval_BW] * (shape.candidates + 1)
+    if branches is not None:
+        regions = (branches.region(lanes, branch) for branch in range(branches.count))
+        candidates, intervals = (
+            branches.candidates,
+            [seen(recipe, own, place_BW, computed.stop_B)[0] for own in regions],
+        )
+    elif shape.candidates and state.drafts is not None:
         candidates = Candidates.of(state.drafts, canvas, lanes, shape)
+    if candidates is not None:
         tokens_BW = candidates.windows(pos_BW, tokens_BW)
-        attend = candidates.attend(state.kv, pos_BW, place_BW, interval_BW, shape.pages)
+        attend = candidates.attend(state.kv, pos_BW, place_BW, intervals, shape.pages)
     else:
         attend = state.kv.attend(
             slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
@@ -86,6 +101,12 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     lanes_GWD = take(h_BWD, computed.logits_RL.repeat(count, 1))
     logits_CRLV = read_logits(recipe, shape, model, lanes_GWD).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
+    if branches is not None:
+        choice_B = best_branch(recipe, state, shape, lanes, branches, logits_CRLV)
+        added = branches.follow(choice_B, canvas, lanes, state.kv, place_BW, shape.block)
+        logits_RLV = logits_CRLV[rows_of(choice_B, shape.blocks), row_R]
+        decode(recipe, state, shape, lanes, logits_RLV, iteration_state, cache_state, added=added)
+        return
     decode(recipe, state, shape, lanes, logits_CRLV[0].clone(), iteration_state, cache_state)
     for _ in range(longest_chain(shape.candidates)):
         candidates.live_B = lanes.live_B
@@ -107,11 +128,11 @@ class Hidden:
 
 def decode(
     recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors, known: Hidden | Tensor,
-    iteration_state: State, cache_state: State, *, hit: bool = False,
+    iteration_state: State, cache_state: State, *, hit: bool = False, added: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """The part of a denoise step behind its forward. `known`: what the forward left, or logits of the active blocks.
 
-    `hit`: the logits are those of a candidate, so no forward is counted.
+    `hit`: the logits are those of a candidate, so no forward is counted. `added`: what `Branches.follow` returns.
     """
     iteration, decoder, cache = recipe.iteration, recipe.decoder, recipe.cache
     canvas, spec, slot_B = state.canvas, recipe.model.spec, lanes.slot_B
@@ -120,6 +141,8 @@ def decode(
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
     row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
     decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, live_R)
+    if added is not None:
+        state.decoder.refresh(decoder_state, added[1].flatten())
     if shape.scored and isinstance(known, Hidden):
         stats, lanes.live_B = open_stats(recipe, shape, lanes, view, known.h_BWD, known.logits_RL)
     else:
@@ -171,13 +194,14 @@ def decode(
         next_B=commits.next_B,
     )
     lanes.quota_BK = view.quota_R.view(by_block)
+    end_B, gained_B = lanes.end_B, commits.gained_B if added is None else commits.gained_B + added[0]
     moved = iteration.advance(lanes, after, iteration_state)
     if decoder_state:
         state.decoder.refresh(decoder_state, fresh_rows(moved))
     if proposal.length_R is not None:
         canvas.resize(lanes, proposal.length_R)
     canvas.finish(
-        lanes, gained_B=commits.gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
+        lanes, gained_B=gained_B, entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B,
         broken_B=commits.broken_B, stale_B=cache.stale(lanes, moved, shape.phase, cache_state),
         refreshed=cache.reuses and shape.phase == Phase.FULL, hit=hit,
     )  # fmt: skip
@@ -187,6 +211,23 @@ def decode(
     state.cache.store(slot_B, cache_state, lanes.live_B)
     if state.drafts is not None:
         state.drafts.keep(lanes, stats, commits, moved)
+    if state.added is not None:
+        state.added.keep(lanes, end_B, view, stats, branching(iteration).value(stats), commits)
+
+
+def best_branch(
+    recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors, branches: Branches, logits_CRLV: Tensor
+) -> Tensor:
+    """The branch that goes on in each lane. int64 [B]"""
+    iteration, by_lane, worth = branching(recipe.iteration), (lanes.slot_B.shape[0], -1), list[Tensor]()
+    for branch, logits_RLV in enumerate(logits_CRLV):
+        own = branches.region(lanes, branch)
+        view = branches.view(branch, block_view(recipe, state, shape, own))
+        decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, shape.blocks))
+        stats, _ = proposed_tokens(recipe, state, shape, own, view, logits_RLV.clone(), decoder_state)
+        value_BX, masked_BX = iteration.value(stats).view(by_lane), view.masked_RL.view(by_lane)
+        worth.append(iteration.worth(value_BX, masked_BX, branches.value_BC[:, branch]))
+    return branches.best(torch.stack(worth, 1))
 
 
 def seen(
@@ -319,10 +360,10 @@ def statistics(
     recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns | None
 ) -> TokenStats:
     """What the decoder needs to know of the logits."""
-    decoder = recipe.decoder
+    decoder, needs = recipe.decoder, (*recipe.decoder.needs, *recipe.iteration.needs)
     return token_stats(
         logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
-        **{name: name in decoder.needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
+        **{name: name in needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
         columns=columns,
     )  # fmt: skip
 

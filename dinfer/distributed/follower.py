@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,8 @@ class Follower:
     def __init__(self, path: Path, rank: int) -> None:
         """Connects with the socket where rank 0 listens. Raises OSError."""
         self.rank, self.motion = rank, Motion()
+        self._preparing = ExitStack()  # until it is told what to do, it works: it loads torch
+        self._preparing.enter_context(self.motion.work())
         self._told, self._watch = self._connected(path, "told"), self._connected(path, "watch")
         threading.Thread(target=self._watching, name="dinfer-watch", daemon=True).start()
 
@@ -46,6 +48,7 @@ class Follower:
         `work` gives the answer to a message, where one is wanted. A ValueError or MemoryError there is an answer too:
         this rank is as it was.
         """
+        self._preparing.close()
         while True:
             try:
                 wanted, name, *given = self._told.receive()

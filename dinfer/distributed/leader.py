@@ -50,6 +50,7 @@ class Leader:
         """
         self.size, self.motion, self.turn = size, Motion(), threading.RLock()
         self.failure: RankFailed | None = None
+        self.patience = STILL  # seconds; more where ranks compile
         self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are told before the next one
         self.joined = False  # the ranks have a process group of torch.distributed
         self.models: dict[int, Any] = {}  # those that all ranks have, by number: the ranks that divide it
@@ -163,17 +164,28 @@ class Leader:
         if self.alive and self.turn.acquire(timeout=FAREWELL):  # else they are in the middle of a step
             with suppress(RankFailed):
                 self.tell("end")
-                limit = time.monotonic() + FAREWELL
-                while time.monotonic() < limit and any(child.poll() is None for child in self._children.values()):
-                    time.sleep(0.01)
+                self._ended = True  # so that nobody takes it for a failure
+                for rank, channel in self._told.items():
+                    channel.socket.settimeout(FAREWELL)
+                    with suppress(TimeoutError):
+                        self._left(rank, channel)
             self.turn.release()
         self._ended = True
         self._end()
 
+    def _left(self, rank: int, channel: Channel) -> None:
+        """Waits until a rank has ended, after all that it may still say."""
+        with suppress(EOFError, ConnectionResetError):
+            while True:
+                channel.receive()
+        del self._pids[rank]
+        if rank in self._children:
+            self._children.pop(rank).wait()
+
     def _end(self) -> None:
         for rank, channel in (*self._told.items(), *self._watch.items()):
             channel.close()
-            if rank not in self._children:
+            if rank in self._pids and rank not in self._children:
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
         for child in self._children.values():
@@ -204,7 +216,8 @@ class Leader:
         """Starts the ranks, and looks after them until they end."""
         try:
             for rank, command in zip(self._others, commands, strict=False):
-                self._children[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+                self._children[rank], self._pids[rank] = child, child.pid
         except OSError as error:
             self.fail(f"rank {rank} cannot be started: {error}")
         started.set()
@@ -218,7 +231,7 @@ class Leader:
             looked = now
             for made in ready:
                 self._hear(watched[made], now)
-            for rank, child in self._children.items():
+            for rank, child in [*self._children.items()]:
                 if child.poll() is not None:
                     self._gone(rank)
             if now - beaten > BEAT:
@@ -262,9 +275,9 @@ class Leader:
                 self.fail(f"{self._named(rank)} hangs: it has given no sign of life for {SILENT:.0f} s")
         still = {0: self.motion.still(), **self._still}
         working = {rank: seconds for rank, seconds in still.items() if seconds is not None}
-        if working and min(working.values()) > STILL:
+        if working and min(working.values()) > self.patience:
             rank = max(working, key=lambda rank: (rank > 0, working[rank]))
-            self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {STILL:.0f} s")
+            self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {self.patience:.0f} s")
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} (process {self._pids.get(rank) or os.getpid()})"

@@ -1,11 +1,12 @@
 """The ranks that this process leads: dinfer starts them, or torchrun has done so."""
 
 import atexit
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Mapping
 
-from dinfer.distributed.leader import Leader
+from dinfer.distributed.leader import FAREWELL, Leader
 
 FIELD = "runtime.tensor_parallel"
 # What torchrun tells a process. Those that dinfer starts have nothing to do with it.
@@ -17,6 +18,7 @@ BOOT = (
     "from dinfer.pipeline.ranks import follow; follow(follower)"
 )
 _leaders: list[Leader] = []
+_nowhere = open(os.devnull, "w")  # noqa: SIM115
 
 
 def by_torchrun(size: int) -> bool:
@@ -68,9 +70,11 @@ def started(size: int, publish: Callable[[str], None]) -> Leader:
 
 @atexit.register
 def end() -> None:
-    """Ends the ranks that this process leads."""
+    """Ends the ranks that this process leads. Where one has failed, what torch does at the end may wait for it."""
     if (present := leader()) is not None:
         present.close()
+        if present.failure is not None:
+            faulthandler.dump_traceback_later(FAREWELL, exit=True, file=_nowhere)
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:

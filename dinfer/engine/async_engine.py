@@ -13,7 +13,7 @@ from dinfer.engine.turns import Turns
 # An update costs its caller some time, and the engine shares the interpreter with all callers. So the more callers
 # there are, the more steps come together.
 PAUSE = 0.0005  # seconds, for each caller
-FRAME = 1 / 30  # seconds from one canvas to the next, at least: people see no more
+FRAME, FRAME_PAUSE = 1 / 30, 0.001  # seconds between two canvases, at least: people see no more; and for each caller
 SHIFT = 0.05  # seconds of rounds after which the engines that share a thread take turns
 NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles kernels or captures a graph
 
@@ -36,6 +36,7 @@ class AsyncEngine:
         self.observer: Callable[[float], None] | None = None  # is told how many seconds each round took
         self.callers: dict[int, _Caller] = {}  # by request
         self._work: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the callers
         self._since: float | None = None  # when the round that runs began
 
     async def stream(
@@ -46,7 +47,8 @@ class AsyncEngine:
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
         snapshots, steps come together: an update is the last of several steps, and has the new output of all. They are
-        the steps of `PAUSE` seconds for each caller, with drafts of `FRAME` seconds at least, and then of one region.
+        the steps of `PAUSE` seconds for each caller. With drafts they are those of one region, in `FRAME_PAUSE` seconds
+        for each caller and at least `FRAME`.
         `deadline`, by the event loop's clock: when to give the request up.
 
         A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
@@ -55,7 +57,7 @@ class AsyncEngine:
         """
         index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
         caller = self.callers[index] = _Caller(every_step=snapshots or deltas is None, drafts=drafts)
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         timer = None if deadline is None else loop.call_at(deadline, caller.tell, TimeoutError("the deadline"))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._steps())
@@ -86,13 +88,15 @@ class AsyncEngine:
             self.failure = error
 
     def check_alive(self, limit: float) -> None:
-        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds.
+        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds. Any thread may ask.
 
         A round that meets a shape for the first time may take `NEW_SHAPE` times as long.
         """
         began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
         if self.failure is None and began is not None and time.perf_counter() - began > limit:
-            self._fail(EngineHung(f"a round of steps has taken longer than {limit:g} seconds"))
+            self.failure = error = EngineHung(f"a round of steps has taken longer than {limit:g} seconds")
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._fail, error)
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()
@@ -169,7 +173,8 @@ class _Caller:
             held.append(self._updates.popleft())  # type: ignore[arg-type]
         if not self._updates:
             self._told.clear()
-        self._due = asyncio.get_running_loop().time() + max(PAUSE * callers, FRAME if self._drafts else 0.0)
+        pause = max(FRAME, FRAME_PAUSE * callers) if self._drafts else PAUSE * callers
+        self._due = asyncio.get_running_loop().time() + pause
         return joined(held) if len(held) > 1 else update
 
     def _joins(self, first: Update, then: Update | BaseException) -> bool:

@@ -76,11 +76,6 @@ class Engine:
         """Whether there are requests that have not finished, or updates that `step` has not returned."""
         return self.loop.busy or bool(self._inbox)
 
-    @property
-    def free_pages(self) -> int | None:
-        """Pages of keys and values without an owner. None: nothing is allocated yet."""
-        return None if self.loop.batch is None else self.loop.batch.pages.free
-
     def occupancy(self) -> dict[str, int]:
         """How much is taken: requests that wait and run, pages of keys and values in all and free."""
         batch, waiting = self.loop.batch, len(self.loop.waiting)

@@ -20,6 +20,8 @@ from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Entry, Worker
 
+COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
+
 
 class LeadingWorker(Worker):
     """Tells each thing before it does it, so that all ranks do it at about the same time.
@@ -32,6 +34,8 @@ class LeadingWorker(Worker):
         """`plain`: what other ranks run, `recipe` without what only watches. Raises ValueError, RankFailed."""
         super().__init__(recipe, runtime)
         self._leader, self._number = leader, leader.number()
+        if runtime.compile != "none":
+            leader.patience = COMPILING
         parts = {kind: spelled(part) for kind, part in values_of(plain).items() if kind != "model"}
         leader.together("engine", self._number, model_number(leader, plain), parts, values_of(runtime), work=int)
         weakref.finalize(self, leader.forgotten.append, ("drop", self._number)).atexit = False

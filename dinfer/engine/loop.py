@@ -136,7 +136,8 @@ class Loop:
             return
         rows = self._flights.popleft()
         self._each(rows, lambda row: self._move(row, seen))
-        self.scheduler.observe(rows)
+        clock = self.worker.runner.clock
+        self.scheduler.observe(rows, [] if clock is None else clock.read())
 
     def _move(self, row: Row, seen: Seen) -> None:
         """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""
@@ -149,7 +150,8 @@ class Loop:
             self.batch.publish(row)
             ended = row.cursors.phase not in ACTIVE
             if row.followed:
-                row.look(seen.active_NX[row.slot], seen.drafts_NX[row.slot])
+                active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
+                row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
                 row.hear(self.batch.state.tellings)
             elif ended:
                 row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)

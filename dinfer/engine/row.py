@@ -62,6 +62,7 @@ class Row:
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
     since: int = 0  # forwards at that time
+    tried: int = 0  # candidates of its last step
     drafted: bool = False  # the last step decoded, and the row stayed in its blocks: there are drafts for the next
     steady: bool = False  # the last step changed nothing but counts
     fastest: int = 0  # most positions that a step has committed
@@ -113,10 +114,15 @@ class Row:
         """What it asks steps to tell of its tokens."""
         return Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
 
-    def look(self, active_X: Tensor, drafts_X: Tensor) -> None:
-        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that."""
+    def look(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
+        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that.
+
+        `behind`: the step may have opened another block behind them, and written there.
+        """
         start, end = self.before.start, self.before.end
-        self.active = self.canvas[start:end] = active_X[: end - start].tolist()
+        known = active_X[: (self.request.length if behind else end) - start].tolist()
+        self.canvas[start : start + len(known)] = known
+        self.active = known[: end - start]
         if self.drafts:
             self.offers = drafts_X[: end - start].tolist()
 

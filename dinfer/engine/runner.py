@@ -16,6 +16,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
+from dinfer.engine.clock import StepClock
 from dinfer.kernels.upload import upload
 
 SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
@@ -41,6 +42,7 @@ class Runner:
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
+        self.clock: StepClock | None = None  # measures steps that came up before
         self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
@@ -66,6 +68,7 @@ class Runner:
         """Starts a step of `shape`, rounded up to its bucket, on these slots. Does not wait for the device."""
         if self.state is None:
             raise RuntimeError("a runner needs a state: open it first")
+        asked = shape
         if self.graphs:
             kv, canvas = self.state.kv, self.state.canvas
             shape = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
@@ -73,8 +76,10 @@ class Runner:
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (shape in self._seen and not self.graphs)
             self.meeting = None if met else shape
+            clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
             try:
-                self._run(self.state, shape, lanes)
+                with clock:
+                    self._run(self.state, shape, lanes)
             finally:
                 self.meeting = None
 

@@ -8,7 +8,7 @@ from dinfer.core.speculation import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES = 4  # where `speculate` is auto
+AUTO_CANDIDATES = 8  # where `speculate` is auto, at most
 LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
 
 
@@ -24,7 +24,7 @@ class Runtime:
     settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
     gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
-    speculate: int | Literal["auto"] = 0  # candidates of a step, `core/speculation.py`; auto: as many as are free
+    speculate: int | Literal["auto"] = 0  # candidates, `core/speculation.py`; auto: what pays, as measured
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
@@ -37,6 +37,11 @@ class Runtime:
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
+        if self.tensor_parallel > 1 and self.compile != "none":
+            raise ValueError(
+                f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
+                f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
+            )
 
 
 def candidates_of(runtime: Runtime) -> int:

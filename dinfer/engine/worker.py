@@ -14,6 +14,7 @@ from dinfer.core.kv import kv_dtype
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
+from dinfer.engine.clock import StepClock
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
@@ -46,6 +47,8 @@ class Worker:
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner = Runner(recipe, graphs=runtime.graphs)
+        if runtime.speculate == "auto":
+            self.runner.clock = StepClock(recipe.model.device)
 
     @property
     def failure(self) -> Exception | None:

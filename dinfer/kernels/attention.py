@@ -100,6 +100,10 @@ def attention_received(
 
     The queries come in pieces, so that the attention of all of them is never there at once.
     """
+    if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
+        from dinfer.kernels.triton.received import attention_received as kernel
+
+        return kernel(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
     lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]
     k_BSGE = taken(k_PTGE, pages_BP).view(lanes, -1, *k_PTGE.shape[2:])
     k_BHSE = k_BSGE.to(q_BWHE.dtype).transpose(1, 2).repeat_interleave(heads // k_BSGE.shape[2], 1)

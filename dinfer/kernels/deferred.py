@@ -3,12 +3,10 @@
 So it is also the only place where ranks add up what each has of a divided layer.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.types import Deferred, Parts, Rounded, Share
+from dinfer.kernels.types import Deferred, Parts, Rounded, Share, Summing
 
 
 def close(x: Deferred) -> Tensor:
@@ -16,7 +14,7 @@ def close(x: Deferred) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if isinstance(x, Share):
-        return x.all_reduce(close(x.value))
+        return x.ranks.all_reduce(close(x.value))
     if isinstance(x, Rounded):
         return widened(x).to(x.dtype) if x.wide is None else x.wide
     if x.weights_NC is None:
@@ -31,9 +29,9 @@ def close(x: Deferred) -> Tensor:
     return mixed_ND.to(x.dtype)
 
 
-def share(x: Deferred, all_reduce: Callable[[Tensor], Tensor] | None) -> Deferred:
-    """What a layer gives: its output, or, with an `all_reduce`, this rank's addend of it."""
-    return x if all_reduce is None else Share(to_add(x), all_reduce)
+def share(x: Deferred, ranks: Summing | None) -> Deferred:
+    """What a layer gives: its output, or, where ranks divide its inputs among them, this rank's addend."""
+    return x if ranks is None else Share(to_add(x), ranks)
 
 
 def to_add(x: Deferred) -> Tensor | Parts:

@@ -7,7 +7,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
-from dinfer.kernels.types import Deferred, Inputs
+from dinfer.kernels.types import Deferred, Inputs, Share
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -42,7 +42,10 @@ def add_rms_norm(
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs)
+        exchange = None
+        if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
+            exchange, delta_BWD = found, delta_BWD.value
+        return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs, exchange)
     if delta_BWD is not None:
         x_BWD = add(x_BWD, delta_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)

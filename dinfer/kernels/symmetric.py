@@ -6,14 +6,34 @@ buffer, waits for the others, and reads theirs. One kernel does it all (torch's 
 
 import logging
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 ROOM = 8 << 20  # bytes of a GPU's buffer
 ONE_SHOT = 1 << 20  # bytes that a GPU reads from the others up to which each adds up all; for more, each a part
+ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU with memory that others can read
 WIDTH = 16  # bytes that a thread reads at a time
+
+
+class Exchange(NamedTuple):
+    """Memory by which two GPUs swap rows: a kernel writes its row to the other's, and reads the other's from its own.
+
+    A row has two places, which it uses in turn. `count_R` counts how often it was swapped; the flags say up to which
+    count a row is there.
+    """
+
+    mine: Tensor  # [2, R, width]
+    theirs: Tensor  # the other GPU's
+    my_flag_R: Tensor  # int32
+    their_flag_R: Tensor
+    count_R: Tensor  # int32
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the rows of a tensor fit. All programs of a kernel must run at once, or they wait for ever."""
+        fits = x.numel() // x.shape[-1] <= self.mine.shape[1] and x.shape[-1] <= self.mine.shape[2]
+        return fits and x.dtype == self.mine.dtype
 
 
 class SymmetricSum:
@@ -27,6 +47,19 @@ class SymmetricSum:
         self.group, self.size = group, group.size()
         self.buffer = _symmetric_memory.empty(ROOM, dtype=torch.uint8, device=device)
         _symmetric_memory.rendezvous(self.buffer, group)
+        self.exchange = None
+        if self.size == 2:
+            swapped, flags = 2 * ROWS * WIDEST * 2, ROWS * 4
+            inbox = _symmetric_memory.empty(swapped + flags, dtype=torch.uint8, device=device)
+            inbox.zero_()
+            memory = _symmetric_memory.rendezvous(inbox, group)
+            other = memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype)
+            mine, theirs = (all[:swapped].view(torch.bfloat16).view(2, ROWS, WIDEST) for all in (inbox, other))
+            my_flag_R, their_flag_R = (all[swapped:].view(torch.int32) for all in (inbox, other))
+            count_R = torch.zeros(ROWS, dtype=torch.int32, device=device)
+            self.exchange = Exchange(mine, theirs, my_flag_R, their_flag_R, count_R)
+            torch.cuda.synchronize(device)
+            memory.barrier()  # no rank writes to the other before that has made its flags zero
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> "SymmetricSum | None":
@@ -40,7 +73,8 @@ class SymmetricSum:
 
     def takes(self, x: Tensor) -> bool:
         """Whether a tensor is one that this is faster for."""
-        return x.nbytes <= ROOM and x.nbytes % WIDTH == 0 and x.dtype in (torch.bfloat16, torch.float32)
+        aligned = x.nbytes % WIDTH == 0 and x.storage_offset() * x.itemsize % WIDTH == 0
+        return aligned and x.nbytes <= ROOM and x.dtype in (torch.bfloat16, torch.float32)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of tensors that it `takes`. [...]"""

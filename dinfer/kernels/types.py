@@ -4,12 +4,13 @@ Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token
 B lanes, W positions, X query, key and value heads, E head size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from dinfer.kernels.symmetric import Exchange
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
@@ -47,11 +48,24 @@ class Rounded(NamedTuple):
     wide: Tensor | None = None  # these rows, if the consumer wants both
 
 
+class Summing(Protocol):
+    """The ranks that divide the inputs of a layer among them."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """How kernels may add up two ranks' rows as they read them; None: they may not."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, maybe in place."""
+        ...
+
+
 class Share(NamedTuple):
     """The addend of one rank, where ranks divide the inputs of a layer among them."""
 
     value: Tensor | Parts
-    all_reduce: Callable[[Tensor], Tensor]  # the sum over all ranks, maybe in place
+    ranks: Summing
 
     @property
     def shape(self) -> torch.Size:

@@ -7,8 +7,6 @@ scalar that a layer's output is multiplied with, which is all that encoder and d
 Shape suffixes: B rows, W positions, T prompt, C canvas, D hidden, X heads or experts, E head size, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
-from dinfer.kernels.types import Projections, Table
+from dinfer.kernels.types import Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP
@@ -59,7 +57,7 @@ class Attention(nn.Module):
         self.heads, *kv_heads = self.parts
         self.heads //= ranks.size
         self.parts = [self.heads, *(ranks.heads(count) for count in kv_heads)]
-        self.out.all_reduce = ranks.all_reduce
+        self.out.ranks = ranks
 
     def forward(self, x_BWD: Tensor, table: Table, attend: Attend) -> Tensor:
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
@@ -85,7 +83,7 @@ class Experts(Formatted):
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
-        self.all_reduce: Callable[[Tensor], Tensor] | None = None
+        self.ranks: Summing | None = None
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -96,7 +94,7 @@ class Experts(Formatted):
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
         mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)
-        return close(share(mixed, self.all_reduce)).view_as(x_BWD)
+        return close(share(mixed, self.ranks)).view_as(x_BWD)
 
 
 class Block(nn.Module):
@@ -156,7 +154,7 @@ class Gemma(nn.Module):
                 assert isinstance(block, Block)
                 block.attention.join(ranks)
                 block.mlp.join(ranks)
-                block.experts.all_reduce = ranks.all_reduce
+                block.experts.ranks = ranks
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Linear layers whose weights any format of `dinfer.layers.formats` holds, and rounding a network to one."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.types import Deferred, Inputs
+from dinfer.kernels.types import Deferred, Inputs, Summing
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 from dinfer.layers.formats.plain import PLAIN
 
@@ -38,13 +37,13 @@ class Formatted(nn.Module):
 class Linear(Formatted, nn.Linear):
     """As torch's, for as few rows as a denoising step has.
 
-    `all_reduce` adds up the outputs of all ranks, where they divide the inputs among them.
+    `ranks` add up the outputs of all ranks, where they divide the inputs among them.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.formats = {"weight": PLAIN}
-        self.all_reduce: Callable[[Tensor], Tensor] | None = None
+        self.ranks: Summing | None = None
 
     @property
     def takes(self) -> Inputs:
@@ -52,12 +51,12 @@ class Linear(Formatted, nn.Linear):
         return self.formats["weight"].takes
 
     def forward(self, x: Deferred) -> Tensor:
-        return close(share(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias), self.all_reduce))
+        return close(share(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias), self.ranks))
 
     def deferred(self, x: Deferred) -> Deferred:
         """As called, for a consumer that may add up parts."""
         out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
-        return share(out, self.all_reduce)
+        return share(out, self.ranks)
 
 
 class Embedding(Formatted, nn.Embedding):

@@ -1,6 +1,5 @@
 """What follows the attention in a block: a gated MLP, or a mixture of them."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.types import Deferred, Inputs
+from dinfer.kernels.types import Deferred, Inputs, Summing
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 
@@ -33,7 +32,7 @@ class GatedMLP(nn.Module):
 
     def join(self, ranks: Ranks) -> None:
         """Each rank has a part of the width."""
-        self.down.all_reduce = ranks.all_reduce
+        self.down.ranks = ranks
 
     def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Tensor:
         return self.down(self.gated(self.gate_up(x_BWD), self.down.takes))
@@ -56,11 +55,11 @@ class Experts(Formatted):
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
-        self.all_reduce: Callable[[Tensor], Tensor] | None = None
+        self.ranks: Summing | None = None
 
     def join(self, ranks: Ranks) -> None:
         """Each rank has a part of every expert, the shared one included, so one sum over ranks is enough."""
-        self.all_reduce = ranks.all_reduce
+        self.ranks = ranks
 
     @property
     def takes(self) -> Inputs:
@@ -75,7 +74,7 @@ class Experts(Formatted):
         if mlp is not None:
             shared = Shared(partial(mlp, pos_BW=pos_BW), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
         weights = self.expert("gate_up"), self.expert("down")
-        return share(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared), self.all_reduce)
+        return share(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared), self.ranks)
 
     def route(self, logits_NX: Deferred, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
     def join(self, ranks: Ranks) -> None:
         self.heads //= ranks.size
-        self.out.all_reduce = ranks.all_reduce
+        self.out.ranks = ranks
         self.mlp.join(ranks)
 
     def forward(

@@ -18,12 +18,12 @@ GGUF = ".gguf"  # how the name of a file ends that is a whole checkpoint
 PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute where packets are swallowed
 
 
-def boxed() -> list[str]:
-    """Names of the models that come inside the package."""
+def boxed(needed: str = "config.json") -> list[str]:
+    """Names of the models that come inside the package, or of the adapters: whatever has the file `needed`."""
     folder = resources.files("dinfer") / "demo" / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted(item.name for item in folder.iterdir() if (item / "config.json").is_file())
+    return sorted(item.name for item in folder.iterdir() if (item / needed).is_file())
 
 
 def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
@@ -39,15 +39,15 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
         raise CheckpointError(f"there is no file {path}")
     if path.is_file() and not weights:
         raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a GGUF file")
-    if revision is not None and (name in boxed() or path.exists()):
+    if revision is not None and (name in boxed(needed) or path.exists()):
         raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
     if weights:
         return path
-    if name in boxed():
+    if name in boxed(needed):
         path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
     elif not path.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            known = unknown("checkpoint", name, boxed())
+            known = unknown("checkpoint", name, boxed(needed))
             good = "A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."
             raise CheckpointError(f"{known} {good}")
         path = download(name, revision, wanted)

@@ -30,7 +30,7 @@ class Plan:
 
     iteration: dict[str, Any]
     decoder: dict[str, Any]
-    caches: tuple[str, ...]  # the run is repeated with each
+    caches: tuple[Any, ...]  # the run is repeated with each
     new_tokens: int
     spec: dict[str, Any]  # what differs from the model's own `ModelSpec`
     sweep: dict[str, Any] = field(default_factory=dict)  # options that only the reference's iteration has
@@ -94,6 +94,29 @@ def _d2f(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     )
 
 
+def _lopa(prompt: list[int], params: Fields, doc: Fields) -> Plan:
+    """LoPA over D2F. A present state that always wins, or is alone, is D2F."""
+    scores = {"default": ("confidence", "default"), "margin": ("margin", "margin_confidence")}
+    by, score = scores.get(params.text("sampling_strategy"), ("entropy", "neg_entropy"))
+    branches, part, trust = (params.take(n) for n in ("branching_factor", "branch_topp", "selection_conf_alpha"))
+    stays, races = params.take("branch_verification_mode"), params.take("base_branch_competition")
+    alone = params.take("verification_force_base_winner") or (stays and not races)
+    full = params.take("use_full_attention")
+    given = {"algorithm": "d2f", "sampling_strategy": score}
+    names = ("temperature", "block_size", "block_add_threshold", "decoded_token_threshold", "skip_threshold")
+    given |= {name: params.take(name) for name in (*names, "max_new_tokens")}
+    plan = _d2f(prompt, Fields(params.where, given), doc)
+    race = {"branches": branches, "part": part, "trust": trust, "by": by, "stay": stays}
+    plan = replace(plan, iteration=plan.iteration | ({} if alone else {"name": "lopa"} | race))
+    if not full:
+        return plan
+    decoder = plan.decoder | {"reference": "lopa"}
+    return replace(
+        plan, decoder=decoder, caches=({"name": "none", "reference": "lopa"},), spec={},
+        rule=plan.rule | {"blocks": plan.iteration["blocks"]},
+    )  # fmt: skip
+
+
 def _full_attention(prompt: list[int], params: Fields, doc: Fields) -> Plan:
     """d3LLM's rules without a cache, as SGLang has them: every row sees all masks; blocks say what may be written."""
     names = {"block": "block_length", "add_at": "block_add_threshold", "force_at": "decoded_token_threshold"}
@@ -105,6 +128,7 @@ def _full_attention(prompt: list[int], params: Fields, doc: Fields) -> Plan:
 
 PLANS: dict[str, Callable[[list[int], Fields, Fields], Plan]] = {
     "d2f": _d2f,
+    "lopa": _lopa,
     "diffulex_multi_bd": _multi_bd,
     "diffulex_multi_bd_edit": _multi_bd_edit,
     "diffulex_dmax": _dmax,
@@ -130,7 +154,7 @@ def run(golden: Golden, doc: Fields) -> str:
             network,
             iteration=build(ITERATIONS, plan.iteration, **plan.sweep),
             decoder=build(DECODERS, plan.decoder, **plan.rule),
-            cache=CACHES.build(cache),
+            cache=build(CACHES, {"name": cache} if isinstance(cache, str) else cache),
         )
         engine = Engine(recipe, Runtime(rows=1))
         blank = prompt + [mask_id] * plan.new_tokens
@@ -161,7 +185,13 @@ def recorded(doc: Fields, row: int, blank: list[int]) -> Trail:
         canvases = [step[row] for step in doc.take("snapshots")]
     else:
         canvases, now = [], blank
-        for step in doc.items("steps"):
+        for turn in doc.items("rounds") if "rounds" in doc else ():
+            branches, now = turn.items("branches"), now.copy()
+            added = branches[turn.take("winner")].take("added")
+            for position, token in [*turn.take("committed"), *([added] if added else [])]:
+                now[position] = token
+            canvases += [now] * len(branches)  # each was a forward
+        for step in doc.items("steps") if "steps" in doc else ():
             now = now.copy()
             for position, *_, token in step.take("committed" if "committed" in step else "writes"):
                 now[position] = token

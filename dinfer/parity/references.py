@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dinfer.caches.vicinity import VicinityCache
-from dinfer.core.canvas import BlockView, Phase, RowCursors
-from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats
+from dinfer.caches.window import NoCache
+from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
 from dinfer.core.registry import Registry
 from dinfer.decoders.credit import Credit
 from dinfer.decoders.dmax import DMax
@@ -81,6 +82,51 @@ class D2fThreshold(Threshold):
         score_RL = score_RL.masked_fill(~view.masked_RL, -math.inf)
         needy_R1 = view.at_least(view.options["least"]) * ~sure_RL.any(-1, keepdim=True)
         return Proposal(sure_RL | (descending_rank(score_RL) < needy_R1) & view.masked_RL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaThreshold(D2fThreshold):
+    """The first open position is decoded by the logits of the pass that stored the keys before it, for good."""
+
+    reads_logits: ClassVar[bool] = True
+    blocks: int
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"row": torch.zeros(spec.vocab), "held": torch.zeros((), dtype=torch.bool)}
+
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        first_R1 = (torch.arange(len(logits_RLV)) % self.blocks == 0)[:, None]
+        held_R1 = state["held"][:, None]
+        row_RV = torch.where(held_R1 & first_R1, state["row"], logits_RLV[:, 0])
+        state["row"].copy_(row_RV)
+        state["held"] |= first_R1[:, 0]
+        return torch.cat((row_RV[:, None], logits_RLV[:, 1:]), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaCache(NoCache):
+    """Keys before the active blocks stay as the pass after their block was finished left them, whatever they saw."""
+
+    reuses: ClassVar[bool] = True
+    rewrites: ClassVar[bool] = False
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        return WindowPlan(None, 1, chosen=True)
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"kept": torch.zeros((), dtype=torch.int64)}
+
+    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        pos_S = torch.arange(canvas.tokens_NS.shape[1])
+        flags_BS = pos_S >= state["kept"][:, None]
+        state["kept"].copy_(lanes.start_B)
+        return flags_BS
+
+    def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
+        return None, lanes.end_B
+
+    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+        return False
 
 
 class D2CacheFactor(Factor):
@@ -259,6 +305,8 @@ REFERENCES: dict[tuple[str, str], type] = {
     ("threshold", "sglang"): SglangThreshold,
     ("threshold", "diffulex"): DiffulexThreshold,
     ("threshold", "d2f"): D2fThreshold,
+    ("threshold", "lopa"): LopaThreshold,
+    ("none", "lopa"): LopaCache,
     ("credit", "dinfer"): DinferCredit,
     ("factor", "fastdllm"): FastdllmFactor,
     ("factor", "d2cache"): D2CacheFactor,

@@ -38,10 +38,10 @@ LOG = logging.getLogger("dinfer.serving")
 class Gateway:
     """The ingress of the application on Ray Serve. It holds no model, and there may be any number of it."""
 
-    def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
-        """Raises ValueError, OSError if this machine lacks the keys that the settings name."""
+    def __init__(self, replicas: DeploymentHandle, settings: Settings, owner: str) -> None:
+        """`owner`: the command that deploys it. Raises ValueError, OSError for keys that this machine lacks."""
         log_as_json()
-        self._replicas, self._settings = replicas, settings
+        self._replicas, self._settings, self._owner = replicas, settings, owner
         self._registry = CollectorRegistry()
         self._retried = Counter(
             "dinfer_requests_retried", "Requests sent to another replica after theirs ended", registry=self._registry
@@ -51,6 +51,9 @@ class Gateway:
         own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
         routes = [*(Route(path, answer) for path, answer in own.items()), Mount("/", self._forward)]
         return named_by_serve(Starlette(routes=routes, middleware=[Middleware(Guard, settings=self._settings)]))
+
+    def owner(self) -> str:
+        return self._owner
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

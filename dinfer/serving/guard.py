@@ -34,8 +34,8 @@ SAFE_HEADERS = [
 GONE = 499  # nginx's status for a client that has left, in the log alone
 
 
-# What a request holds until it ends, in whatever way: its place in the queue, and its rows. A response that is never
-# sent, or is given up while it is, cannot be relied on to let go of them.
+# What a request holds: its place in the queue, and its rows. `Guard` lets go of them however the request ends. A
+# response cannot: nobody may ever send it, or it may be given up halfway.
 HELD: ContextVar[AsyncExitStack] = ContextVar("held")
 
 
@@ -62,7 +62,7 @@ class Guard:
         try:
             self._check(scope)
             body = await self._body(receive)
-            if body is None or not await self._answer(scope, body, receive, sending):
+            if body is None or not (await self._answer(scope, body, receive, sending) or sending.complete):
                 sending.status = GONE
         except ApiError as error:
             await respond(error, sending)
@@ -182,6 +182,7 @@ class _Sending:
         self._send, self._id, self._limit = send, request_id.encode(), limit
         self._since: float | None = None  # when the message began that is being sent
         self.status = 0
+        self.complete = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -192,11 +193,12 @@ class _Sending:
         self._since = time.perf_counter()
         await self._send(message)
         self._since = None
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     def left(self) -> float:
-        """Seconds that the client has at least. Raises NotRead if it has none.
+        """Seconds until the client may be late. Raises NotRead if it is.
 
-        A client that does not read would hold its rows, and the memory of what it does not read, for ever. One look in
+        A client that does not read would hold its rows for ever, and the memory of what it does not read. One look in
         so many seconds costs less than a timer for each message.
         """
         passed = 0.0 if self._since is None else time.perf_counter() - self._since

@@ -9,7 +9,7 @@ FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # what a re
 
 
 def log_as_json() -> None:
-    """Writes what dinfer and uvicorn log as JSON, a line each, to stderr; of the server's requests too, but with -q."""
+    """Lets dinfer and uvicorn log to stderr, each record as a line of JSON. Requests are logged unless -q is given."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     for name in ("dinfer", "uvicorn"):

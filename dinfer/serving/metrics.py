@@ -45,7 +45,10 @@ class Metrics:
             _Rounds(name, engine, rounds)
 
     def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
-        """An event of a row: seconds since its last text, or since the request if it is the first, and since then."""
+        """Counts an event of a row.
+
+        `since`: seconds since its last text, or since the request if this is the `first`; `whole`: since the request.
+        """
         if event.text:
             (self.first if first else self.between).labels(model).observe(since)
         if event.finish is not None and event.counts is not None:

@@ -5,20 +5,23 @@ import os
 import signal
 import threading
 import urllib.request
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client.core import Metric
 from pydantic import ValidationError
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from dinfer.serving.app import application
 from dinfer.serving.exchange import Asked, messages
-from dinfer.serving.gateway import Gateway
+from dinfer.serving.gateway import PROBE, Gateway
 from dinfer.serving.guard import Message
 from dinfer.serving.log import log_as_json
 from dinfer.serving.run import EngineFailed, listen, tuned
@@ -110,8 +113,11 @@ class Plan:
         return self.replicas if scaling is None else max(self.replicas, scaling.max_replicas)
 
 
-def app(make: Make, settings: Settings, plan: Plan) -> serve.Application:
-    """The application as Ray Serve takes it. `make`: the server of one replica, made in its process."""
+def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Application:
+    """The application as Ray Serve takes it. `make`: the server of one replica, made in its process.
+
+    `owner`: the command that deploys it.
+    """
     scaling = plan.scaling()
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": settings.grace,
@@ -140,7 +146,7 @@ def app(make: Make, settings: Settings, plan: Plan) -> serve.Application:
     inside = replace(
         settings, host="127.0.0.1", api_key=None, insecure=True, max_requests=NO_LIMIT, send_timeout=NO_LIMIT
     )
-    return gateways.bind(replicas.bind(make, inside), settings)
+    return gateways.bind(replicas.bind(make, inside), settings, owner)
 
 
 def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]) -> None:
@@ -159,6 +165,7 @@ class Deployed:
     """An application on Ray Serve."""
 
     address: str  # ends in a slash
+    owner: str  # this command, and no other
     ours: bool = True  # False: another command has deployed its own in our place
 
 
@@ -169,7 +176,8 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
     Raises ValueError, OSError for an address that cannot be had, EngineFailed if no replica starts.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    made, before = app(make, settings, plan), serve.status()
+    owner, before = uuid.uuid4().hex, serve.status()
+    made = app(make, settings, plan, owner)
     if not before.proxies:
         with listen(settings) as socket:  # to say what is wrong with the address, and to find a free port
             settings = replace(settings, port=socket.getsockname()[1])
@@ -177,6 +185,7 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
     serve.start(proxy_location="EveryNode", http_options=http, logging_config=LOGS)
     here = Deployed(
         f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}/",
+        owner,
         ours=NAME not in before.applications,
     )
     try:
@@ -221,12 +230,12 @@ def watch(here: Deployed, stop: threading.Event) -> None:
 
     Raises EngineFailed if the application is gone.
     """
-    since = serve.status().applications[NAME].last_deployed_time_s
     while not stop.wait(LOOK):
         now = serve.status().applications.get(NAME)
         if now is None or now.status == ApplicationStatus.DELETING:
             raise EngineFailed("somebody has ended the application on Ray Serve")
-        if now.last_deployed_time_s != since:
-            LOG.warning("another command serves in place of this one")
-            here.ours = False
-            return
+        with suppress(TimeoutError, RayError, RayServeException):  # gateways may be between two versions
+            if serve.get_app_handle(NAME).owner.remote().result(timeout_s=PROBE) != here.owner:
+                LOG.warning("another command serves in place of this one")
+                here.ours = False
+                return

@@ -25,7 +25,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What has become certain of a row. The last one has `finish` and `counts`; with usage, all have counts."""
+    """What has become certain of a row. The last has `finish` and `counts`. If usage is wanted, each has counts."""
 
     row: int
     text: str = ""

@@ -62,11 +62,11 @@ def listen(settings: Settings) -> socket.socket:
 def tuned() -> Iterator[None]:
     """Settings of Python for a process that serves.
 
-    The thread of the engine waits for the device, and then for the event loop's thread to let go of the interpreter, by
-    default up to 5 ms: as long as many a step. What is loaded stays, so the collector need not look at it again.
+    After the engine's thread has waited for the device, it waits for the event loop's thread to let go of the
+    interpreter. By default that may take 5 ms, as long as a step. The collector skips what is loaded, since that stays.
     """
     before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     gc.collect()
     gc.freeze()
     try:
@@ -93,8 +93,6 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         while server.failure is None:
             await asyncio.sleep(WATCH)
-            for engine in server.catalogue.engines.values():
-                engine.check_alive(settings.round_timeout)
         await asyncio.sleep(FAREWELL)
         web.should_exit = True
 

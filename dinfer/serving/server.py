@@ -49,7 +49,9 @@ class Server:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why an engine cannot be relied on any more."""
+        """Why an engine cannot be relied on any more. To be asked now and then: a hung engine does not say so."""
+        for engine in self.catalogue.engines.values():
+            engine.check_alive(self.settings.round_timeout)
         found = (why for e in self.catalogue.engines.values() for why in (e.failure, e.engine.failure))
         return next((why for why in found if why is not None), None)
 

@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from dinfer.core.registry import check_range
+
 LEAST_KEY = 8  # characters
 
 
@@ -36,21 +38,13 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        counts = {
-            "max_requests": self.max_requests, "max_tokens": self.max_tokens, "max_body": self.max_body,
-            "max_connections": self.max_connections, "max_new_tokens": self.max_new_tokens,
-        }  # fmt: skip
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name}={count} must be at least 1")
+        check_range("", self, "max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens", least=1)
         limits = {"deadline": self.deadline, "send_timeout": self.send_timeout, "round_timeout": self.round_timeout}
         for name, seconds in limits.items():
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds} must be more than 0 seconds")
-        if not self.grace >= 0:
-            raise ValueError(f"grace={self.grace} must be 0 seconds or more")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
+        check_range("", self, "grace", least=0)
+        check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
         if not self.loopback and self.api_key is None and not self.insecure:
             raise ValueError(
                 f"host={self.host} can be reached from other machines, and there is no api_key. Set "

@@ -37,7 +37,7 @@ class StoppableText:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the text takes that has been told; of a stop string, none but what is told before it."""
+        """How many tokens the told text takes, without those of a stop string."""
         if not (self.stopped or self._held or self._grown.pending):
             return len(self._ids)
         lengths = range(len(self._ids) + 1)

@@ -64,14 +64,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
+        "core.branches",
     },
+    "core.branches": CORE | {"core.commits", "core.kv", "core.recipe", "core.speculation"},
     "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification",
+        "core.verification", "core.branches",
     },
     "distributed": set(),
     "engine": {
@@ -82,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.chat": set(),
     "pipeline.inputs": set(),
     "pipeline.streaming": {"engine"},
-    "analysis.metrics": {"engine"},
+    "analysis.metrics": {"core.registry", "engine"},
     "analysis.comparison": {"analysis.metrics", "core.registry", "demo", "pipeline"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
@@ -98,7 +100,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
-    "analysis.audit": CORE | {"core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step"},
+    "analysis.audit": CORE | {
+        "analysis.trace", "core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step",
+    },
     "analysis.pareto": set(),
     "analysis.plots": {"analysis.pareto"},
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},

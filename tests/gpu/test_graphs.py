@@ -186,4 +186,4 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
         while engine.busy:
             done |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
         assert {i: c.canvas for i, c in done.items()} == {i: w[0] for i, w in enumerate(want) if i not in cancelled}
-        assert cancelled and engine.free_pages == 16
+        assert cancelled and engine.occupancy()["pages_free"] == 16

@@ -98,7 +98,7 @@ def plain_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def gateway(handle: Handle, settings: Settings | None = None) -> Iterator[Callable[..., httpx.Response]]:
-    app = Gateway(handle, settings or Settings()).__serve_build_asgi_app__()  # type: ignore[arg-type]
+    app = Gateway(handle, settings or Settings(), "").__serve_build_asgi_app__()  # type: ignore[arg-type]
 
     def ask(body: Any = BODY, path: str = CHAT, method: str = "POST", **headers: str) -> httpx.Response:
         async def once() -> httpx.Response:

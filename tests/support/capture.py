@@ -65,10 +65,11 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
-    guessed = [deciding(recipe)] if refusal(recipe) is None else []  # phases that may have candidates
+    able = refusal(recipe) is None
+    guessed = [deciding(recipe)] if able or iteration.branches else []  # phases that may have candidates
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
-        candidates=len(guessed),
+        candidates=int(able),
     )  # fmt: skip
     state.tellings.want_logprobs()
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
@@ -76,7 +77,11 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
     for phase in recipe.phases:
         width = max(cache.width(recipe.model.spec, row._replace(phase=phase)), 1)
-        for more, candidates in [(False, 0), (True, 0), *((False, 1) for _ in guessed if phase in guessed)]:
+        for more, candidates in [
+            (False, 0),
+            (True, 0),
+            *((False, iteration.branches or 1) for _ in guessed if phase in guessed),
+        ]:
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
             shape = StepShape(
                 phase,

@@ -10,6 +10,7 @@ from dinfer.core.canvas import CURSORS, Phase, Status
 from dinfer.core.kv import RESERVED
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.speculation import deciding
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.engine.request import Request
@@ -48,7 +49,7 @@ class Host:
 
     def step(
         self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None,
-        settles: bool = False,
+        settles: bool = False, branches: bool = False,
     ) -> None:  # fmt: skip
         """A step that is wide enough for every row, whatever phase that is in."""
         every = -(-self.capacity // self.page)
@@ -57,7 +58,7 @@ class Host:
             sampled=any(self.recipe.sampled(request.options) for request in self.requests),
             top_candidates=max(self.recipe.top_candidates(request.options) for request in self.requests),
             guided=any(self.recipe.guided(request.options) for request in self.requests),
-            settles=settles,
+            settles=settles, candidates=self.recipe.iteration.branches * branches,
         )  # fmt: skip
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
@@ -79,7 +80,8 @@ class Host:
             group = self.random.sample(self.slots, self.random.randint(1, len(self.slots)))
             group += [self.state.canvas.scratch] * self.random.randint(0, 3)
             self.random.shuffle(group)
-            self.step(self.random.choice(live if self.random.random() < 0.8 else self.recipe.phases), group)
+            phase = self.random.choice(live if self.random.random() < 0.8 else self.recipe.phases)
+            self.step(phase, group, branches=phase == deciding(self.recipe) and self.random.random() < 0.8)
         raise AssertionError(f"rows are still in phases {self.phases()} after {LIMIT} launches")
 
     def canvases(self) -> list[list[int]]:

@@ -99,6 +99,7 @@ CASES = [
     Case("llada_moe", "llada_moe"),
     Case("llada2", "llada2", **CAUSAL),
     Case("llada2, drafts", "llada2", decoder="joint_threshold", **CAUSAL),
+    Case("llada2, a second pass", "llada2", decoder="s2d2", **CAUSAL),
     Case("llada2.2", "llada2.2", **CAUSAL),
     Case("sdar", "sdar", **CAUSAL),
     Case("sdar_moe", "sdar_moe", **CAUSAL),

@@ -87,6 +87,32 @@ def test_delayed_computes_masks_and_what_was_decoded_one_step_before(
     assert windows > 3
 
 
+@pytest.mark.parametrize("delay", [2, 3])
+def test_keys_are_kept_once_so_many_steps_have_seen_the_token(delay: int) -> None:
+    history: list[set[int]] = []  # masks before each step
+    late = 0
+    for watched, update, masked, _ in steps("bidirectional", {"name": "delayed", "interval": 0, "delay": delay}):
+        if update.phase == Phase.WINDOW:
+            decoded = set[int]().union(*history[-delay:]) - masked
+            want = {p for p in masked | decoded if p >= update.region[0]}
+            assert set(watched.positions) == want
+            late += len(want - masked - (history[-1] - masked)) > 0
+        history.append(masked)
+    assert late > 0
+
+
+@pytest.mark.parametrize("sweep", [{"name": "blockwise"}, {"name": "multi_block", "blocks": 3, "add_at": 0.5}])
+def test_keys_that_are_never_kept_are_those_of_the_prefix_cache(sweep: dict[str, Any]) -> None:
+    """d3LLM's delay over several open blocks, longer than any of them takes: all behind their start is recomputed."""
+    found = []
+    for cache in ({"name": "delayed", "interval": 0, "delay": 1000}, "prefix"):
+        decoder = {"name": "threshold", "threshold": 0.9}
+        recipe = compose(tiny_model(), iteration=sweep | {"block": BLOCK}, decoder=decoder, cache=cache)
+        requests = [Request([1, 2, 3, 4, 5], 3 * BLOCK, recipe.resolve({})), Request([7], 20, recipe.resolve({}))]
+        found.append([u.completion.canvas for u in engine_for(recipe).run(requests) if u.completion is not None])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("around", [0, 2])
 def test_delayed_greedy_computes_the_block_and_the_neighbourhood(around: int) -> None:
     before: set[int] = set()

@@ -77,7 +77,7 @@ def test_who_leaves_off_cancels_his_request_alone() -> None:
         assert outcome(await kept) == want
 
     asyncio.run(main())
-    assert not engine.busy and engine.free_pages == 2 * 16
+    assert not engine.busy and engine.occupancy()["pages_free"] == 2 * 16
 
 
 def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_requests_wait_for_pages(pages: int) -> None:
     requests = requests_for(recipe)
     engine = engine_for(recipe, page=4, pages=pages)
     assert [outcome(c) for c in completions(engine, requests)] == [outcome(c) for c in alone(recipe, requests)]
-    assert engine.free_pages == pages
+    assert engine.occupancy()["pages_free"] == pages
 
 
 @pytest.mark.parametrize("after", range(8))
@@ -198,7 +198,7 @@ def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
     done |= serve(engine)
     kept = {name: want[i] for i, name in enumerate(names) if name not in cancelled}
     assert {name: outcome(c) for name, c in done.items()} == kept
-    assert engine.free_pages == 2 * 16 and not engine.busy
+    assert engine.occupancy()["pages_free"] == 2 * 16 and not engine.busy
     again = engine.add(requests[0])
     assert again not in names and outcome(serve(engine)[again]) == want[0]
 
@@ -266,7 +266,7 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
     want = {i: alone(i) for i in range(9)}
     want[7] = want[7][: len(found[7])]
     assert found == want and found[7] and issubclass(found[4][-1][-1], NonFiniteLogits)
-    assert engine.free_pages == 40
+    assert engine.occupancy()["pages_free"] == 40
 
 
 def test_what_will_never_fit_is_refused_at_once() -> None:
@@ -298,7 +298,7 @@ def test_runs_and_single_steps_each_get_their_own() -> None:
     next(abandoned)
     assert not engine.cancel(0) and engine.busy  # a number of `add`, and of a request that has finished
     abandoned.close()
-    assert not engine.busy and engine.free_pages == engine.loop.batch.room.pages
+    assert not engine.busy and engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
 
 
 def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:

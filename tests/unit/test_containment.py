@@ -106,7 +106,7 @@ def test_an_error_of_one_request_ends_it_alone(place: str, ahead: bool, monkeypa
             found = results(serve(engine))
         assert [found[names[i]] for i in (0, 2, 3)] == want
         assert all(isinstance(found[names[i]], MemoryError) for i in (1, 4))
-        assert engine.free_pages == engine.loop.batch.room.pages
+        assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
     assert completions(engine, [BROKEN])[0].counts.tokens >= 0
 
 
@@ -142,7 +142,7 @@ def test_an_error_of_a_step_ends_its_rows_and_those_that_wait_go_on(
     errors = [i for i, name in enumerate(names) if isinstance(found[name], RuntimeError)]
     assert 1 <= len(errors) <= 2
     assert all(found[name] == want[i] for i, name in enumerate(names) if i not in errors)
-    assert engine.free_pages == engine.loop.batch.room.pages
+    assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
     assert [outcome(c) for c in completions(engine, requests)] == want
 
 
@@ -196,7 +196,7 @@ def test_a_row_that_no_step_moves_is_stalled(ahead: bool, monkeypatch: pytest.Mo
     (error,) = results(updates).values()
     assert isinstance(error, StalledRow) and f"request {name}: 9 steps without a commit" in str(error)
     assert "window of TooNarrow fits no step" in str(error)
-    assert engine.free_pages == engine.loop.batch.room.pages
+    assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
 
 
 def test_a_batch_that_no_step_is_planned_for_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_runs_that_end_within_a_step_free_their_place_after_it() -> None:
 
     engine.runner.observer = closing
     assert [outcome(c) for c in completions(engine, GOOD)] == wanted()
-    assert closed and not engine.busy and engine.free_pages == engine.loop.batch.room.pages
+    assert closed and not engine.busy and engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
 
 
 def test_steps_run_with_the_engines_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,8 @@ def test_pages_are_shared_until_the_last_owner_lets_go() -> None:
         ({"graphs": "x"}, "graphs='x' must be true or false"),
         ({"share": 1}, "share=1 must be true or false"),
         ({"kv": None}, "kv=None must be 'model' or 'fp8'"),
+        ({"tensor_parallel": 0}, "tensor_parallel=0 must be at least 1"),
+        ({"tensor_parallel": 2, "compile": "default"}, "compile=default is for one card"),
     ],
 )
 def test_runtime_refuses_nonsense(wrong: dict[str, Any], message: str) -> None:

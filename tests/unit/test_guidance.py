@@ -90,7 +90,7 @@ def test_pages_come_back_and_no_nan_outlives_a_fault() -> None:
     for _ in range(2):
         assert [outcome(c) for c in completions(engine, [plain])] == want[1:2]
         assert [outcome(c) for c in completions(engine, [guided, plain, plain])] == want
-        assert engine.free_pages == 6 * 4  # three rows of two branches, each of four pages
+        assert engine.occupancy()["pages_free"] == 6 * 4  # three rows of two branches, each of four pages
 
 
 def test_what_cannot_be_guided_is_refused() -> None:

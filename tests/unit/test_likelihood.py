@@ -60,10 +60,13 @@ class Joint:
         return sums / sums.sum()
 
 
-def joint(block: int | None = None, shift: int = 0) -> Joint:
+def joint(block: int | None = None, shift: int = 0, *, prompt_block: bool = False) -> Joint:
     random = torch.Generator().manual_seed(3)
     table = torch.rand(WORDS, WORDS, WORDS, WORDS, generator=random, dtype=torch.float64) ** 3
-    spec = tiny_spec(vocab=WORDS + 1, mask_id=MASK, eos_id=0, stop_ids=(0,), causal_block=block, shift=shift)
+    spec = tiny_spec(
+        vocab=WORDS + 1, mask_id=MASK, eos_id=0, stop_ids=(0,), causal_block=block, shift=shift,
+        prompt_block=prompt_block,
+    )  # fmt: skip
     return Joint(spec, table / table.sum())
 
 
@@ -99,6 +102,23 @@ def test_a_consistent_model_gets_its_exact_likelihood(block: int | None, shift: 
     assert abs(found.value - exact) <= 4 * found.error + 1e-9
     single = block == 1 or (block, shift, given) in {(3, 0, 2), (3, 1, 2), (2, 1, 1), (2, 1, 2)}
     assert found.exact == single and found.error < 0.25
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("block", "given"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_blocks_may_be_counted_from_the_prompts_end(block: int, given: int, shift: int) -> None:
+    model, text = joint(block, shift, prompt_block=True), [2, 0, 1, 1]
+    exact = math.log(model.table[tuple(text)] / model.table[tuple(text[:given])].sum())
+    found = log_likelihoods(model, [(text[:given], text[given:])], samples=96, seed=5)[0]
+    assert abs(found.value - exact) <= 4 * found.error + 1e-9
+    assert found.exact == (block == 1 or (block == 2 and shift == 1)) and found.error < 0.25
+
+
+def test_a_prompt_of_one_block_counts_as_it_always_does() -> None:
+    ordinary, other = tiny_model("block_causal"), tiny_model("block_causal", prompt_block=True)
+    pairs = [([1, 2, 3, 4], [5, 6, 7, 8, 9, 10])]
+    assert log_likelihoods(other, pairs, samples=4) == log_likelihoods(ordinary, pairs, samples=4)
+    assert log_likelihoods(other, [([1, 2, 3], [5, 6])]) != log_likelihoods(ordinary, [([1, 2, 3], [5, 6])])
 
 
 def test_all_masks_together_are_exact() -> None:
@@ -178,13 +198,15 @@ def test_every_position_is_masked_equally_often() -> None:
     assert (masked.mean(0) - 7 / 12).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("variant", ["bidirectional", "shifted", "block_causal", "causal"])
+@pytest.mark.parametrize("variant", ["bidirectional", "shifted", "block_causal", "causal", "prompt_block"])
 def test_greedy_is_what_the_slowest_decoder_writes(variant: str) -> None:
-    model = tiny_model(variant)
+    own = variant == "prompt_block"
+    model = tiny_model("block_causal", prompt_block=True) if own else tiny_model(variant)
     block = model.spec.causal_block
+    sweep = {"name": "blockwise" if own else "block_diffusion", "block": block, "stop": "off"}
     recipe = compose(
         model,
-        iteration={"name": "block_diffusion", "block": block, "stop": "off"} if block else "full",
+        iteration=sweep if block else "full",
         decoder={"name": "fixed", "steps": 9},
         cache="none",
     )

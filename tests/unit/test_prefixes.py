@@ -42,7 +42,7 @@ def test_tokens_are_the_same_and_prefills_fewer(iteration: str, block: int, page
     for seed in range(2):
         got = completions(engine, [requests[i] for i in order])
         assert [c.canvas for c in got] == [want[i].canvas for i in order]
-        assert engine.free_pages == engine.loop.batch.room.pages
+        assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
         Random(seed).shuffle(order)
     alone = [completions(engine_for(recipe, page=page, positions=16), [request])[0] for request in requests]
     assert sum(c.counts.prefills for c in got) < sum(c.counts.prefills for c in alone)
@@ -65,7 +65,7 @@ def test_the_next_turn_shares_the_blocks_of_the_last_answer(iteration: str, bloc
         shared.append(len(engine.loop.batch.pages.published(keys)) * page)
         # All but the last block, whose keys are those of tokens that were still masked.
         assert len(turns) - shared[-1] <= 2 * 8 + page + block
-    assert engine.free_pages == engine.loop.batch.room.pages
+    assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
     # Keys of an answer are those that a prefill of the same text makes.
     completions(alone, [Request([*turns, 1, 2, 3], 8, recipe.resolve({}))])
     count = shared[-1] // page

@@ -19,6 +19,7 @@ from dinfer.core.registry import DECODERS
 from dinfer.core.speculation import refusal
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
+from dinfer.engine.scheduler.candidates import CandidateChoice
 
 BLOCK = 8
 ALLOWED = [c for c in SAMPLE if refusal(c.recipe(tiny_model(c.variant))) is None]
@@ -130,14 +131,40 @@ def test_a_chain_of_hits_takes_one_forward() -> None:
     assert (plain.counts.forwards, fast.counts.forwards) == (2 * BLOCK, 2 * 2)
 
 
-def test_auto_takes_as_many_candidates_as_cost_next_to_nothing() -> None:
+def test_auto_tries_each_number_and_measures_it() -> None:
     recipe = recipe_of()
-    request = Request([1, 2, 3], 2 * BLOCK, recipe.resolve({}))
-    for rows, most in ((1, 4), (10, 2), (40, 0)):
-        engine = engine_for(recipe, rows=rows, speculate="auto")
-        shapes = observed(engine)
-        completions(engine, [request] * rows)
-        assert max(shape.candidates for shape in shapes) == most
+    requests = [Request([1, 2, 3], 2 * BLOCK, recipe.resolve({})) for _ in range(8)]
+    engine = engine_for(recipe, rows=1, speculate="auto")
+    shapes = observed(engine)
+    fast, plain = completions(engine, requests), completions(engine_for(recipe, rows=1), requests)
+    assert [said(c) for c in fast] == [said(c) for c in plain]
+    assert {shape.candidates for shape in shapes} == {0, 2, 4, 8}
+    crowd = engine_for(recipe, rows=40, speculate="auto")
+    shapes = observed(crowd)
+    completions(crowd, requests[:1] * 40)
+    assert {shape.candidates for shape in shapes} == {0}  # 40 rows leave no position free
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "hits", "best"),
+    [
+        ((5.0, 5.1, 5.2, 5.4), None, 8),  # free rows, as at batch 1
+        ((5.0, 5.1, 5.6, 9.0), None, 2),
+        ((5.0, 8.0, 12.0, 20.0), None, 0),  # every expert is read for more rows
+        ((5.0, 5.1, 5.2, 5.4), 0, 0),  # nothing is ever hit: no candidate pays
+    ],
+)
+def test_auto_takes_what_saves_most_time(milliseconds: tuple[float, ...], hits: int | None, best: int) -> None:
+    choice = CandidateChoice(free=256)
+    for _ in range(3):
+        for count, taken in zip((0, 2, 4, 8), milliseconds, strict=True):
+            assert choice.pick(1, 32) in (0, 2, 4, 8)
+            choice.timed(1, 32, count, taken / 1000)
+    for count in (2, 4, 8) if hits is not None else ():
+        for _ in range(5000):
+            choice.followed(count, hits or 0)
+    assert choice.pick(1, 32) == best
+    assert choice.pick(64, 32) == 0  # a batch of which none pays
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from support.command_line import write_checkpoint
 
 from dinfer.analysis.metrics import Sample, measure
 from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
-from dinfer.cli import preset
+from dinfer.cli import conf, preset
 from dinfer.cli.main import main
 from dinfer.core.recipe import IncompatibleRecipe
 
@@ -42,6 +43,7 @@ class Scripted:
         threshold = parts["decoder"].get("threshold", 1.0)
         right = round(100 - 200 * max(self.knees[split] - threshold, 0))
         forwards = round(20 * threshold) + (2 if parts["cache"]["name"] == "none" else 0)
+        forwards -= parts["iteration"].get("blocks", 1)
         samples = [Sample(forwards, 0, 30, 1.0, True, float(i < right)) for i in range(100)]
         return Measured(measure(samples, float(forwards)), [float(i < right) for i in range(100)])
 
@@ -65,6 +67,15 @@ def test_the_fastest_recipe_within_the_bound_is_found_and_verified() -> None:
     assert all(split == "calibration" for split, _ in objective.asked[:-2])
 
 
+def test_the_command_searches_recipes_with_several_blocks_and_editing_decoders() -> None:
+    space = OmegaConf.to_container(OmegaConf.load(conf.folder() / "tune.yaml").space)
+    *tried, found = tune(Scripted(), space, REFERENCE, trials=40, goal="tpf", max_drop=100.0)
+    assert isinstance(found, Found) and found.parts["iteration"]["name"] == "multi_block"
+    assert {one.parts["iteration"]["name"] for one in tried} == {"blockwise", "multi_block"}
+    assert {"joint_threshold", "entropy_bound"} < {one.parts["decoder"]["name"] for one in tried}
+    assert sum(one.refused is None for one in tried) == 40  # those that are refused do not count
+
+
 def test_a_wider_bound_buys_speed() -> None:
     _, exact = tuned(Scripted(), max_drop=0.0)
     _, loose = tuned(Scripted(), max_drop=20.0)
@@ -77,7 +88,7 @@ def test_recipes_that_do_not_compose_are_said_and_passed_over() -> None:
     tried, _ = tuned(Scripted(), max_drop=0.0)
     refused = [one for one in tried if one.refused]
     assert refused and all(one.parts["cache"]["name"] == "block" and one.speed is None for one in refused)
-    with pytest.raises(NothingFound, match="none of 2 recipes runs; the first of them: cache=block does not fit"):
+    with pytest.raises(NothingFound, match=r"none of \d+ recipes runs; the first of them: cache=block does not fit"):
         list(tune(Scripted(), {"cache": {"name": ["block"]}, "decoder": SPACE["decoder"]}, REFERENCE, trials=2))
 
 

@@ -9,10 +9,10 @@ class Pieces:
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self._anchor = pipe.encode("a", chat=False)
+        self._before = len(pipe.decode(self._anchor))
         self._known: dict[int, str] = {}
 
     def of(self, token: int) -> str:
         if token not in self._known:
-            whole = self._pipe.decode([*self._anchor, token])
-            self._known[token] = whole[len(self._pipe.decode(self._anchor)) :]
+            self._known[token] = self._pipe.decode([*self._anchor, token])[self._before :]
         return self._known[token]

@@ -4,10 +4,11 @@ The recipe runs as it always does, one request at a time and eagerly; its decode
 outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dinfer import __version__
@@ -110,15 +111,16 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     """Like `record`, for a request as the engine takes it: token ids, with or without gaps."""
     recipe, request = pipe.recipe, whole(request)
     offers: list[Offer] = []  # of the step under way
-    fed = _Fed(recipe.model)
-    watched = replace(recipe, model=fed, decoder=_shown(recipe.decoder, offers))
+    watch = Watched(recipe.model)
+    watched = replace(recipe, model=watch, decoder=_shown(recipe.decoder, offers))
     runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv, tensor_parallel=recipe.ranks.size)
     engine = Engine(watched, runtime, plain=recipe)
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
     for update in engine.run([request], snapshots=True):
-        steps.append(_step(update, tokens, masked, fed.computed(), list(offers), recipe, steps))
+        computed = spans(position for position in watch.pos_W.tolist() if position >= 0)
+        steps.append(_step(update, tokens, masked, computed, list(offers), recipe, steps))
         offers.clear()
         tokens, masked = update.tokens or tokens, update.masked or masked
         completion = update.completion
@@ -163,22 +165,27 @@ def _short(part: dict[str, Any]) -> str:
     return f"{part['name']} {first}" if isinstance(first, (int, float)) and first else str(part["name"])
 
 
-class _Fed:
-    """A model that remembers which positions its last forward computed."""
+class Watched:
+    """A model that keeps the positions its last forward computed, and the logits that it gave if it was asked."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.spec = model, model.spec
-        self._pos: list[int] = []
+        self.model, self.spec = model, model.spec
+        self.pos_W = torch.empty(0, dtype=torch.int64)
+        self.logits_XLV: Tensor | None = None
+        self.before: Callable[[], None] | None = None  # called when a forward begins
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.model, name)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        self._pos = attend.pos_BW[0].tolist()
-        return self._model.forward(x_BWD, attend)
+        if self.before is not None:
+            self.before()
+        self.pos_W, self.logits_XLV = attend.pos_BW[0], None
+        return self.model.forward(x_BWD, attend)
 
-    def computed(self) -> list[Span]:
-        return spans(position for position in self._pos if position >= 0)
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        self.logits_XLV = self.model.logits(h_BLD)
+        return self.logits_XLV
 
 
 def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:

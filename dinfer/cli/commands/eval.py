@@ -7,7 +7,9 @@ JSON a run in the folder `out`, and runs.csv with a line for each task of each r
 interrupted goes on where it was when it is called again; one that is done is shown. The table goes to stdout, progress
 to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
-Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ...
+Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ... (a model on each), or runtime.tensor_parallel=2
+(one model on two)
+On a Ray cluster: dinfer eval ray=auto ranks=8 ...
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
 """
@@ -27,7 +29,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import group, need, pipeline, ranks_of, setting
+from dinfer.cli.recipe import counted, group, need, pipeline, ranks_of, setting
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
@@ -47,6 +49,26 @@ def run(args: Namespace) -> None:
 def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
     """Evaluates one recipe, or finds that this was done. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
+    address, count = setting(config, "ray", str | None), setting(config, "ranks", int | None)
+    if address is None and count is not None:
+        raise ValueError(f"ranks={count} needs a Ray cluster: give ray=auto too, or start the ranks with torchrun")
+    if address is None:
+        found = measured(config, line)
+    else:
+        need("ray", "ray", "ray= needs Ray")
+        if count is not None:
+            counted(config, "ranks")
+        from evaluations.on_ray import on_ray
+
+        settings_of(config)  # raises for what is wrong before a process starts
+        device = setting(config, "device", str | None)
+        found = on_ray(partial(measured, config, line), address, count, cards=ranks_of(config), device=device)
+    if found is not None:
+        Console(highlight=False).print(figures(found))
+
+
+def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
+    """The report of a recipe on the first rank, None on others. It is written, or was there."""
     with Report() as progress:
         progress.at("importing lm-eval")
         from evaluations import run as runs
@@ -72,12 +94,12 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
             told = "nothing is kept, since out=null" if stem is None else f"{kept(stem)} answers are kept in {folder}"
             again = shlex.join(arg for arg in line if not arg.startswith("overwrite="))
             raise Interrupted(f"interrupted; {told}. To go on: {again}") from None
-    if stem is not None and among.rank == 0:
-        report = runs.report_of(stem)
-        found = json.loads(report.read_text(encoding="utf-8"))
-        say(f"done on {found['date']}: {report}. overwrite=true does it again." if done else f"wrote {report}")
-    if found is not None:
-        Console(highlight=False).print(figures(found))
+    if stem is None or among.rank > 0:
+        return found
+    report = runs.report_of(stem)
+    found = json.loads(report.read_text(encoding="utf-8"))
+    say(f"done on {found['date']}: {report}. overwrite=true does it again." if done else f"wrote {report}")
+    return found
 
 
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
-from dinfer.cli.catalog import catalog, entry_of
+from dinfer.cli.catalog import attention, catalog, entry_of
 from dinfer.cli.errors import FAILED
 from dinfer.core.registry import MODELS, unknown
 from dinfer.loading.hub import SMALL, boxed, locate
@@ -122,7 +122,7 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
         "dtype": None if found.dtype is None else str(found.dtype).removeprefix("torch."),
         "packing": found.packing,
         "memory": found.memory,  # bytes
-        "attention": None if spec is None else attention(spec),
+        "attention": None if spec is None else sight(spec),
         "block": None if spec is None else spec.causal_block,
         "max_length": None if spec is None else spec.max_length,
         "mask_id": None if spec is None else spec.mask_id,
@@ -142,13 +142,10 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
     }
 
 
-def attention(spec: ModelSpec) -> str:
+def sight(spec: ModelSpec) -> str:
     """Who sees whom."""
-    if spec.encoder:
-        return "causal encoder, bidirectional canvas"
-    if spec.causal_block is None:
-        return "bidirectional"
-    return f"block-causal, {spec.causal_block}{' behind the prompt' if spec.prompt_block else ''}"
+    causal = "causal encoder, bidirectional canvas"
+    return causal if spec.encoder else attention(spec.causal_block, bool(spec.prompt_block))
 
 
 def show(name: str, found: Inspection, use: dict[str, str]) -> None:
@@ -178,7 +175,7 @@ def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
         sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]
         yield "memory", f"{', '.join(sizes)} (by quantize; none is {dtype})"
     if (spec := found.spec) is not None:
-        yield "attention", attention(spec) + ("; logits predict the next token" if spec.shift else "")
+        yield "attention", sight(spec) + ("; logits predict the next token" if spec.shift else "")
         yield "positions", f"{spec.max_length:,}"
         if spec.mask_id is None:
             yield "mask", "none: open positions hold uniform noise"

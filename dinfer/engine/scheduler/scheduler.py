@@ -10,6 +10,7 @@ from dinfer.core.speculation import deciding
 from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
+from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
@@ -34,6 +35,7 @@ class Scheduler:
         self.widest = 0  # most positions of a row in a step with candidates
         self.lookahead = Lookahead()
         self._free = free_positions(recipe.model.spec)
+        self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
@@ -49,12 +51,17 @@ class Scheduler:
         self._repeatable = in_flight and self._repeats(rows)
         if in_flight:
             return self._steps if self._repeatable and self.lookahead.pays else []
-        phases: dict[int, list[Row]] = {phase: [] for phase in self.recipe.phases}
+        phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
-            phases[row.cursors.phase].append(row)
+            phases[Phase(row.cursors.phase)].append(row)
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
-        self._steps = [step for phase in self.recipe.phases for step in self._grouped(phase, phases[phase])]
+        self._steps = [
+            step
+            for phase in phases
+            for some in self._apart(phase, phases[phase])
+            for step in self._grouped(phase, some)
+        ]
         return self._steps
 
     def update(self, row: Row) -> None:
@@ -66,8 +73,14 @@ class Scheduler:
         """Works out what a launched row needs next if it stays in its block, while the device is busy."""
         self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
-    def observe(self, rows: Collection[Row]) -> None:
-        """Learns where a round has left its rows."""
+    def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
+        """Learns where a round has left its rows, and what steps took, in seconds."""
+        for shape, seconds in measured:
+            if shape.phase == deciding(self.recipe) and not shape.settles:
+                self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
+        for row in rows:
+            if row.tried:
+                self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
 
@@ -75,9 +88,18 @@ class Scheduler:
         """Plans a row as if these were its cursors, unless that has been done."""
         if row.need_at == now[:DECIDING]:
             return
-        cache, spec = self.recipe.cache, self.recipe.model.spec
+        cache, spec, at = self.recipe.cache, self.recipe.model.spec, now[:DECIDING]
+        if self.recipe.iteration.branches:  # one may open a block that the present state does not
+            most = now.start + self.recipe.iteration.blocks * self.block
+            now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
         narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
-        row.need, row.need_at = Need(cache.width(spec, now), narrow), now[:DECIDING]
+        row.need, row.need_at = Need(cache.width(spec, now), narrow), at
+
+    def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
+        """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
+        if not self.recipe.iteration.branches or phase != deciding(self.recipe):
+            return [rows]
+        return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         by_slot = {row.slot: row for row in rows if row.slot is not None}
@@ -93,6 +115,8 @@ class Scheduler:
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
         candidates = self._candidates(phase, group.width, rows)
+        for row in rows:
+            row.tried = candidates
         sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
@@ -107,15 +131,15 @@ class Scheduler:
         return Step(shape, group.slots)
 
     def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
-        """How many candidates of each row a step evaluates."""
-        most = candidates_of(self.runtime)
+        """How many candidates, or branches, of each row a step evaluates."""
+        most, branches = candidates_of(self.runtime), self.recipe.iteration.branches
+        if branches:
+            return branches * (phase == deciding(self.recipe) and width <= self.widest)
         if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):
             return 0
-        if self.runtime.speculate == "auto":
-            most = min(most, self._free // (len(rows) * width) - 1)
-        return max(most, 0)
+        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else most
 
-    def _holds(self, phases: dict[int, list[Row]]) -> bool:
+    def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""
         new, self._arrived = self._arrived, 0
         decoding = [row.need.width for phase in phases if phase != Phase.PREFILL for row in phases[phase]]

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.triton.deferred import Addends, added
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
@@ -12,11 +13,41 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
 
 
 @triton.jit
-def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
+def _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
+    """The sum of a row's parts, in float32."""
     row = tl.program_id(0)
     delta_ptr += row.to(tl.int64) * stride + column
-    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
+    return added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
+
+
+@triton.jit
+def _swapped(
+    own, mine_ptr, theirs_ptr, my_flag_ptr, their_flag_ptr, count_ptr, column, inside,
+    ROWS: tl.constexpr, WIDEST: tl.constexpr,
+):  # fmt: skip
+    """A row plus the same row of the other GPU, rounded once (`Exchange`).
+
+    The place that is written was read two swaps ago. The other GPU has finished that kernel, since it has begun the
+    next swap: the wait of the last swap saw its flag. Counts wrap around, so their difference is compared.
+    """
+    row = tl.program_id(0)
+    count = tl.load(count_ptr + row) + 1
+    place = ((count & 1) * ROWS + row) * WIDEST + column
+    tl.store(theirs_ptr + place, own, mask=inside)
+    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.atomic_xchg(their_flag_ptr + row, count, sem="release", scope="sys")
+    seen = tl.atomic_add(my_flag_ptr + row, 0, sem="acquire", scope="sys")
+    while seen - count < 0:
+        seen = tl.atomic_add(my_flag_ptr + row, 0, sem="acquire", scope="sys")
+    tl.store(count_ptr + row, count)
+    other = tl.load(mine_ptr + place, mask=inside, other=0.0, volatile=True)
+    return (own.to(tl.float32) + other.to(tl.float32)).to(own.dtype)
+
+
+@triton.jit
+def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
+    """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
+    delta = _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
     return (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
 
 
@@ -35,9 +66,10 @@ def _add(
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, width, apart, stride, eps,
+    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, mine_ptr, theirs_ptr, my_flag_ptr,
+    their_flag_ptr, count_ptr, width, apart, stride, eps,
     PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -46,7 +78,14 @@ def _add_rms_norm(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait(EARLY)
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    if PARTS:
+    if ROWS:
+        own = _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED).to(x.dtype)
+        delta = _swapped(
+            own, mine_ptr, theirs_ptr, my_flag_ptr, their_flag_ptr, count_ptr, column, inside, ROWS, WIDEST
+        )
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row + column, x, mask=inside)
+    elif PARTS:
         x = _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -77,9 +116,10 @@ def add(x_BWD: Tensor, delta_BWD: Tensor | Parts) -> Tensor:
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
-) -> tuple[Tensor, Tensor | Rounded]:
-    """See `dinfer.kernels.norm.add_rms_norm`."""
+    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor | Rounded]:  # fmt: skip
+    """See `dinfer.kernels.norm.add_rms_norm`; with an `exchange`, `delta_BWD` is one of two addends."""
     x_BWD = x_BWD.contiguous()
     narrow, both = inputs != "plain", inputs == "both"
     plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
@@ -88,9 +128,11 @@ def add_rms_norm(
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    swapped = exchange or (x_BWD,) * 5
+    rows, widest = (0, 0) if exchange is None else exchange.mine.shape[1:]
     _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, width, apart, stride, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=both,
+        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, eps,
+        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=both, ROWS=rows, WIDEST=widest,
         **_size(width), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, plain if made is None else made

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention with a key of its own for each query, against torch."""
+"""Triton kernels of attention beside the plain one, against torch: a key of its own, and what keys receive."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import attention  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
+from dinfer.kernels.triton import received as triton_received  # noqa: E402
+from dinfer.kernels.types import FLOAT8  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -35,3 +37,26 @@ def test_queries_see_a_key_of_their_own_beside_their_interval(
     torch.testing.assert_close(want[:, :2], alone_BHE, **CLOSE[dtype])
     plain = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW.clamp_min(1)))
     torch.testing.assert_close(want[:, [3, 6]], plain[:, [3, 6]], **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(
+    ("lanes", "width", "heads", "kv_heads", "page", "pages", "narrow"),
+    [(1, 1, 2, 2, 16, 2, False), (2, 11, 4, 2, 8, 5, False), (2, 70, 3, 1, 8, 9, True)],
+)
+def test_what_keys_receive(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, lanes: int, width: int, heads: int, kv_heads: int, page: int,
+    pages: int, narrow: bool,
+) -> None:  # fmt: skip
+    """Queries without weight, as padding, count for nothing; what all keys receive is what all queries weigh."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")  # what is compared with the kernel
+    k_PTGE = draw(lanes * pages + 2, page, kv_heads, 32, dtype=dtype).to(FLOAT8 if narrow else dtype)
+    q_BWHE = draw(lanes, width, heads, 32, dtype=dtype)
+    pages_BP = torch.arange(2, 2 + lanes * pages, device=DEVICE).flip(0).view(lanes, pages)
+    end_BW = torch.arange(1, width + 1, device=DEVICE).clamp_max(page * pages).repeat(lanes, 1)
+    start_BW = end_BW // 3
+    weight_BW = torch.rand(lanes, width, device=DEVICE).masked_fill(end_BW % 5 == 4, 0)
+    got_BS = triton_received.attention_received(q_BWHE, k_PTGE, pages_BP, start_BW, end_BW, weight_BW)
+    want_BS = attention.attention_received(q_BWHE, k_PTGE, pages_BP, (start_BW, end_BW), weight_BW)
+    torch.testing.assert_close(got_BS, want_BS, **CLOSE[dtype])
+    torch.testing.assert_close(got_BS.sum(1), weight_BW.sum(1), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,93 @@
+"""The tables of docs/scaling.md, from the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+USUAL = 0.8  # of the most that a card does
+NAMES = {
+    "tokens_per_s": "tokens/s",
+    "first_text_s": "first text",
+    "first_block_s": "first block",
+    "latency_s": "answer",
+}
+
+
+def checked(report: dict[str, Any]) -> str:
+    """What was measured beside what the simulator says."""
+    keys = ("tokens_per_s", "first_block_s", "first_text_s", "latency_s")
+    lines = [
+        "| measured | in flight | " + " | ".join(f"{NAMES[key]}: measured, simulated" for key in keys) + " |",
+        "| --- | --- |" + " --- |" * len(keys),
+    ]
+    for row in report["runs"]:
+        what = f"{row['of']}, `{row['file'].removesuffix('.json')}` | {row['in_flight']}"
+        if "unmeasured" in row:
+            lines.append(f"| {what} | not simulated: {row['unmeasured'].partition(': ')[0]} |" + " |" * (len(keys) - 1))
+            continue
+        lines.append(f"| {what} | " + " | ".join(_pair(key, row.get(key)) for key in keys) + " |")
+    return "\n".join(lines)
+
+
+def _pair(key: str, pair: dict[str, float] | None) -> str:
+    if pair is None:
+        return "-"
+    form = "{:.0f}" if key == "tokens_per_s" else "{:.3f} s"
+    return f"{form.format(pair['measured'])}, {form.format(pair['simulated'])} ({100 * pair['off']:+.1f}%)"
+
+
+def loads(report: dict[str, Any]) -> str:
+    """One card at its usual load, and at the most."""
+    lines = [
+        "| rows | most, requests/s | at 80% of it: tokens/s | first block, median and 99% | answer, median and 99% "
+        "| card-hours a million tokens |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for row in report["curves"]:
+        if row["share"] == USUAL:
+            block, whole = row["first_block_s"], row["latency_s"]
+            lines.append(
+                f"| {row['rows']} | {row['most']:.1f} | {row['tokens_per_s']:.0f} | {block['p50']:.2f} s, "
+                f"{block['p99']:.2f} s | {whole['p50']:.2f} s, {whole['p99']:.2f} s "
+                f"| {1e6 / 3600 / row['tokens_per_s']:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def cards(report: dict[str, Any]) -> str:
+    """Many cards under the same load a card, and what they share."""
+    lines = [
+        "| cards | tokens/s | first block, 99%: in turn | less loaded of two | one proxy | controller | to clients |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for count in dict.fromkeys(row["cards"] for row in report["scale"]):
+        own = {row["policy"]: row for row in report["scale"] if row["cards"] == count}
+        row = [*own.values()][-1]
+        shared, late = row["shared"], [f"{own[p]['first_block_s']['p99']:.2f} s" if p in own else "-" for p in own]
+        late += ["-"] * (2 - len(late))
+        lines.append(
+            f"| {count:,} | {row['tokens_per_s']:,.0f} | {late[0]} | {late[1]} | {shared['proxy']:.1f} cores "
+            f"| {shared['controller']:.2f} cores | {shared['bits_per_s'] / 1e9:.3f} Gbit/s |"
+        )
+    return "\n".join(lines)
+
+
+def sections(results: Path) -> dict[str, str]:
+    """The parts of docs/scaling.md by name."""
+    check, scaling = (
+        json.loads((results / name).read_text())
+        for name in ("scaling-check-h200.json", "scaling-llada2-mini-h200.json")
+    )
+    setting = scaling["setting"]
+    steps = ", ".join(f"`{Path(path).stem}`" for path in setting["steps"])
+    about = (
+        f"LLaDA2-mini's shape, {setting['prompt']} tokens in and {setting['new']} out, {setting['tokens_per_step']} "
+        f"tokens a step, `runtime.gather`, Poisson arrivals; step times of {steps}. `{scaling['command']}`."
+    )
+    return {
+        "checked": checked(check),
+        "loads": f"{about}\n\n{loads(scaling)}",
+        "cards": cards(scaling),
+    }

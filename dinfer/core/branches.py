@@ -1,0 +1,186 @@
+"""Branches: versions of the active blocks that differ by one token run side by side, and the surest one goes on (LoPA).
+
+Each step proposes tokens that it does not commit. A branch is the present state with one of the surest of these filled
+in. A forward evaluates all branches of a row, as lanes with keys of their own. The iteration says what each is worth.
+The best one gives the logits of the step: its token is committed, and its keys are the row's from then on. The others
+are forgotten. Not lossless: a token of a branch is committed because of what it makes of the rest.
+
+Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C branches, the
+present state first, J the others, G = C * B lanes of the forward.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
+from dinfer.core.commits import Commits
+from dinfer.core.kv import KVPool
+from dinfer.core.protocols import Iteration, StepShape
+from dinfer.core.speculation import Candidates
+from dinfer.core.stats import TokenStats
+from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.rows import store_rows
+from dinfer.kernels.window import span
+
+
+class Branching(Protocol):
+    """What an `Iteration` with `branches` above 0 has beside."""
+
+    branches: int  # J
+
+    def value(self, stats: TokenStats) -> Tensor:
+        """How sure each proposed token is. [R, L]"""
+        ...
+
+    def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
+        """What a branch is worth, by the values of its masks, and of the token that it adds. float64 [B]"""
+        ...
+
+    def opens(self, open_BX: Tensor, stopped_B: Tensor, start_B: Tensor, end_B: Tensor, next_B: Tensor,
+              length_B: Tensor) -> Tensor:  # fmt: skip
+        """Where one more block opens behind `end_B`. `next_B`: the next open position there. bool [B]"""
+        ...
+
+    def present(self, alone_B: Tensor) -> Tensor:
+        """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What each branch of a slot adds to the present state."""
+
+    pos_NJ: Tensor  # int64, -1: there is no such branch
+    token_NJ: Tensor  # int64
+    value_NJ: Tensor  # float64
+    end_N: Tensor  # int64, end of the active region before a block opened behind it
+
+    @classmethod
+    def alloc(cls, slots: int, branches: int, device) -> Self:
+        none_NJ = torch.full((slots, branches), -1, dtype=torch.int64, device=device)
+        token_NJ, value_NJ = (torch.zeros_like(none_NJ, dtype=dtype) for dtype in (torch.int64, torch.float64))
+        return cls(none_NJ, token_NJ, value_NJ, none_NJ[:, 0].clone())
+
+    def there(self, slot_B: Tensor) -> Tensor:
+        """Which slots have branches beside the present state. bool [B]"""
+        return (self.pos_NJ.index_select(0, slot_B) >= 0).any(-1)
+
+    def keep(
+        self, lanes: RowCursors, end_B: Tensor, view: BlockView, stats: TokenStats, value_RL: Tensor, commits: Commits
+    ) -> None:
+        """Takes the surest tokens that a step has left open in live rows, whose region ended at `end_B`."""
+        by_lane = (lanes.slot_B.shape[0], -1)
+        value_BX = value_RL.double().masked_fill(~commits.open_RL, float("-inf")).view(by_lane)
+        value_BJ, place_BJ = value_BX.sort(dim=-1, descending=True, stable=True)
+        count = self.pos_NJ.shape[1]
+        value_BJ, place_BJ = (fitted(x_BX, count) for x_BX in (value_BJ, place_BJ))
+        pos_BJ = torch.where(value_BJ > float("-inf"), view.pos_RL.view(by_lane).gather(1, place_BJ), -1)
+        new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, end_B
+        for held, of_lanes in zip((self.pos_NJ, self.token_NJ, self.value_NJ, self.end_N), new, strict=True):
+            store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
+
+
+def fitted(x_BX: Tensor, count: int) -> Tensor:
+    """The first `count` columns; the last one again where there are fewer."""
+    return x_BX[:, torch.arange(count, device=x_BX.device).clamp_max(x_BX.shape[1] - 1)]
+
+
+@dataclass(slots=True)
+class Branches:
+    """The branches that one forward evaluates."""
+
+    candidates: Candidates  # their tokens
+    pos_BC: Tensor  # int64, where each branch adds a token; -1 of the present state, and where there is no branch
+    token_BC: Tensor
+    value_BC: Tensor  # float64
+    end_BC: Tensor  # int64, where its active region ends
+    there_BC: Tensor  # bool: the branch takes part
+
+    @classmethod
+    def of(cls, added: Added, canvas: Canvas, lanes: RowCursors, iteration: Branching, shape: StepShape) -> Self:
+        """The present state of each lane, and the branches beside it. Each opens blocks by its own progress."""
+        slot_B, length_B = lanes.slot_B, lanes.length_B
+        pos_BJ, token_BJ, value_BJ, was_B = (
+            x.index_select(0, slot_B) for x in (added.pos_NJ, added.token_NJ, added.value_NJ, added.end_N)
+        )
+        pos_BX = span(lanes.start_B, length_B, shape.blocks * shape.block)
+        tokens_BX, status_BX = canvas.gather(slot_B, pos_BX)
+        open_BX, given_BX = status_BX == int(Status.OPEN), status_BX == int(Status.GIVEN)
+        next_B = canvas.next_NS[slot_B, was_B.clamp(0, canvas.capacity)]
+        states, ends = [tokens_BX], [lanes.end_B]
+        for pos_B, token_B in zip(pos_BJ.unbind(1), token_BJ.unbind(1), strict=True):
+            adds_BX = (pos_BX == pos_B[:, None]) & (pos_B >= 0)[:, None]
+            states.append(torch.where(adds_BX, token_B[:, None], tokens_BX))
+            left_BX = open_BX & ~adds_BX & (pos_BX < was_B[:, None])
+            said_BX = (pos_BX >= 0) & (pos_BX < was_B[:, None]) & ~left_BX & ~given_BX
+            stopped_B = (canvas.is_stop(states[-1]) & said_BX).any(-1) & (lanes.stops_B > 0)
+            opens_B = iteration.opens(left_BX, stopped_B, lanes.start_B, was_B, next_B, length_B)
+            end_B = torch.minimum(was_B + opens_B * shape.block, length_B)
+            ends.append(torch.where(pos_B >= 0, end_B, lanes.end_B))
+        none_B1, end_BC = torch.full_like(pos_BJ[:, :1], -1), torch.stack(ends, 1)
+        candidates = Candidates(
+            slot_B, lanes.live_B, lanes.start_B, end_BC.amax(1), length_B, pos_BX, torch.stack(states)
+        )
+        there_BJ = pos_BJ >= 0
+        present_B1 = iteration.present(~there_BJ.any(1))[:, None]
+        return cls(
+            candidates,
+            torch.cat((none_B1, pos_BJ), 1),
+            torch.cat((torch.zeros_like(none_B1), token_BJ), 1),
+            torch.cat((torch.ones_like(value_BJ[:, :1]), value_BJ), 1),
+            end_BC,
+            torch.cat((present_B1, there_BJ), 1),
+        )
+
+    @property
+    def count(self) -> int:
+        return self.pos_BC.shape[1]
+
+    def region(self, lanes: RowCursors, branch: int | None = None) -> RowCursors:
+        """The lanes with the active region of a branch; None: with the longest of all."""
+        return replace(lanes, end_B=self.end_BC.amax(1) if branch is None else self.end_BC[:, branch])
+
+    def view(self, branch: int, view: BlockView) -> BlockView:
+        """The view of the branch's region, with its token."""
+        pos_R1, token_R1 = (
+            x_BC[:, branch].repeat_interleave(view.pos_RL.shape[0] // x_BC.shape[0])[:, None]
+            for x_BC in (self.pos_BC, self.token_BC)
+        )
+        adds_RL = (view.pos_RL == pos_R1) & (pos_R1 >= 0)
+        tokens_RL = torch.where(adds_RL, token_R1, view.tokens_RL)
+        return replace(view, tokens_RL=tokens_RL, masked_RL=view.masked_RL & ~adds_RL)
+
+    def best(self, worth_BC: Tensor) -> Tensor:
+        """The branch that goes on: the most worth, of equal ones the first added, the present state last. int64 [B]"""
+        worth_BC = worth_BC.masked_fill(~self.there_BC, float("-inf")).roll(-1, 1)
+        return ((descending_rank(worth_BC) == 0).to(torch.int64).argmax(1) + 1) % self.count
+
+    def follow(
+        self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, place_BW: Tensor, block: int
+    ) -> tuple[Tensor, Tensor]:
+        """Makes the chosen branch of each live lane the present state: token, region and keys.
+
+        Returns how many tokens that commits, int64 [B], and which active blocks are new, bool [B, K].
+        """
+        pos_B1, token_B1, end_B1 = (
+            x_BC.gather(1, choice_B[:, None]) for x_BC in (self.pos_BC, self.token_BC, self.end_BC)
+        )
+        adds_B1 = (pos_B1 >= 0) & lanes.live_B[:, None]
+        canvas.write(lanes.slot_B, pos_B1, token_B1, adds_B1, torch.zeros_like(adds_B1))
+        kv.adopt(lanes.slot_B, place_BW, choice_B.masked_fill(~lanes.live_B, 0))
+        first_BK = lanes.start_B[:, None] + block * torch.arange(lanes.step_BK.shape[1], device=pos_B1.device)
+        opened_BK = (first_BK >= lanes.end_B[:, None]) & (first_BK < end_B1)
+        lanes.end_B, lanes.step_BK = end_B1[:, 0], lanes.step_BK.masked_fill(opened_BK, 0)
+        canvas.store(lanes)
+        return adds_B1[:, 0].to(torch.int64), opened_BK
+
+
+def branching(iteration: Iteration) -> Branching:
+    """The iteration as what it is if it has `branches`. Raises TypeError if it lacks what that takes."""
+    missing = [name for name in ("value", "worth", "opens", "present") if not hasattr(iteration, name)]
+    if missing:
+        raise TypeError(f"{type(iteration).__name__} has branches={iteration.branches}: define {missing[0]} too")
+    return iteration  # type: ignore[return-value]

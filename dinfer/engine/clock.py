@@ -1,0 +1,44 @@
+"""Measures steps as they run, without waiting for the device."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dinfer.core.protocols import StepShape
+
+MOST = 32  # measurements that may be under way; further steps are not measured
+
+
+class StepClock:
+    """What steps take: on a GPU by its own clock, which leaves out what the host does between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._running: deque[tuple[StepShape, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._measured: list[tuple[StepShape, float]] = []
+
+    @contextmanager
+    def around(self, shape: StepShape) -> Iterator[None]:
+        """Measures the step that is launched within."""
+        if not self._cuda:
+            began = time.perf_counter()
+            yield
+            self._measured.append((shape, time.perf_counter() - began))
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        if len(self._running) < MOST:
+            self._running.append((shape, begin, end))
+
+    def read(self) -> list[tuple[StepShape, float]]:
+        """Shapes and seconds of the steps that have ended since the last call."""
+        while self._running and self._running[0][2].query():
+            shape, begin, end = self._running.popleft()
+            self._measured.append((shape, begin.elapsed_time(end) / 1000))
+        measured, self._measured = self._measured, []
+        return measured

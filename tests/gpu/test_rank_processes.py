@@ -1,0 +1,38 @@
+"""Two cards with ranks that dinfer starts: what one card says, as CUDA graphs, and what a killed rank leaves behind."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from support.rank_processes import Program, kill
+
+import dinfer
+from dinfer.distributed.started import leader
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+TEXTS = ["Tom has 3 apples and buys 5 more. How many apples does he have?", "What is 7 + 8?"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_graphs_run_ends_the_other(victim: int) -> None:
+    kill(Program("tiny", 2, "cuda"), "running", victim, signal.SIGKILL)
+
+
+def test_two_cards_say_what_one_does() -> None:
+    said = []
+    for count in (1, 2):
+        runtime = dinfer.Runtime(graphs=True, tensor_parallel=count, check_ranks=count > 1)
+        pipe = dinfer.load("tiny", device="cuda", dtype="float32", runtime=runtime)
+        for _ in range(3):
+            results = pipe.generate(TEXTS, max_new_tokens=48)
+        assert pipe.engine.runner.captured > 0 and not pipe.engine.runner.refused
+        said.append([(result.canvas, result.counts.forwards) for result in results])
+    assert said[0] == said[1]
+    ranks = leader()
+    assert ranks is not None
+    ranks.close()

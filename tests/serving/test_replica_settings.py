@@ -1,0 +1,84 @@
+"""What is wrong with the settings of replicas is said before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray]'")
+
+from support.command_line import CommandLine
+
+import dinfer.cli.recipe
+from dinfer.serving import cluster
+
+
+@pytest.fixture
+def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", "replicas=0"], "replicas=0 must be at least 1"),
+        (["serve", "replicas=two"], "replicas='two'"),
+        (["serve", "replicas=2", "ray=127.0.0.1:1"], "ray=127.0.0.1:1: no Ray cluster answers there"),
+        (["serve", "replicas=2", "ray=somewhere"], "ray=somewhere must be auto, local, or the HOST:PORT"),
+        (["serve", "replicas=2", "ray=ray://head:10001"], "run this command on a machine of the cluster"),
+        (["serve", "autoscaling={max_replicas: 2}"], "give replicas= too"),
+        (["serve", "tensor_parallel=0"], "tensor_parallel=0 must be at least 1"),
+        (["batch", "in.jsonl", "out.jsonl", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
+        (["batch", "in.jsonl", "out.jsonl", "ray=auto", "replicas=0"], "replicas=0 must be at least 1"),
+        (["eval", "ranks=2"], "ranks=2 needs a Ray cluster: give ray=auto too"),
+        (["eval", "ranks=0", "ray=auto"], "ranks=0 must be at least 1"),
+        (["batch", "in.jsonl", "out.jsonl", "ray=127.0.0.1:1"], "no Ray cluster answers there"),
+    ],
+)
+def test_settings_that_cannot_be_meant(
+    dinfer_command: CommandLine, args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("{}\n")
+    said = dinfer_command(*args)
+    assert said.status == 2 and message in said.err, said.err
+
+
+@pytest.mark.parametrize("args", [["serve", "replicas=2"], ["batch", "in.jsonl", "out.jsonl", "ray=auto"]])
+def test_a_missing_ray_names_its_extra(
+    dinfer_command: CommandLine, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("{}\n")
+    monkeypatch.setattr(dinfer.cli.recipe, "find_spec", lambda name: None)
+    said = dinfer_command(*args)
+    assert said.status == 2 and "pip install 'dinfer[ray]'" in said.err
+
+
+def machines(monkeypatch: pytest.MonkeyPatch, *resources: dict[str, float]) -> None:
+    nodes: list[dict[str, Any]] = [{"Alive": True, "Resources": one} for one in resources]
+    nodes.append({"Alive": False, "Resources": {"GPU": 8, "CPU": 64}})
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+
+
+def test_more_replicas_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines(monkeypatch, {"CPU": 8, "GPU": 3}, {"CPU": 8, "GPU": 1})
+    assert cluster.placed(4, 1, "cuda") == {"CPU": 1, "GPU": 1}
+    assert cluster.placed(1, 2, "cuda") == {"CPU": 2, "GPU": 2}
+    assert cluster.placed(8, 2, "cpu") == {"CPU": 2}
+    assert [cluster.usual(ranks, "cuda") for ranks in (1, 2)] == [4, 1] and cluster.usual(1, "cpu") == 2
+    with pytest.raises(
+        ValueError, match=r"replicas=5 with .*=1: each replica needs 1 .* 4 cards in 2 machines, has room for 4"
+    ):
+        cluster.placed(5, 1, "cuda")
+    with pytest.raises(ValueError, match="has room for 1"):  # a replica's cards are of one machine
+        cluster.placed(2, 2, "cuda")
+    with pytest.raises(ValueError, match=r"replicas=17 .*16 cores"):
+        cluster.placed(17, 1, "cpu")
+
+
+def test_ray_chooses_the_card() -> None:
+    with pytest.raises(ValueError, match="device=cuda:1 names one card"):
+        cluster.device_of("cuda:1")

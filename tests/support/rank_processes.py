@@ -1,0 +1,76 @@
+"""Kills a rank of a program that runs a model on several, and sees that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30.0  # seconds in which all ranks have ended after one has
+
+
+def until(done: Callable[[], bool], seconds: float = LIMIT) -> bool:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.02)
+    return done()
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Program:
+    """`support.rank_program`, and the process ids of all its ranks."""
+
+    def __init__(self, model: str, count: int, device: str = "cpu") -> None:
+        self.count = count
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.rank_program", model, str(count), device],
+            cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ranks(self, stage: str) -> list[int]:
+        """All ranks, in order, as soon as the program is so far."""
+        children = Path(f"/proc/{self.process.pid}/task")
+        if stage == "start":
+            found: list[int] = []
+
+            def all_there() -> bool:
+                pids = (int(pid) for task in children.glob("*/children") for pid in task.read_text().split())
+                found[:] = sorted(pid for pid in pids if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes())
+                return len(found) == self.count - 1
+
+            assert until(all_there, 60)
+            return [self.process.pid, *found]
+        assert self.process.stdout is not None
+        ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
+        if stage == "running":
+            assert self.process.stdout.readline().startswith("running")
+        return ranks
+
+
+def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
+    """Sends a signal to a rank. The others end in time, and rank 0 says which it was."""
+    try:
+        ranks = program.ranks(stage)
+        os.kill(ranks[victim], by)
+        others = [process for process in ranks if process != ranks[victim]]
+        assert until(lambda: not any(map(runs, others)))
+    finally:
+        program.process.kill()
+        _, errors = program.process.communicate()
+    assert until(lambda: not any(map(runs, ranks)), 2)
+    if victim:
+        assert program.process.returncode == 1
+        assert errors.count(f"RankFailed: rank {victim} (process {ranks[victim]})") == 1

@@ -1,0 +1,187 @@
+"""The processes that run one model: they do what one process does, and end when one of them does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.rank_processes import Program, kill, runs
+from support.ranks import save
+
+import dinfer
+import dinfer.pipeline.ranks
+from dinfer.analysis.likelihood import log_likelihoods
+from dinfer.analysis.trace.record import record
+from dinfer.cli.main import main
+from dinfer.core.registry import option
+from dinfer.decoders.threshold import Threshold
+from dinfer.distributed.leader import RankFailed
+from dinfer.distributed.started import leader
+from dinfer.pipeline import Pipeline
+from dinfer.pipeline.ranks import everywhere
+from dinfer.serving.errors import ApiError
+from dinfer.serving.served import catalogue
+from dinfer.serving.server import Server
+from dinfer.serving.settings import Settings
+
+QUESTIONS = ["What is 3 + 4?", "Repeat: tree, sun.", "What is 9 - 5?"]
+TWO = dinfer.Runtime(tensor_parallel=2, check_ranks=True, rows=2)
+
+
+def same(pipe: Pipeline, alone: Pipeline, **given: Any) -> None:
+    results = [each.generate(QUESTIONS, max_new_tokens=32, **given) for each in (pipe, alone)]
+    for one, other in zip(*results, strict=True):
+        assert one.canvas == other.canvas and one.counts.forwards == other.counts.forwards
+
+
+def test_two_processes_do_what_one_does_until_one_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = dinfer.load("tiny", dtype="float64", sampling={"name": "standard", "seed": 3}, runtime=TWO)
+    alone = dinfer.load("tiny", dtype="float64", sampling={"name": "standard", "seed": 3})
+    same(pipe, alone)
+    same(pipe, alone, options=[{"temperature": 0.9}, {"threshold": 0.5}, {"guidance": 1.0}])
+
+    updates = pipe.engine.run(pipe.requests([[5, 6, 7]] * 3, 32, None), snapshots=True)
+    next(updates)
+    updates.close()  # in the middle of its requests
+    assert "".join(pipe.stream(QUESTIONS[0])) == "".join(alone.stream(QUESTIONS[0]))
+
+    uncached = dinfer.compose(pipe.model, iteration="full", decoder="factor", cache="none")
+    other = dinfer.compose(alone.model, iteration="full", decoder="factor", cache="none")
+    same(Pipeline(uncached, pipe.tokenizer, TWO), Pipeline(other, alone.tokenizer, dinfer.Runtime()))
+    assert record(pipe, QUESTIONS[0]).steps == record(alone, QUESTIONS[0]).steps
+    pairs = [[[3, 4, 5], [6, 7]]]
+    bounds = [everywhere(each.recipe, log_likelihoods, pairs, samples=2) for each in (pipe, alone)]
+    assert bounds[0][0].value == pytest.approx(bounds[1][0].value, rel=1e-9)
+
+    with pytest.raises(ValueError, match="where other ranks cannot import it"):
+        Pipeline(replace(pipe.recipe, decoder=local_decoder()), pipe.tokenizer, TWO)
+    with pytest.raises(ValueError, match=r"tensor_parallel=4, and this process has a model with .*tensor_parallel=2"):
+        dinfer.load("tiny", runtime=dinfer.Runtime(tensor_parallel=4))
+    same(pipe, alone)
+
+    for more in ([], ["runtime.tensor_parallel=2"]):
+        main(["generate", QUESTIONS[0], "dtype=float64", *more])
+    answers = capsys.readouterr().out.splitlines()
+    assert answers[0] == answers[1] != ""
+
+    killed(pipe)
+
+
+def killed(pipe: Pipeline) -> None:
+    """Kills rank 1 while it runs. The engine, its callers and its server say who ended."""
+    ranks = leader()
+    assert ranks is not None
+    process = ranks.processes[1]
+    server = Server(catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=8, created=0), Settings())
+    server.check()
+    threading.Timer(0.2, os.kill, (process, signal.SIGKILL)).start()
+    with pytest.raises(RankFailed, match=rf"rank 1 \(process {process}\) was killed by SIGKILL"):
+        while True:
+            pipe.generate(QUESTIONS)
+    assert not runs(process) and isinstance(server.failure, RankFailed)
+    with pytest.raises(ApiError) as refused:
+        server.check()
+    assert refused.value.status == 503
+    with pytest.raises(RankFailed, match="rank 1"):
+        pipe.generate(QUESTIONS)
+
+
+def local_decoder() -> Any:
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Threshold):
+        """Like its base."""
+
+        extra: int = option(1, "nothing")
+
+    return Mine()
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process starts and no weight is read."""
+    for name in ("started", "load_network"):
+        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given, **named: pytest.fail("too late"))
+    yield
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "said"),
+    [
+        ({"ranks": 0}, {}, r"runtime\.tensor_parallel=0 must be at least 1"),
+        ({"ranks": 3}, {}, r"tensor_parallel=3: heads=4 cannot be divided among ranks=3"),
+        ({"ranks": 2, "device": "cuda"}, {}, r"tensor_parallel=2: torch .* finds 1 CUDA devices"),
+        ({"ranks": 2, "device": "cuda:0"}, {}, r"tensor_parallel=2 and device='cuda:0' contradict each other"),
+        ({"ranks": 2, "device": "meta"}, {}, r"tensor_parallel=2 needs device=cuda"),
+        ({"ranks": 2}, {"WORLD_SIZE": "4"}, r"tensor_parallel=2, and torchrun has started 4 processes"),
+        ({"ranks": 2}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}, "must be on one"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    given: dict[str, Any], environment: dict[str, str], said: str, untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        dinfer.load("tiny", device=given.get("device", "cpu"), runtime=dinfer.Runtime(tensor_parallel=given["ranks"]))
+
+
+def test_a_missing_nccl_is_named(untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match=r"tensor_parallel=2 needs nccl, and torch .* was built without it"):
+        dinfer.load("tiny", device="cuda", runtime=dinfer.Runtime(tensor_parallel=2))
+
+
+def test_a_model_that_one_process_has_is_not_for_two() -> None:
+    pipe = dinfer.load("tiny", device="cpu")
+    with pytest.raises(ValueError, match=r"tensor_parallel=2, but the model is divided among 1: load it"):
+        Pipeline(pipe.recipe, pipe.tokenizer, dinfer.Runtime(tensor_parallel=2))
+
+
+@pytest.mark.matrix
+def test_ranks_end_in_peace_and_others_can_start() -> None:
+    results = []
+    for _ in range(2):
+        pipe, ranks = dinfer.load("tiny", runtime=TWO), leader()
+        assert ranks is not None
+        results.append(pipe.generate(QUESTIONS[0]).text)
+        processes = [*ranks.processes.values()]
+        assert all(map(runs, processes))
+        ranks.close()
+        assert len(processes) == 1 and not any(map(runs, processes))
+        with pytest.raises(RankFailed, match="have ended: load it again"):
+            pipe.generate(QUESTIONS[0])
+    assert results[0] == results[1]
+
+
+# What follows starts up to three processes a case, which takes some ten seconds.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    save("llada", folder)
+    return folder / "llada"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", ["start", "loading", "running"])
+@pytest.mark.parametrize(
+    ("victim", "by"),
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGKILL), (0, signal.SIGSTOP), (2, signal.SIGSTOP)],
+    ids=lambda given: given.name if isinstance(given, signal.Signals) else f"rank{given}",
+)
+def test_a_rank_that_dies_or_hangs_ends_the_others(
+    checkpoint: Path, stage: str, victim: int, by: signal.Signals
+) -> None:
+    kill(Program(str(checkpoint), 3), stage, victim, by)
