@@ -4,8 +4,9 @@
 #   OUT=results benchmarks/serving/guidellm.sh
 #   OUT=/tmp/dry LEVELS=1,4 DRAFTS=4 benchmarks/serving/guidellm.sh --shape small-llada2 --device cpu --prompt 40 --new 64
 #
-# All arguments go to benchmarks.serving.full_size. Before guidellm comes, benchmarks.serving.streams sends the same load:
-# then graphs are captured. Afterwards it comes again, and tells the time between pieces, of which guidellm tells means.
+# All arguments go to benchmarks.serving.full_size. guidellm comes twice, and the second time counts: before, graphs are
+# captured of all shapes that its way of sending requests leads to. Then benchmarks.serving.streams sends the same load,
+# and tells the time between pieces, of which guidellm tells means alone.
 # PYTHON runs dinfer and GUIDELLM guidellm, which may need packages of its own. Results: OUT/text.json, OUT/drafts.json,
 # OUT/streams.jsonl and OUT/*.log. CPU seconds of the server are of its event loop, and of its engine's thread.
 set -euo pipefail
@@ -34,7 +35,6 @@ streams() {  # number in flight, further arguments
 }
 
 load() {  # kind, number in flight
-  streams "$2" $([ "$1" = text ] || echo --drafts)
   cat > "$work/$1.yaml" <<Y
 spec:
   backend:
@@ -44,13 +44,15 @@ spec:
     request_format: /v1/completions
     extras: {body: {dinfer: {drafts: $([ "$1" = text ] && echo false || echo true)}}}
 Y
-  read -r main engine <<< "$(cpu)"
-  timeout 60 $GUIDELLM run -c "$work/$1.yaml" --tokenizer "kind=huggingface_auto,model=$work/load" \
-    --data "kind=json_file,path=$work/load/prompts.jsonl" --profile "kind=concurrent,streams=$2" \
-    --constraint "kind=max_requests,count=$(($2 * ROUNDS))" --output "kind=json,path=$work/$1-$2.json" \
-    --disable-console > "$OUT/guidellm.log" 2>&1 || tail -3 "$OUT/guidellm.log"
-  read -r main_after engine_after <<< "$(cpu)"
-  echo "$1 $2: event loop $((main_after - main))0 ms, engine $((engine_after - engine))0 ms, $SECONDS s"
+  for pass in warm kept; do
+    read -r main engine <<< "$(cpu)"
+    timeout 60 $GUIDELLM run -c "$work/$1.yaml" --tokenizer "kind=huggingface_auto,model=$work/load" \
+      --data "kind=json_file,path=$work/load/prompts.jsonl" --profile "kind=concurrent,streams=$2" \
+      --constraint "kind=max_requests,count=$(($2 * ROUNDS))" --output "kind=json,path=$work/$1-$2.json" \
+      --disable-console > "$OUT/guidellm.log" 2>&1 || tail -3 "$OUT/guidellm.log"
+    read -r main_after engine_after <<< "$(cpu)"
+    echo "$1 $2, $pass: event loop $((main_after - main))0 ms, engine $((engine_after - engine))0 ms, $SECONDS s"
+  done
   streams "$2" $([ "$1" = text ] || echo --drafts) | tee -a "$OUT/streams.jsonl"
   [ ! -e "$work/$1-$2.json" ] || $PYTHON -m benchmarks.serving.ratio "$work/engine.json" "$work/$1"-*.json --out "$OUT/$1.json" | tail -1
 }

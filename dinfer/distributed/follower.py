@@ -76,7 +76,8 @@ class Follower:
         if os.environ.get("DINFER_DEBUG", "0") not in ("", "0"):
             traceback.print_exception(error)
         with suppress(OSError):
-            self._watch.send("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000])
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
+            self._watch.send("failed", (time.monotonic(), words))
         leave()
 
     def _watching(self) -> None:

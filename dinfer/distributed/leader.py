@@ -61,6 +61,7 @@ class Leader:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._heard: dict[int, float] = {}  # when each rank last gave a sign of life
         self._still: dict[int, float | None] = {}  # what `Motion.still` says there
+        self._words: list[tuple[float, int, str]] = []  # when a rank has failed, which, and what it says of it
         self._ended, self._failing, self._failed = False, threading.Lock(), threading.Event()
         with TemporaryDirectory(prefix="dinfer-") as folder, socket.socket(socket.AF_UNIX) as listener:
             path = Path(folder) / "ranks"
@@ -223,17 +224,15 @@ class Leader:
         started.set()
         looked = beaten = time.monotonic()
         while self.alive:
-            watched = {channel.socket: rank for rank, channel in [*self._watch.items()]}
-            ready = select.select([*watched], [], [], TICK)[0]
+            ready = self._ready(TICK)
             now = time.monotonic()
             if now - looked > 3 * BEAT:  # this process was stopped, and cannot tell for how long others were silent
                 self._heard = dict.fromkeys(self._heard, now)
             looked = now
-            for made in ready:
-                self._hear(watched[made], now)
-            for rank, child in [*self._children.items()]:
-                if child.poll() is not None:
-                    self._gone(rank)
+            ended = [rank for rank in ready if not self._hear(rank)]
+            ended += [rank for rank, child in [*self._children.items()] if child.poll() is not None]
+            if ended or self._words:
+                self._blame(ended)
             if now - beaten > BEAT:
                 beaten = now
                 self._judge(now)
@@ -244,27 +243,47 @@ class Leader:
                 print(f"dinfer: {self.failure}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _hear(self, rank: int, now: float) -> None:
-        """Takes what a rank says of itself."""
+    def _ready(self, seconds: float) -> list[int]:
+        """The ranks that have said something, or have ended. Waits for them."""
+        watched = {channel.socket: rank for rank, channel in [*self._watch.items()]}
+        return [watched[made] for made in select.select([*watched], [], [], seconds)[0]]
+
+    def _hear(self, rank: int) -> bool:
+        """Takes what a rank says of itself. False: it has ended, and has said all."""
         try:
             for kind, what in self._watch[rank].arrived():
-                self._heard[rank] = now
+                self._heard[rank] = time.monotonic()
                 if kind == "failed":
-                    self.fail(f"{self._named(rank)}: {what}")
-                self._still[rank] = what
+                    self._words.append((what[0], rank, what[1]))
+                else:
+                    self._still[rank] = what
         except (EOFError, OSError):
-            self._gone(rank)
+            return False
+        return True
 
-    def _gone(self, rank: int) -> None:
-        """Says how a rank has ended."""
-        how = "has ended"
-        if (child := self._children.get(rank)) is not None:
-            with suppress(subprocess.TimeoutExpired):
-                code = child.wait(BEAT)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                if code == -signal.SIGKILL:
-                    how += ", as the kernel does where memory is short"
-        self.fail(f"{self._named(rank)} {how}")
+    def _blame(self, ended: list[int]) -> None:
+        """Says which rank has failed. Ranks that wait for it fail too, so one that was killed counts, or the first."""
+        time.sleep(TICK)  # in which they all have said why
+        for rank in self._ready(0):
+            self._hear(rank)
+        killed = [rank for rank, child in self._children.items() if (child.poll() or 0) < 0]
+        if self._words and not killed:
+            _, rank, words = min(self._words)
+            self.fail(f"{self._named(rank)}: {words}")
+        elif ended or killed:
+            self.fail(f"{self._named(rank := (killed or ended)[0])} {self._end_of(rank)}")
+
+    def _end_of(self, rank: int) -> str:
+        """How the process of a rank has ended."""
+        if (child := self._children.get(rank)) is None:
+            return "has ended"
+        with suppress(subprocess.TimeoutExpired):
+            code = child.wait(BEAT)
+            if code >= 0:
+                return f"ended with status {code}"
+            hint = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+            return f"was killed by {signal.Signals(-code).name}{hint}"
+        return "has closed its connections"
 
     def _judge(self, now: float) -> None:
         """Gives signs of life, and fails for a rank that gives none, or if no rank moves."""

@@ -210,10 +210,10 @@ class Hands:
         match name, given:
             case "identity", [folder]:
                 return identity(None if folder is None else Path(folder))
-            case "join", [port, size, self._device, threads]:
+            case "join", [port, size, device, threads]:
                 torch.set_num_threads(threads)
-                store = dist.TCPStore(HERE, port, is_master=False)
-                join(store, self._rank, size, self._device)
+                join(dist.TCPStore(HERE, port, is_master=False), self._rank, size, device)
+                self._device = device
             case "load", [number, source]:
                 self._networks[number] = joined(Source.read(source), self._device)
             case "forget", [number]:

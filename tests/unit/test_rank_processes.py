@@ -164,6 +164,19 @@ def test_ranks_end_in_peace_and_others_can_start() -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_joins_and_loads_on_the_device_of_rank_0(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda host, port, is_master: port)
+    for name in ("join", "joined"):
+        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given: done.append(given))
+    monkeypatch.setattr(dinfer.pipeline.ranks.Source, "read", lambda told: told)
+    hands = dinfer.pipeline.ranks.Hands(1)
+    hands("join", [4711, 2, device, 1])
+    hands("load", [0, "source"])
+    assert done == [(4711, 1, 2, device), ("source", device)]
+
+
 # What follows starts up to three processes a case, which takes some ten seconds.
 
 
