@@ -1,19 +1,22 @@
-"""llama.cpp's diffusion program and ours on one CPU, reading the same GGUF file, one after the other in each round.
+"""llama.cpp's diffusion program and ours on one CPU, reading the same GGUF files, in turns.
 
-    python -m benchmarks.peers.llama_cpp --program BUILD/bin/llama-diffusion-cli --file Q8_0.gguf --quantize int8
+    python -m benchmarks.peers.llama_cpp --program BUILD/bin/llama-diffusion-cli --float f16.gguf --out OUT.json \\
+        Q8_0.gguf Q4_K_M.gguf
 
 The canvas has 384 positions: a prompt of 128, and 256 new tokens in 8 blocks of 32 and 64 steps. There every step is a
-pass over the whole canvas. Here the cache `dual` takes one such pass a block, and steps of 32 positions. Ratios are of
-the medians of all rounds; machines are noisy, so no figure is to be read without its ratio.
+pass over the whole canvas. Here the cache `dual` takes one such pass a block, and steps of 32 positions. Each side runs
+in a process of its own. Times are CPU time, so that others on the machine disturb little; with one thread, as threads
+that wait for each other count too. `--float` is timed once, as our float32. Ratios are of the medians of all rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,90 +25,122 @@ from typing import Any
 import torch
 
 import dinfer
-from dinfer.analysis.provenance import provenance
+from benchmarks.provenance import provenance
 
 PROMPT, NEW, BLOCK, STEPS = 128, 256, 32, 64
-THEIR_STEPS = 12  # of a pass over the whole canvas each; one for each of its blocks
-MEASURED = 2 * STEPS * BLOCK // NEW  # steps of ours that are timed: two blocks
+THEIR_STEPS, THEIR_BLOCK = 3, 128  # one step for each of their blocks; what a step takes does not depend on them
+OURS = 2 * STEPS * BLOCK // NEW  # steps of ours that are timed: two blocks
 
 
-def theirs(program: Path, file: Path, threads: int) -> tuple[float, int]:
-    """Seconds of a step of llama.cpp, and its peak memory in KB."""
+def ended(command: list[str], output: Any) -> tuple[float, float, list[tuple[float, str]]]:
+    """CPU seconds and peak memory in MB of a command, and the CPU seconds at which its output grew."""
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    tick, seen, size = os.sysconf("SC_CLK_TCK"), list[tuple[float, str]](), 0
+    while (waited := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        text = Path(output.name).read_text(errors="replace")
+        if len(text) > size:
+            seen.append((sum(map(int, fields[11:13])) / tick, text[size:]))
+            size = len(text)
+        time.sleep(0.05)
+    _, status, used = waited
+    text = Path(output.name).read_text(errors="replace")
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed:\n{text[-2000:]}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, [*seen, (0, text[size:])]
+
+
+def theirs(program: Path, file: Path, threads: int) -> dict[str, float]:
+    """CPU seconds of a step of llama.cpp, and its peak memory."""
     canvas = str(PROMPT + NEW)
     command = [
         str(program), "-m", str(file), "-p", "a" * PROMPT, "-ub", canvas, "-b", canvas, "-c", canvas, "--temp", "0",
-        "--diffusion-block-length", str(BLOCK), "--diffusion-steps", str(THEIR_STEPS), "-t", str(threads),
+        "--diffusion-block-length", str(THEIR_BLOCK), "--diffusion-steps", str(THEIR_STEPS), "-t", str(threads),
     ]  # fmt: skip
-    peak = 0
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            peak = max(peak, peak_of(Path(f"/proc/{process.pid}/status")))
-            time.sleep(0.2)
-        said.seek(0)
-        text = said.read()
-    found = re.search(r"time per step: ([\d.]+)ms", text)
-    if found is None:
-        raise SystemExit(f"{program} says no time per step:\n{text[-2000:]}")
-    return float(found[1]) / 1000, peak
+    with tempfile.NamedTemporaryFile("w") as output:
+        total, peak, seen = ended(command, output)
+    begin = next(cpu for cpu, text in seen if "diffusion step: 0/" in text)
+    return {"whole pass": (total - begin) / THEIR_STEPS, "peak MB": peak}
 
 
-def peak_of(status: Path) -> int:
-    """Peak memory of a process in KB; 0 if it has just ended."""
-    try:
-        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+def ours(file: Path, threads: int, dtype: str) -> dict[str, float]:
+    """CPU seconds of a pass over the whole canvas, and of a step of one block, and the peak memory."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.peers.llama_cpp",
+        "--program",
+        "-",
+        "--ours",
+        "--threads",
+        str(threads),
+    ]
+    with tempfile.NamedTemporaryFile("w") as output:
+        _, peak, seen = ended([*command, "--dtype", dtype, str(file)], output)
+    found: dict[str, float] = json.loads("".join(text for _, text in seen).strip().splitlines()[-1])
+    return found | {"peak MB": peak}
 
 
-def ours(pipe: dinfer.Pipeline) -> tuple[float, float]:
-    """Seconds of a pass over the whole canvas, and of a step of one block."""
-    requests = pipe.requests([[65] * PROMPT], NEW, None)
-    times, last = [], time.perf_counter()
-    for _, update in zip(range(MEASURED), pipe.engine.run(requests, snapshots=True), strict=False):
-        assert update is not None
-        now = time.perf_counter()
+def timed(file: Path, dtype: str) -> dict[str, float]:
+    """What `ours` reads: of this process."""
+    pipe = dinfer.load(
+        str(file), device="cpu", dtype=dtype, cache="dual", decoder={"name": "fixed", "steps": STEPS * BLOCK // NEW},
+        iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, runtime=dinfer.Runtime(rows=1, graphs=False),
+    )  # fmt: skip
+    times, last = [], time.process_time()
+    for _ in zip(range(OURS), pipe.engine.run(pipe.requests([[65] * PROMPT], NEW, None), snapshots=True), strict=False):
+        now = time.process_time()
         times.append(now - last)
         last = now
     every = STEPS * BLOCK // NEW
-    whole = [seconds for step, seconds in enumerate(times) if step % every == 0]
-    return min(whole), statistics.median(seconds for step, seconds in enumerate(times) if step % every)
+    whole, window = times[::every], [seconds for step, seconds in enumerate(times) if step % every]
+    return {"whole pass": min(whole), "window step": statistics.median(window)}
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--program", type=Path, required=True)
-    parser.add_argument("--file", type=Path, required=True)
-    parser.add_argument("--quantize", choices=("int8", "int4"))
+    parser.add_argument("--float", type=Path, help="the same model in 16 bits")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="a JSON file, to which the run is added")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ours", action="store_true", help="what the program calls itself with")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    pipe = dinfer.load(
-        str(given.file), device="cpu", dtype=given.dtype, quantize=given.quantize, cache="dual",
-        decoder={"name": "fixed", "steps": STEPS}, iteration={"name": "blockwise", "block": BLOCK, "stop": "off"},
-        runtime=dinfer.Runtime(rows=1, graphs=False),
-    )  # fmt: skip
-    ours(pipe)
-    rounds = [(*theirs(given.program, given.file, given.threads), *ours(pipe)) for _ in range(given.rounds)]
-    step, peak, whole, window = (statistics.median(times) for times in zip(*rounds, strict=True))
-    blocks = NEW // BLOCK
-    mean = (blocks * whole + (STEPS - blocks) * window) / STEPS
-    found: dict[str, Any] = {
-        "file": given.file.name, "quantize": given.quantize, "dtype": given.dtype, "threads": given.threads,
-        "seconds": {"llama.cpp step": step, "our whole pass": whole, "our step of a block": window},
-        "whole pass / their step": whole / step,
-        "tokens/s, ours / theirs": step / mean,
-        "peak memory / theirs": peak_of(Path("/proc/self/status")) / peak,
-        "rounds": rounds, "cpu": torch.backends.cpu.get_cpu_capability(), **provenance(torch.device("cpu")),
-    }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if given.out is not None:
-        before = json.loads(given.out.read_text()) if given.out.is_file() else []
-        given.out.write_text(json.dumps([*before, found], indent=1) + "\n")
+    if given.ours:
+        print(json.dumps(timed(given.files[0], given.dtype)))
+        return
+    runs: dict[Path, list[tuple[dict[str, float], dict[str, float]]]] = {file: [] for file in given.files}
+    whole = ours(given.float, given.threads, given.dtype) if given.float else None
+    print("float", whole, flush=True)
+    blocks, found = NEW // BLOCK, {}
+    for _ in range(given.rounds):
+        for file, rounds in runs.items():
+            rounds.append((theirs(given.program, file, given.threads), ours(file, given.threads, given.dtype)))
+            print(file.name, *rounds[-1], flush=True)
+            their, own = (medians(list(side)) for side in zip(*rounds, strict=True))
+            mean = (blocks * own["whole pass"] + (STEPS - blocks) * own["window step"]) / STEPS
+            found[file.name] = {
+                "llama.cpp": their, "ours": own, "whole pass, ours / theirs": own["whole pass"] / their["whole pass"],
+                "tokens/s, ours / theirs": their["whole pass"] / mean,
+                "peak memory, ours / theirs": own["peak MB"] / their["peak MB"],
+                "window step / our float32": own["window step"] / whole["window step"] if whole else None,
+                "rounds": rounds,
+            }  # fmt: skip
+            report = {
+                "dtype": given.dtype, "threads": given.threads, "our float32": whole, "files": found,
+                "seconds": "CPU time", "cpu": torch.backends.cpu.get_cpu_capability(), "load": os.getloadavg(),
+                **provenance(torch.device("cpu")),
+            }  # fmt: skip
+            if given.out is not None:
+                given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

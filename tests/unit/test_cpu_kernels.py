@@ -90,6 +90,20 @@ def test_experts() -> None:
     assert torch.equal(got[3:], native.native_linear(x[3:], [Part("Q4_K", part.values[2])]))
 
 
+@pytest.mark.skipif(not native.half_used(), reason="torch's own is as fast here")
+@pytest.mark.parametrize("shape", [(8, 16, 1), (13, 272, 40), (29, 528, 71)])
+def test_float32(shape: tuple[int, int, int]) -> None:
+    """Whole tiles and the rest; rows are as alone, and training keeps to torch."""
+    rows, width, outputs = shape
+    x, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
+    with torch.no_grad():
+        got = linear(x[None], weight, bias)
+        assert native.use_float(x) and torch.equal(got[0] - bias, native.float_linear(x, weight) + bias - bias)
+    assert error(got[0], x.double() @ weight.double().T + bias) < 1e-6
+    assert torch.equal(native.float_linear(x[3:], weight), native.float_linear(x, weight)[3:])
+    assert not native.use_float(x)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Zeros, large values and few rows: each row is as alone."""
     x, made = torch.randn(6, 2112), round_rows(torch.randn(40, 2112), torch.int8)

@@ -165,16 +165,16 @@ def test_ranks_end_in_peace_and_others_can_start() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_rank_joins_and_loads_on_the_device_of_rank_0(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda host, port, is_master: port)
-    for name in ("join", "joined"):
-        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given: done.append(given))
+    for name in ("join", "share"):
+        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given, name=name: done.append(given) or name)
     monkeypatch.setattr(dinfer.pipeline.ranks.Source, "read", lambda told: told)
     hands = dinfer.pipeline.ranks.Hands(1)
     hands("join", [4711, 2, device, 1])
     hands("load", [0, "source"])
-    assert done == [(4711, 1, 2, device), ("source", device)]
+    assert done == [(4711, 1, 2, device), ("source", "join")]
 
 
 # What follows starts up to three processes a case, which takes some ten seconds.
