@@ -1,4 +1,4 @@
-"""The door of a server with replicas: keys and limits as ever, and then the replica that holds the conversation."""
+"""The entrance of a server with replicas: checks keys and limits, and asks the replica that holds the conversation."""
 
 import asyncio
 import hashlib
@@ -36,7 +36,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 
 class Gateway:
-    """The ingress of the application on Ray Serve. It holds no model, and there may be any number of it."""
+    """The ingress of the application on Ray Serve. It holds no model, so there may be any number of gateways."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings, owner: str) -> None:
         """`owner`: the command that deploys it. Raises ValueError, OSError for keys that this machine lacks."""
@@ -64,14 +64,14 @@ class Gateway:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        """Those of every replica, which the label `replica` tells apart, and of this gateway."""
+        """The metrics of every replica, labelled with its name, and of this gateway."""
         told = [*await self._of_all("metrics"), ("", [*self._registry.collect()])]
         registry = CollectorRegistry()
         registry.register(_Merged(told))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _of_all(self, method: str) -> list[Any]:
-        """What this method returns on each replica that answers in time."""
+        """What a method returns on each replica that answers in time."""
         try:
             told = await self._replicas.broadcast(method).results_async(timeout_s=PROBE, return_exceptions=True)
         except TimeoutError:

@@ -71,7 +71,7 @@ class Replica:
         self._server.check()
 
     def check_health(self) -> None:
-        """Serve asks, and replaces a replica that raises."""
+        """Ray Serve calls it, and replaces a replica that raises."""
         if self._server.failure is not None:
             raise EngineFailed(f"the engine failed: {self._server.failure!r}") from self._server.failure
 
@@ -82,7 +82,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How many replicas there are, and what each is given."""
+    """How many replicas there are, and what each of them occupies."""
 
     replicas: int
     rows: int  # that one replica denoises at a time
@@ -90,7 +90,7 @@ class Plan:
     autoscaling: dict[str, Any] | None = None  # fields of Ray Serve's AutoscalingConfig
 
     def scaling(self) -> AutoscalingConfig | None:
-        """Between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
+        """Autoscaling between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
         if self.autoscaling is None:
             return None
         fields = {"min_replicas": self.replicas, "target_ongoing_requests": self.rows, **self.autoscaling}
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """The most replicas that there may be."""
         scaling = self.scaling()
         return self.replicas if scaling is None else max(self.replicas, scaling.max_replicas)
 

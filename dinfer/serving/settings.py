@@ -11,7 +11,7 @@ LEAST_KEY = 8  # characters
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine and is known to no other."""
+    """Whether a host's name or address can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
