@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.peers.table import SHOWN, measured
 from benchmarks.report import RESULTS, ROOT
-from benchmarks.several_table import reports
+from benchmarks.several_table import rows_of
 from dinfer.analysis.metrics import wilson
 from dinfer.analysis.pareto import front
 
@@ -63,9 +63,10 @@ def several() -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     one = json.loads((RESULTS / "tiny-everything-h200.json").read_text())["rows"]
-    adapter = reports(RESULTS)["tiny-d2f"]["rows"]
+    adapter, more = rows_of(RESULTS, "tiny-d2f"), rows_of(RESULTS, "tiny")
     curves = {
-        "tiny, every recipe": front(one),
+        "tiny, one block, every recipe": front(one),
+        "tiny, up to four blocks": front([row for row in more if row["iteration"] == "multi_block"]),
         "tiny-d2f, one block": front([row for row in adapter if row["iteration"] == "blockwise"]),
         "tiny-d2f, up to four blocks": front([row for row in adapter if row["iteration"] == "multi_block"]),
     }

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.ablation_table import ablation
 from benchmarks.capacity import table as scaling
 from benchmarks.peers import table
-from benchmarks.several_table import several
+from benchmarks.several_table import repair, several
 from dinfer.cli.catalog import catalog
 from dinfer.core.registry import MODELS
 
@@ -264,6 +264,7 @@ def rendered_results(page: str) -> str:
     """docs/results.md with its tables written anew."""
     page = _with_section(page, f"{quality()}\n\n{second()}\n", "box")
     page = _with_section(page, several(RESULTS) + "\n", "several")
+    page = _with_section(page, repair(RESULTS) + "\n", "repair")
     return _with_section(page, everything() + "\n")
 
 

@@ -9,38 +9,56 @@ from typing import Any
 from dinfer.analysis.pareto import aup, front
 
 Row = dict[str, Any]
-NAMES = {"tiny-d2f": "multi-block-tiny-d2f-h200", "tiny-llada2-multi-block": "multi-block-tiny-llada2-multi-block-h200"}
+FILES = {
+    "tiny": ("multi-block-tiny-h200",),
+    "tiny-d2f": ("multi-block-tiny-d2f-h200", "lopa-tiny-d2f-h200"),
+    "tiny-llada2": ("multi-block-tiny-llada2-h200",),
+    "tiny-llada2-multi-block": ("multi-block-tiny-llada2-multi-block-h200",),
+    "tiny-llada2-insert-delete": ("multi-block-tiny-llada2-insert-delete-h200",),
+}
 SHOWN = {
     "fixed": ("steps=32",),
     "threshold": ("threshold=0.95", "threshold=0.9", "threshold=0.8"),
     "hierarchical": ("threshold=0.9 low_threshold=0.45",),
     "factor": ("factor=1.0",),
     "joint_threshold": (
-        "threshold=0.9 edit_threshold=0.5", "threshold=0.7 edit_threshold=0.5", "threshold=0.5 edit_threshold=0.0",
+        "threshold=0.9 edit_threshold=0.5", "threshold=0.7 edit_threshold=0.5", "threshold=0.6 edit_threshold=0.0",
+        "threshold=0.5 edit_threshold=0.0", "threshold=0.4 edit_threshold=0.0",
     ),
+    "insert_delete": ("threshold=0.5 edit_threshold=0.0", "threshold=0.4 edit_threshold=0.0"),
     "dmax": ("threshold=0.5", "threshold=0.3"),
 }  # fmt: skip
 
 
-def reports(results: Path) -> dict[str, dict[str, Any]]:
-    """What was measured of each adapter, by its name."""
-    return {name: json.loads((results / f"{file}.json").read_text()) for name, file in NAMES.items()}
+def reports(results: Path, name: str) -> list[dict[str, Any]]:
+    """What was measured of a model or an adapter in the box, a report a run."""
+    return [json.loads((results / f"{file}.json").read_text()) for file in FILES[name]]
+
+
+def rows_of(results: Path, name: str) -> list[Row]:
+    """All rows of held-out problems of it."""
+    return [row for report in reports(results, name) for row in report["rows"]]
 
 
 def several(results: Path) -> str:
-    """A table for each adapter: a line a recipe, on the problems that recipes are chosen by and the held-out ones."""
-    parts = []
-    for name, report in reports(results).items():
+    """A table for each model: a line a recipe, on the problems that recipes are chosen by and the held-out ones."""
+    about = reports(results, "tiny-d2f")[0]
+    parts = [
+        f"{about['rows'][0]['problems']} problems of each set, `max_new_tokens={about['setting']['new']}`, float32, "
+        f"{about['hardware']}, torch {about['torch']}; `blocks=4`, else the defaults of the iterations. Each cell: "
+        "accuracy, and tokens per forward.",
+    ]
+    for name in FILES:
         lines = [
             f"### `{name}`",
-            "",
-            f"{report['rows'][0]['problems']} problems of each set, `max_new_tokens={report['setting']['new']}`, "
-            f"float32, {report['hardware']}, torch {report['torch']}, commit {report['commit']}.",
             "",
             "| iteration | decoder | training split | held out | NFE |",
             "| --- |" + " --- |" * 4,
         ]
-        for chosen, row in zip(report["validation"], report["rows"], strict=True):
+        pairs = [
+            pair for report in reports(results, name) for pair in zip(report["validation"], report["rows"], strict=True)
+        ]
+        for chosen, row in pairs:
             if "add_at" in row["iteration_options"] or row["options"] not in SHOWN.get(row["decoder"], ()):
                 continue
             cells = [f"{one['accuracy']:.1f}%, {one['tpf']:.2f}" for one in (chosen, row)]
@@ -55,10 +73,11 @@ def several(results: Path) -> str:
 def areas(results: Path) -> str:
     """The area under accuracy and parallelism of each way to decode the first model, by its front."""
     one = json.loads((results / "tiny-everything-h200.json").read_text())["rows"]
-    adapter = reports(results)["tiny-d2f"]["rows"]
+    adapter, more = rows_of(results, "tiny-d2f"), rows_of(results, "tiny")
     sets = {
         "`tiny`, `threshold`": [row for row in one if (row["iteration"], row["decoder"]) == ("blockwise", "threshold")],
-        "`tiny`, every recipe": one,
+        "`tiny`, one block, every recipe": one,
+        "`tiny`, up to four blocks, `threshold`": [row for row in more if row["iteration"] == "multi_block"],
         "`tiny-d2f`, one block, `threshold`": [
             row for row in adapter if (row["iteration"], row["decoder"]) == ("blockwise", "threshold")
         ],
@@ -72,4 +91,23 @@ def areas(results: Path) -> str:
     for name, rows in sets.items():
         area = aup([(row["tpf"], row["accuracy"]) for row in front(rows)], best=best)
         lines.append(f"| {name} | {area:.0f} |")
+    return "\n".join(lines)
+
+
+def repair(results: Path) -> str:
+    """Which spoilt drafts are repaired, a line a setting, by rising tokens per forward."""
+    report = json.loads((results / "repair-tiny-llada2-h200.json").read_text())
+    lines = [
+        f"{report['drafts']} drafts, of which {report['right']:.1f}% are right as they are; float32, "
+        f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}.",
+        "",
+        "| trained to | decoder | edit_threshold | post_edits | repaired | NFE | TPF |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for row in sorted(report["rows"], key=lambda row: (row["adapter"] == report["setting"]["beside"], row["tpf"])):
+        trained = "edit" if row["adapter"] == report["setting"]["beside"] else "edit, delete and split"
+        lines.append(
+            f"| {trained} | `{row['decoder']}` | {row['edit_threshold']} | {row.get('post_edits', 16)} "
+            f"| {row['accuracy']:.1f}% | {row['nfe']:.1f} | {row['tpf']:.2f} |"
+        )
     return "\n".join(lines)

@@ -10,8 +10,8 @@ itself is a function of the question, the free choices of the wording disappear,
 
     python -m tools.distill_tiny tiny-llada2 OUT --start-from dinfer/demo/checkpoints/tiny-llada2-multi-block --rounds 1
 
-OUT gets adapter_config.json, adapter_model.safetensors and training.json. The record has the steps that fitted: a run
-with `--steps` set to them is the same.
+OUT gets adapter_config.json, adapter_model.safetensors and training.json. The record has the steps that fitted. A
+run with `--steps` set to them differs a little in the learning rates of its first 200 steps.
 
 Shape suffixes: N rows of a round, B rows, D rows with drafts, T positions, V vocabulary.
 """

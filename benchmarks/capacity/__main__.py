@@ -40,6 +40,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=Path, nargs="+", required=True, help="files of benchmarks.capacity.measure or .throughput"
     )
+    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--cards", type=numbers(int), default=[1])
     parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
     parser.add_argument("--gather", action="store_true", help="runtime.gather")
@@ -76,7 +77,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every combination. Raises ValueError, and Unmeasured for what the files have no figures of."""
-    times = StepTimes.read(*given.steps)
+    times = StepTimes.read(*given.steps, reach=given.reach)
     if given.denoising:
         denoising = Denoising.read(given.denoising, times.block)
     else:
@@ -122,6 +123,7 @@ def told(row: dict[str, Any]) -> str:
         words += [f"first block {row['first_block_s']['p50']:.3f} s (p99 {row['first_block_s']['p99']:.3f})"]
         words += [f"latency {row['latency_s']['p50']:.2f} s (p99 {row['latency_s']['p99']:.2f})"]
     words += [f"{row['refused']} refused, {row['left']} left, cards busy {row['card_busy']:.0%}"]
+    words += [f"{row['beyond']:.0%} of the steps beyond what was measured"] if row["beyond"] else []
     words += [f"{row['left_out']} left out"] if row.get("left_out") else []
     cost = row.get("cost_per_million_tokens")
     return ", ".join(words + ([] if cost is None else [f"{cost} per million tokens"]))

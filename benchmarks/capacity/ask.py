@@ -62,7 +62,7 @@ class Question:
 
 
 def answers(given: argparse.Namespace) -> dict[str, Any]:
-    times, curves, scale = StepTimes.read(*given.steps), [], []
+    times, curves, scale = StepTimes.read(*given.steps, reach=given.reach), [], []
     for rows in given.rows:
         question = Question(given, times, rows)
         most = question.most()
@@ -87,6 +87,7 @@ def answers(given: argparse.Namespace) -> dict[str, Any]:
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
+    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--rows", type=numbers(int), default=[16, 64, 128])
     parser.add_argument("--usual-rows", type=int, default=64, help="of the replicas of many cards")
     parser.add_argument("--cards", type=numbers(int), default=CARDS)

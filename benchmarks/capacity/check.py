@@ -22,7 +22,7 @@ from benchmarks.provenance import provenance
 
 
 def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], front: FrontEnd) -> dict[str, Any]:
-    """One closed loop, measured and simulated, of an engine or of guidellm against a server."""
+    """One closed loop, measured and simulated: of an engine, or of clients and a server."""
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
     how = Setting(
         rows=run["in_flight"], gather=setting["gather"],
@@ -36,7 +36,7 @@ def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], fro
         "first_text_s": (run.get("first_piece_ms", {}).get("p50", 0) / 1e3 or None, found["first_text_s"]["p50"]),
         "latency_s": (run.get("latency_s", {}).get("median"), found["latency_s"]["p50"]),
     }
-    return {
+    return {"beyond": found["beyond"]} | {
         name: {"measured": measured, "simulated": simulated, "off": simulated / measured - 1}
         for name, (measured, simulated) in pairs.items()
         if measured is not None
@@ -53,16 +53,19 @@ def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
+    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--measured", type=Path, nargs="+", required=True)
     parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end, for servers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
-    times, rows = StepTimes.read(*given.steps), list[dict[str, Any]]()
+    times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()
     for path in given.measured:
         report = json.loads(path.read_text())
         engine = [("engine", run, FrontEnd()) for run in report["runs"]]
-        for what, run, own in engine + [("server", run, front) for run in report.get("served", ())]:
+        streams = [run | {"first_piece_ms": run["ttfb_ms"]} for run in report.get("streams", ()) if not run["drafts"]]
+        served = [("guidellm", run, front) for run in report.get("served", ())]
+        for what, run, own in engine + served + [("streams", run, front) for run in streams]:
             row: dict[str, Any] = {"file": path.name, "of": what, "in_flight": run["in_flight"]}
             try:
                 row |= compared(times, report["setting"], run, own)

@@ -62,6 +62,7 @@ class Cluster:
             raise ValueError(f"--cards: {replicas} replicas of {times.cards} cards each: there must be at least 1")
         self.env, self.draw, self.router = simpy.Environment(), Random(seed), router
         self.times, self.tally = times, Tally(warm)
+        times.steps = times.beyond = 0
         self._ends: dict[Job, simpy.Event] = {}
         self._desk = simpy.Resource(self.env, capacity=router.processes)
         self.replicas = [
@@ -145,6 +146,7 @@ class Cluster:
             "pieces_per_s": sum(replica.pieces for replica in self.replicas) / until,
             "rounds_per_s": sum(replica.rounds for replica in self.replicas) / until,
             "in_system": tally.area / span,
+            "beyond": self.times.beyond / max(self.times.steps, 1),
             "card_busy": statistics.fmean(replica.busy for replica in self.replicas) / until,
             "queue_s": percentiles([job.admitted - job.sent for job in jobs]),
             "first_text_s": percentiles([job.first_text - job.sent for job in jobs]),

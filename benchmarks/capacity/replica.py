@@ -60,7 +60,7 @@ class Replica:
         finished: Callable[[Job], None], committed: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`finished` is told of each job at its end; `committed` of the tokens of each block."""
-        if setting.rows > times.rows:
+        if setting.rows > times.rows * times.reach:
             raise Unmeasured(f"--rows {setting.rows}: {times.name} has steps of at most {times.rows} rows")
         self.env, self.times, self.denoising, self.setting, self.draw = env, times, denoising, setting, draw
         self.finished, self.committed = finished, committed
@@ -93,7 +93,7 @@ class Replica:
         """Takes a request. False: it is refused, since too many are here."""
         if self.setting.most is not None and self.load >= self.setting.most:
             return False
-        if (length := job.asked.prompt + job.asked.new) > self.times.longest:
+        if (length := job.asked.prompt + job.asked.new) > self.times.longest * self.times.reach:
             raise Unmeasured(
                 f"a request of {length} positions: {self.times.name} has canvases of at most {self.times.longest}"
             )
@@ -225,8 +225,9 @@ class Replica:
         """Milliseconds of a step, drawn from what was measured."""
         lanes, wide = lanes_of(phase, rows, width, self.times.block)
         if phase == "WINDOW":
-            canvas = -(-self._canvas // self.running // 64) * 64  # in steps of 64 positions
-            found = self.times.window(lanes, wide, min(canvas, self.times.longest))
+            mean = -(-self._canvas // self.running)
+            canvas = max(min(-(-mean // 64) * 64, self.times.longest), mean)  # few lengths, so that times are cached
+            found = self.times.window(lanes, wide, canvas)
         else:
             found = self.times.wide(phase, lanes, wide)
         return found.at(self.draw.random()) if self.times.spreads else found.p50

@@ -47,11 +47,14 @@ class Spread(NamedTuple):
 
 
 def between(points: Mapping[float, Sequence[float]], at: float) -> tuple[float, ...]:
-    """Linear interpolation between points. Below the least, its value: a smaller step takes no longer."""
+    """Linear interpolation between points. Below the least, its value: a smaller step takes no longer.
+
+    Above the largest, its value in proportion, which is no less than a larger step takes.
+    """
     places = sorted(points)
     right = bisect_left(places, at)
     if right == len(places):
-        raise KeyError(at)
+        return tuple(value * at / places[-1] for value in points[places[-1]])
     if right == 0:
         return tuple(points[places[0]])
     low, high = places[right - 1], places[right]
@@ -62,13 +65,19 @@ def between(points: Mapping[float, Sequence[float]], at: float) -> tuple[float, 
 class StepTimes:
     """Times of steps by shape: interpolated between the shapes that were measured, refused beyond them.
 
+    `reach`: by what share a step may be larger than the largest one measured; its time is then taken in proportion,
+    and counted in `beyond`.
+
     Between numbers of lanes, and between lengths of canvases, time is taken as linear. A prefill takes what as many
     positions took in rows of another length, the nearest if several were measured.
     """
 
-    def __init__(self, report: Mapping[str, Any], name: str) -> None:
+    def __init__(self, report: Mapping[str, Any], name: str, *, reach: float = 0.0) -> None:
         """`report`: what benchmarks.capacity.measure or benchmarks.throughput has written; `name`: for messages."""
-        self.name, self.report = name, report
+        if reach < 0:
+            raise ValueError(f"--reach {reach} must be at least 0")
+        self.name, self.report, self.reach = name, report, 1 + reach
+        self.steps = self.beyond = 0  # that were asked for, and of these larger than what was measured
         setting = report["setting"]
         if setting.get("model") or setting.get("shape") not in SHAPES:
             raise ValueError(f"{name} is not of a shape of benchmarks.shapes: measure one with --shape")
@@ -96,7 +105,7 @@ class StepTimes:
         self.spreads = any("quantiles_ms" in row for row in report.get("steps", ()))
 
     @classmethod
-    def read(cls, *paths: Path) -> StepTimes:
+    def read(cls, *paths: Path, reach: float = 0.0) -> StepTimes:
         """Of several files, which must be of the same shape, the first says what the others are measured for."""
         reports = [_report(path) for path in paths]
         first = reports[0] | {"steps": [row for report in reports for row in rows_of(report)]}
@@ -105,7 +114,7 @@ class StepTimes:
                 own, other = (one["setting"].get(name) for one in (report, first))
                 if own != other:
                     raise ValueError(f"--steps {path} has {name}={own}, and {paths[0]} has {name}={other}")
-        return cls(first, " and ".join(path.name for path in paths))
+        return cls(first, " and ".join(path.name for path in paths), reach=reach)
 
     @property
     def rows(self) -> int:
@@ -113,31 +122,44 @@ class StepTimes:
         narrow = self._lines["WINDOW", self.block]
         return int(max(max(line) for line in narrow.values()))
 
-    @lru_cache(maxsize=65536)  # noqa: B019 (one object lives as long as the program)
     def window(self, lanes: int, width: int, canvas: int) -> Spread:
         """A window step of so many lanes, whose rows have canvases of that length on average."""
-        lines = {length: line for length, line in self._lines.get(("WINDOW", width), {}).items() if max(line) >= lanes}
-        try:
-            return Spread(*between({length: between(line, lanes) for length, line in lines.items()}, canvas))
-        except KeyError:
+        return self._counted(*self._window(lanes, width, canvas))
+
+    def wide(self, phase: str, lanes: int, width: int) -> Spread:
+        """A prefill, or a pass over whole canvases."""
+        return self._counted(*self._wide(phase, lanes, width))
+
+    def _counted(self, found: Spread, beyond: bool) -> Spread:
+        self.steps, self.beyond = self.steps + 1, self.beyond + beyond
+        return found
+
+    @lru_cache(maxsize=65536)  # noqa: B019 (one object lives as long as the program)
+    def _window(self, lanes: int, width: int, canvas: int) -> tuple[Spread, bool]:
+        every = self._lines.get(("WINDOW", width), {})
+        for reach in (1.0, self.reach):
+            lines = {length: line for length, line in every.items() if max(line) * reach >= lanes}
+            if lines and max(lines) * reach >= canvas:
+                break
+        else:
             raise Unmeasured(
                 f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use "
                 "fewer rows or shorter requests, or measure more with benchmarks.capacity.measure"
-            ) from None
+            )
+        return Spread(*between({length: between(line, lanes) for length, line in lines.items()}, canvas)), reach > 1
 
     @lru_cache(maxsize=65536)  # noqa: B019
-    def wide(self, phase: str, lanes: int, width: int) -> Spread:
-        """A prefill, or a pass over whole canvases."""
+    def _wide(self, phase: str, lanes: int, width: int) -> tuple[Spread, bool]:
         lines, positions = self._lines.get((phase, 0), {}), lanes * width
         points: dict[float, Spread] = {}
         for own in sorted(lines, key=lambda own: -abs(math.log(own / width))):  # the nearest width has the last word
             points |= lines[own]
-        if not points or max(points) < positions:
+        if not points or max(points) * self.reach < positions:
             raise Unmeasured(
                 f"{self.name} has no step {phase} of {positions} positions: use fewer rows or shorter prompts, or "
                 "measure more with benchmarks.capacity.measure"
             )
-        return Spread(*between(points, positions))
+        return Spread(*between(points, positions)), max(points) < positions
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def host_ms(self, rows: int) -> tuple[float, float]:

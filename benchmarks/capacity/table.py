@@ -27,7 +27,8 @@ def checked(report: dict[str, Any]) -> str:
         if "unmeasured" in row:
             lines.append(f"| {what} | not simulated: {row['unmeasured'].partition(': ')[0]} |" + " |" * (len(keys) - 1))
             continue
-        lines.append(f"| {what} | " + " | ".join(_pair(key, row.get(key)) for key in keys) + " |")
+        beyond = f" ({row['beyond']:.0%} of its steps are larger than measured)" if row["beyond"] else ""
+        lines.append(f"| {what}{beyond} | " + " | ".join(_pair(key, row.get(key)) for key in keys) + " |")
     return "\n".join(lines)
 
 
@@ -74,11 +75,27 @@ def cards(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def layouts(report: dict[str, Any]) -> str:
+    """Two cards as one replica or as two, one request in each."""
+    shares = sorted({load["share"] for row in report["rows"] for load in row["loads"]})
+    lines = [
+        "| two cards | an answer alone | most, tokens/s | " + " | ".join(f"at {share:.0%}" for share in shares) + " |",
+        "| --- |" + " --- |" * (2 + len(shares)),
+    ]
+    for row in report["rows"]:
+        loads = {load["share"]: load["latency_s"] for load in row["loads"]}
+        cells = [f"{loads[s]['p50']:.2f} s, {loads[s]['p99']:.2f} s" if s in loads else "too much" for s in shares]
+        kind = "one replica" if "2 cards" in row["case"] else "a replica each"
+        lines.append(
+            f"| {row['case']}: {kind} | {row['alone_s']:.2f} s | {row['tokens_per_s']:.0f} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
 def sections(results: Path) -> dict[str, str]:
     """The parts of docs/scaling.md by name."""
-    check, scaling = (
-        json.loads((results / name).read_text())
-        for name in ("scaling-check-h200.json", "scaling-llada2-mini-h200.json")
+    check, scaling, layout = (
+        json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in ("check", "llada2-mini", "layouts")
     )
     setting = scaling["setting"]
     steps = ", ".join(f"`{Path(path).stem}`" for path in setting["steps"])
@@ -90,4 +107,5 @@ def sections(results: Path) -> dict[str, str]:
         "checked": checked(check),
         "loads": f"{about}\n\n{loads(scaling)}",
         "cards": cards(scaling),
+        "layouts": layouts(layout),
     }

@@ -31,6 +31,7 @@ from dinfer.serving.run import listen, serve, tuned
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
+from dinfer.serving.warm_up import warm_up
 
 
 def words(spec: ModelSpec) -> PreTrainedTokenizerFast:
@@ -74,6 +75,7 @@ def main(args: list[str] | None = None) -> None:
     models_served = catalogue(pipe, {"shape": pipe.recipe}, max_new_tokens=given.new, created=int(time.time()))
     with listen(settings) as socket:
         log_as_json()
+        warm_up(models_served, given.prompt)
         with tuned():
             serve(Server(models_served, settings), socket, lambda address: print(f"ready: {address}", flush=True))
 

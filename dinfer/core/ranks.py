@@ -45,7 +45,7 @@ class Ranks:
         cuda = dist.get_backend(group) == "nccl"
         if not cuda or (small := SymmetricSum.of(group, torch.device("cuda", torch.cuda.current_device()))) is None:
             return cls(rank, group)
-        return cls(rank, group, small)
+        return cls(rank, group, small, small.exchange)
 
     @property
     def index(self) -> int:

@@ -78,7 +78,7 @@ class Recipe:
                 "generation. Use iteration=full."
             )
         single = self.decoder.edits or self.decoder.grows or self.decoder.verifies or self.decoder.large
-        if self.iteration.branches and (single or self.cache.follows or self.cache.watches):
+        if self.iteration.branches and (single or self.cache.watches or not self.cache.scores_decoded):
             whose = self.decoder if single else self.cache
             raise IncompatibleRecipe(
                 f"{type(self.iteration).__name__} runs versions of the active blocks side by side, and "

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -52,7 +52,8 @@ class Leader:
         self.failure: RankFailed | None = None
         self.patience = STILL  # seconds; more where ranks compile
         self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are told before the next one
-        self.joined = False  # the ranks have a process group of torch.distributed
+        self.joined: Any = None  # what these ranks call each other, once they have a process group
+        self.leave: Callable[[], object] = int  # what this process does in the end, when the others are gone
         self.models: dict[int, Any] = {}  # those that all ranks have, by number: the ranks that divide it
         self._numbers = count()
         self._told: dict[int, Channel] = {}
@@ -118,14 +119,17 @@ class Leader:
         """A number that nothing else of these ranks has."""
         return next(self._numbers)
 
-    def together(self, name: str, *given: Any, work: Callable[[], Result]) -> tuple[Result, list[Any]]:
+    def together(
+        self, name: str, *given: Any, work: Callable[[], Result], patience: float = 0.0
+    ) -> tuple[Result, list[Any]]:
         """Does `work` here while the other ranks do what they are told. Returns both, theirs in order of rank.
 
         A ValueError or MemoryError of a rank is raised when all have answered, and nothing is lost. Any other error
-        of `work` ends the ranks: they may wait for this one for ever.
+        of `work` ends the ranks: they may wait for this one for ever. `patience`: for how many seconds no rank need
+        move, if that is longer than within a step.
         """
         error: Exception | None = None
-        with self.turn, self.motion.work():
+        with self.turn, self.motion.work(), self._patient(patience):
             self.tell(name, *given, wanted=True)
             try:
                 result = work()
@@ -144,6 +148,14 @@ class Leader:
             if kind != "done":
                 raise (MemoryError if kind == "MemoryError" else ValueError)(f"rank {rank}: {text}")
         return result, [value for _, value in answers]
+
+    @contextmanager
+    def _patient(self, seconds: float) -> Iterator[None]:
+        before, self.patience = self.patience, max(self.patience, seconds)
+        try:
+            yield
+        finally:
+            self.patience = before
 
     def reason(self, error: BaseException) -> BaseException:
         """What to raise where work of all ranks met `error` here: often that another rank is gone is behind it."""
@@ -170,6 +182,7 @@ class Leader:
                     channel.socket.settimeout(FAREWELL)
                     with suppress(TimeoutError):
                         self._left(rank, channel)
+                self.leave()
             self.turn.release()
         self._ended = True
         self._end()

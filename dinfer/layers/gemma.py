@@ -115,7 +115,7 @@ class Block(nn.Module):
 
     def forward(self, x_BWD: Tensor, table: Table, attend: Attend, context_BW1: Tensor) -> Tensor:
         x_BWD = x_BWD + self.attn_out_norm(self.attention(self.attn_norm(x_BWD), table, attend))
-        dense_BWD = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BWD), attend.pos_BW))
+        dense_BWD = self.mlp_out_norm(close(self.mlp(self.mlp_norm(x_BWD))))
         expert_BWD = self.experts_out_norm(self.experts(self.experts_norm(x_BWD), x_BWD))
         x_BWD = x_BWD + self.out_norm(dense_BWD + expert_BWD)
         return x_BWD * torch.where(context_BW1, self.scale[0], self.scale[1])
@@ -175,7 +175,7 @@ class Gemma(nn.Module):
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
         """Adds what was expected one step before, `mix` of its logits; of zeros nothing comes. [B, W, D]"""
-        return x_BWD + self.conditioning.mlp(self.conditioning.norm(expected_BWD), expected_BWD)
+        return x_BWD + close(self.conditioning.mlp(self.conditioning.norm(expected_BWD)))
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""

@@ -51,11 +51,11 @@ class Linear(Formatted, nn.Linear):
         return self.formats["weight"].takes
 
     def forward(self, x: Deferred) -> Tensor:
-        return close(share(self.formats["weight"].linear(x, self.weight_of("weight"), self.bias), self.ranks))
+        return close(self.deferred(x, parts=False))
 
-    def deferred(self, x: Deferred) -> Deferred:
-        """As called, for a consumer that may add up parts."""
-        out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=True)
+    def deferred(self, x: Deferred, *, parts: bool = True) -> Deferred:
+        """As called, for a consumer that may add up ranks' addends, and `parts` of each."""
+        out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=parts)
         return share(out, self.ranks)
 
 

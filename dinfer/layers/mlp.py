@@ -1,7 +1,5 @@
 """What follows the attention in a block: a gated MLP, or a mixture of them."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -34,8 +32,9 @@ class GatedMLP(nn.Module):
         """Each rank has a part of the width."""
         self.down.ranks = ranks
 
-    def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate_up(x_BWD), self.down.takes))
+    def forward(self, x_BWD: Deferred, pos_BW: Tensor | None = None) -> Deferred:
+        """[B, W, D] -> [B, W, D]"""
+        return self.down.deferred(self.gated(self.gate_up(x_BWD), self.down.takes), parts=False)
 
 
 class Experts(Formatted):
@@ -72,7 +71,7 @@ class Experts(Formatted):
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
         shared, mlp = None, self.shared
         if mlp is not None:
-            shared = Shared(partial(mlp, pos_BW=pos_BW), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
+            shared = Shared(lambda x_ND: close(mlp(x_ND)), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
         weights = self.expert("gate_up"), self.expert("down")
         return share(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared), self.ranks)
 

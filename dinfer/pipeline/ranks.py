@@ -10,18 +10,18 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from dinfer import __version__
 from dinfer.core.protocols import ModelFamily, ModelSpec
-from dinfer.core.ranks import Ranks
+from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.recipe import Recipe
 from dinfer.core.spec import Rank
 from dinfer.distributed.follower import Follower
@@ -36,6 +36,7 @@ from dinfer.loading.packed import FIELD as QUANTIZATION
 
 PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
 HERE = "127.0.0.1"
+LONG = 3600.0  # seconds in which a rank may read one tensor, or wait for one result of its card: disks are slow
 # Multicast hangs on hosts where it is broken. NCCL's own watchdog would abort the process of the caller.
 SETTINGS = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -65,7 +66,7 @@ class Source:
             )
         torch.manual_seed(self.seed)
         dtype = self.dtype or torch.bfloat16
-        return random_network(self.family, self.spec, dtype=dtype, device=device, rank=rank)
+        return random_network(self.family, self.spec, dtype=dtype, device=device, quantize=self.quantize, rank=rank)
 
     @property
     def spec(self) -> ModelSpec:
@@ -126,22 +127,26 @@ def divided(source: Source, size: int, device: torch.device) -> Any:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     ranks = started(size, lambda path: torchrun_store().set(PLACE, path))
-    own, others = ranks.together(
-        "identity", None if source.folder is None else str(source.folder), work=lambda: identity(source.folder)
-    )
-    for rank, other in enumerate(others, 1):
-        for name, value in own.items():
+    folder = None if source.folder is None else str(source.folder)
+    mine, theirs = ranks.together("identity", folder, work=lambda: identity(source.folder), patience=LONG)
+    for rank, other in enumerate(theirs, 1):
+        for name, value in mine.items():
             if other[name] != value:
                 raise ValueError(f"rank {rank} has another {name} than rank 0: {other[name]!r} instead of {value!r}")
-    if not ranks.joined:
+    if ranks.joined is None:
         if dist.is_initialized():  # with ranks that have ended
             dist.destroy_process_group()
         store = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
         threads = max(torch.get_num_threads() // size, 1)
-        ranks.together("join", store.port, size, device.type, threads, work=lambda: join(store, 0, size, device.type))
-        ranks.motion.computes, ranks.joined = device.type == "cpu", True
-    number = ranks.number()
-    network, _ = ranks.together("load", number, source.spelled(), work=lambda: joined(source, device.type))
+        join_here = partial(join, store, 0, size, device.type)
+        own, others = ranks.together("join", store.port, size, device.type, threads, work=join_here, patience=LONG)
+        if {*others} != {own.small is not None}:
+            ranks.fail("some ranks can read the memory of other cards, and some cannot")
+            ranks.check()
+        ranks.joined = own
+        ranks.leave, ranks.motion.computes = leave, device.type == "cpu"
+    number, load_here = ranks.number(), partial(share, source, ranks.joined)
+    network, _ = ranks.together("load", number, source.spelled(), work=load_here, patience=LONG)
     ranks.models[number] = network.ranks
     weakref.finalize(network, _forget, ranks, number).atexit = False
     return network
@@ -161,7 +166,7 @@ def everywhere(recipe: Recipe, work: Callable[..., Result], *given: Any, **named
     if recipe.ranks.size == 1 or (ranks := leader()) is None:
         return call()
     number = model_number(ranks, recipe)
-    return ranks.together("call", number, work.__module__, work.__name__, given, named, work=call)[0]
+    return ranks.together("call", number, work.__module__, work.__name__, given, named, work=call, patience=LONG)[0]
 
 
 def identity(folder: Path | None) -> dict[str, str]:
@@ -178,22 +183,28 @@ def identity(folder: Path | None) -> dict[str, str]:
     return found | {"code": code.hexdigest()[:16], "checkpoint": weights.hexdigest()[:16]}
 
 
-def join(store: dist.Store, rank: int, size: int, device: str) -> None:
-    """Makes this process a rank of the default process group."""
+def join(store: dist.Store, rank: int, size: int, device: str) -> Ranks:
+    """Makes this process a rank of the default process group. All do so at the same time."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         own = torch.device("cuda", rank)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=own)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return Ranks.of()
 
 
-def joined(source: Source, device: str) -> Any:
-    """The share of this rank, which computes with those of the others."""
-    ranks = Ranks.of()
-    where = torch.device(device, ranks.index) if device == "cuda" else torch.device(device)
-    network = source.network(where, ranks.rank)
-    network.join(ranks)
+def leave() -> None:
+    """Leaves the process group when the other ranks are gone: NCCL would complain at the end of the process."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        cast(dist.ProcessGroup, dist.group.WORLD).abort()
+
+
+def share(source: Source, ranks: Ranks) -> Any:
+    """This rank's share of a network, which computes with those of the others. No rank waits for another here."""
+    cuda = dist.get_backend() == "nccl"
+    network = source.network(torch.device("cuda", ranks.index) if cuda else torch.device("cpu"), ranks.rank)
+    network.join(replace(ranks))  # each model has its own, by which it is known
     return network
 
 
@@ -201,7 +212,7 @@ class Hands:
     """What a rank other than 0 has, and does as it is told."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._device = rank, "cpu"
+        self._rank, self._ranks = rank, ALONE
         self._networks: dict[int, Any] = {}
         self._workers: dict[int, Worker] = {}
 
@@ -212,10 +223,10 @@ class Hands:
                 return identity(None if folder is None else Path(folder))
             case "join", [port, size, device, threads]:
                 torch.set_num_threads(threads)
-                join(dist.TCPStore(HERE, port, is_master=False), self._rank, size, device)
-                self._device = device
+                self._ranks = join(dist.TCPStore(HERE, port, is_master=False), self._rank, size, device)
+                return self._ranks.small is not None
             case "load", [number, source]:
-                self._networks[number] = joined(Source.read(source), self._device)
+                self._networks[number] = share(Source.read(source), self._ranks)
             case "forget", [number]:
                 del self._networks[number]
             case "engine", [number, model, parts, runtime]:

@@ -31,7 +31,7 @@ class Admission:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=self.retry_after)
 
     def check(self, rows: int, tokens: int = 0) -> None:
-        """Raises ApiError unless there could be room for so many rows, with so many tokens, once others have ended."""
+        """Raises ApiError for more rows or tokens than fit into an idle server."""
         self.check_open()
         for what, more, most in (("requests", rows, self.max_requests), ("tokens", tokens, self.max_tokens)):
             if more > most:
@@ -41,7 +41,7 @@ class Admission:
 
     @contextmanager
     def admit(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Holds room for the rows of one request, of these lengths, while it is served."""
+        """Reserves room for the rows of one request while it is served. `lengths`: positions of each row's canvas."""
         self.check(len(lengths), sum(lengths))
         for what, more, now, most in (
             ("requests", len(lengths), self.requests, self.max_requests),

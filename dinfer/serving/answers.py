@@ -15,7 +15,7 @@ from dinfer.serving.rows import Event
 
 @dataclass(slots=True)
 class _Choice:
-    """One row of an answer, as far as it has come."""
+    """One row of an answer: what has come of it so far."""
 
     text: str = ""
     scored: list[tuple[int, TokenLogprob]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """One response of /v1/chat/completions or /v1/completions, as its rows come in."""
+    """One response of /v1/chat/completions or /v1/completions. It grows with each event of its rows."""
 
     id: str
     created: int

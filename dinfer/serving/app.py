@@ -68,7 +68,7 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body: field, value, and what it must be."""
+    """The first error in a body: its field, its value, and what the field must be."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"][1:]) or "body"
     if first["type"] == "missing":
@@ -160,7 +160,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/trace")
     async def trace(body: ChatRequest) -> Response:
-        """The page that plays the denoising of the answer, as `dinfer trace` writes it. It is denoised once more."""
+        """The page that plays the denoising of an answer, which it denoises for that, as `dinfer trace` does."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         prompt = await encoded(served, body.conversation, "messages")

@@ -1,6 +1,6 @@
-"""A file of requests, in OpenAI's batch format, answered by the application that answers clients, without a network.
+"""Answers a file of requests in OpenAI's batch format. The server's own application answers them, without a network.
 
-Each answer is a line of the output, whole or not there. A run that is killed goes on where it was.
+Each answer is one whole line of the output. A run that was killed resumes where it was.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Line:
 
 
 def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
-    """The lines from the beginning. `setup`: what an answer depends on beside its line."""
+    """All lines of the file that are not blank. `setup`: the settings that an answer depends on."""
     base = hashlib.blake2b(json.dumps(setup, sort_keys=True, default=str).encode(), digest_size=12)
     source.seek(0)
     for number, text in enumerate(source, 1):
@@ -67,7 +67,7 @@ class Output:
     """The file of answers, locked while it is open. A pipe or a device takes answers too, but keeps none."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        """Raises ValueError for a file that is not ours, or that another process writes; OSError."""
+        """Raises ValueError for a file of another kind, or one that another process writes; OSError."""
         self.path, self.ids = path, dict[str, str | None]()  # custom ids by the id of the answer
         with naming(path):
             self._file = path.open("ab", buffering=0)
@@ -107,7 +107,7 @@ class Output:
         self.ids[answer["id"]] = answer["custom_id"]
 
     def _read(self) -> int:
-        """Takes up the answers that are there, and returns how many bytes they have."""
+        """Reads the answers that the file has, and returns their size in bytes."""
         size = 0
         with self.path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -152,7 +152,7 @@ def run(
             progress(len(output.ids), len(ids), answer)
 
     def left() -> Iterator[Line]:
-        """Lines that can be answered and are not. What is wrong with others is their answer."""
+        """The lines that still need an answer. A line with an error is answered with that error."""
         seen: dict[str, int] = {}
         for line in lines(asked, setup):
             try:
@@ -195,7 +195,7 @@ def answer_here(
 
 
 def check(server: Server) -> None:
-    """Raises EngineFailed or RankFailed if an engine cannot be relied on, and so neither can its last answers."""
+    """Raises EngineFailed or RankFailed if an engine has failed: its last answers may be wrong."""
     if server.failure is not None:
         raise ended(server.failure)
 
@@ -209,7 +209,7 @@ async def answered(app: Any, line: Line) -> dict[str, Any]:
 
 
 def refusal(line: Line, error: ApiError) -> dict[str, Any]:
-    """The answer to a line that cannot be."""
+    """The answer to a line that cannot be read."""
     found = error.body()["error"]
     found["message"] = f"line {line.number}: {found['message']}"
     try:
@@ -239,7 +239,7 @@ def parsed(text: bytes) -> Any:
 
 
 def checked(given: Any) -> Ask:
-    """A request that can be made. Raises ApiError."""
+    """The request that a line's JSON holds. Raises ApiError."""
     try:
         ask = Ask.model_validate(given)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The Ray cluster: how a command reaches it, and whether it has what is asked for."""
+"""Joins a Ray cluster, and checks whether it has room for what is asked."""
 
 import logging
 import os
@@ -53,7 +53,7 @@ def device_of(device: str | None) -> str:
 
 
 def usual(ranks: int, device: str) -> int:
-    """How many replicas there are if nobody says: as many as the cards allow, or one for each machine without cards."""
+    """Default number of replicas: as many as the cards allow, or one for each machine without cards."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(int(node.get("GPU", 0) // ranks) for node in alive) if device == "cuda" else len(alive)
 

@@ -1,4 +1,4 @@
-"""Connections of clients: how long they may take to say what they want, and how many files they need."""
+"""Connections of clients: a limit of time for the head of a request, and of files for the process."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ OTHERS = 256  # files that the process has open beside its connections
 
 
 def connection(settings: Settings) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol, except that a connection ends whose client is too slow to send the head of a request."""
+    """Uvicorn's HTTP protocol. It also closes a connection whose client sends the head of its request too slowly."""
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _late: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
 
 
 def open_files(settings: Settings) -> None:
-    """Lets the process have as many connections open as `max_connections` says, or warns that it may not."""
+    """Raises the process's limit of open files to fit `max_connections`, and warns if the system does not allow it."""
     need, (soft, hard) = settings.max_connections + OTHERS, resource.getrlimit(resource.RLIMIT_NOFILE)
     most: Any = need if hard == resource.RLIM_INFINITY else min(need, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

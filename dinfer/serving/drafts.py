@@ -1,4 +1,4 @@
-"""The canvas of a row for those who want to see drafts: what changed since the message before.
+"""Messages that show the canvas of a row: each has what changed since the one before.
 
 docs/serving.md documents the messages.
 """

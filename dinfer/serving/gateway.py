@@ -1,11 +1,11 @@
-"""The door of a server with replicas: keys and limits as ever, and then the replica that holds the conversation."""
+"""The entrance of a server with replicas: checks keys and limits, and asks the replica that holds the conversation."""
 
 import asyncio
 import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -36,7 +36,7 @@ LOG = logging.getLogger("dinfer.serving")
 
 
 class Gateway:
-    """The ingress of the application on Ray Serve. It holds no model, and there may be any number of it."""
+    """The ingress of the application on Ray Serve. It holds no model, so there may be any number of gateways."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings, owner: str) -> None:
         """`owner`: the command that deploys it. Raises ValueError, OSError for keys that this machine lacks."""
@@ -64,14 +64,14 @@ class Gateway:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        """Those of every replica, which the label `replica` tells apart, and of this gateway."""
+        """The metrics of every replica, labelled with its name, and of this gateway."""
         told = [*await self._of_all("metrics"), ("", [*self._registry.collect()])]
         registry = CollectorRegistry()
         registry.register(_Merged(told))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _of_all(self, method: str) -> list[Any]:
-        """What this method returns on each replica that answers in time."""
+        """What a method returns on each replica that answers in time."""
         try:
             told = await self._replicas.broadcast(method).results_async(timeout_s=PROBE, return_exceptions=True)
         except TimeoutError:
@@ -106,14 +106,15 @@ class Gateway:
         session = conversation(asked)
         for _ in range(ATTEMPTS):
             head: Message | None = None
-            begun = False
+            begun = done = False
             response: Any = self._replicas.options(stream=True, session_id=session).answer.remote(asked)
             try:
                 async for message in response:
                     if message["type"] == "http.response.start":
                         head = message
                         continue
-                    if head is not None and (message.get("body") or not message.get("more_body")):
+                    done = not message.get("more_body")
+                    if head is not None and (message.get("body") or done):
                         begun = True
                         yield head
                         head = None
@@ -125,17 +126,20 @@ class Gateway:
                     429, "all replicas are busy, and as many requests wait as may: try again later",
                     code="queue_full", retry_after=1,
                 ) from error  # fmt: skip
-            except RayTaskError:
-                raise
             except (RayError, RayServeException) as error:
                 LOG.warning("a replica was lost: %s", type(error).__name__)
+                if isinstance(error, RayTaskError) and not begun:  # the replica lives, and has met a defect of ours
+                    raise
                 if begun:
                     raise ApiError(
                         500, "the replica that wrote this answer has ended: ask again", code="replica_lost"
                     ) from error
                 self._retried.inc()
-            finally:
-                response.cancel()
+            except (asyncio.CancelledError, GeneratorExit):  # the client has left, or the deadline has come
+                with suppress(RayError, RayServeException):  # `cancel` raises what has ended the response
+                    if not done:
+                        response.cancel()
+                raise
         raise ApiError(
             503, f"{ATTEMPTS} replicas ended while they answered this request", code="replica_lost", retry_after=5
         )

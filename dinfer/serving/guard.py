@@ -1,4 +1,4 @@
-"""What stands before every request: keys, limits, request ids, and clients that go away or do not read."""
+"""Checks every request: keys and limits. Gives it an id, and notices clients that leave or do not read."""
 
 import asyncio
 import hmac
@@ -40,7 +40,7 @@ HELD: ContextVar[AsyncExitStack] = ContextVar("held")
 
 
 class NotRead(Exception):
-    """The client did not read for as long as it may. Not a TimeoutError: Starlette takes an OSError for its own."""
+    """The client did not read in time. It is no TimeoutError, since Starlette handles every OSError itself."""
 
 
 class Guard:
@@ -138,7 +138,7 @@ class Guard:
         return b"".join(parts)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: "_Sending") -> bool:
-        """Runs the application while there is a client that reads. False: there was none any more. Raises NotRead."""
+        """Runs the application while its client is there. False: the client has left. Raises NotRead."""
         bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def left() -> Message:

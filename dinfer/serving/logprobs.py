@@ -13,7 +13,7 @@ Scored = Sequence[tuple[int, TokenLogprob]]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Makes the objects for chats, or for completions, with so many alternatives of each token."""
+    """Makes the objects of a chat, or of a completion. `top`: alternatives of each token."""
 
     pieces: Pieces
     top: int

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The metrics that Prometheus reads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +79,7 @@ class _Rounds:
 
 
 class _Gauges(Collector):
-    """What is asked for when somebody looks: queues, slots and pages."""
+    """Values that are read when Prometheus asks: queues, slots and pages."""
 
     def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
         self._engines, self._admission = engines, admission

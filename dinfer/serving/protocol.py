@@ -47,7 +47,7 @@ IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"} 
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Equal, where 0 and 0.0 are one value, and 0 and False are two."""
+    """Whether two values are equal. 0 and 0.0 are; 0 and False are not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
@@ -108,7 +108,7 @@ class Generation(Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        """Takes out what asks for nothing, and refuses by name what cannot be honoured."""
+        """Drops fields whose value asks for nothing, and refuses by name what cannot be honoured."""
         if not isinstance(data, dict):
             return data
         kept = {}

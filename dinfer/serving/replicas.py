@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -71,7 +71,7 @@ class Replica:
         self._server.check()
 
     def check_health(self) -> None:
-        """Serve asks, and replaces a replica that raises."""
+        """Ray Serve calls it, and replaces a replica that raises."""
         if self._server.failure is not None:
             raise EngineFailed(f"the engine failed: {self._server.failure!r}") from self._server.failure
 
@@ -82,7 +82,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How many replicas there are, and what each is given."""
+    """How many replicas there are, and what each of them occupies."""
 
     replicas: int
     rows: int  # that one replica denoises at a time
@@ -90,7 +90,7 @@ class Plan:
     autoscaling: dict[str, Any] | None = None  # fields of Ray Serve's AutoscalingConfig
 
     def scaling(self) -> AutoscalingConfig | None:
-        """Between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
+        """Autoscaling between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
         if self.autoscaling is None:
             return None
         fields = {"min_replicas": self.replicas, "target_ongoing_requests": self.rows, **self.autoscaling}
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """The most replicas that there may be."""
         scaling = self.scaling()
         return self.replicas if scaling is None else max(self.replicas, scaling.max_replicas)
 
@@ -155,9 +155,9 @@ def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]
     What an earlier command deployed there is replaced, a replica at a time, and that command ends. Raises ValueError,
     OSError, EngineFailed.
     """
-    with stopping() as stop, deployed(make, settings, plan) as here:
+    with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan) as here:
         ready(here.address)
-        watch(here, stop)
+        watch(here)
 
 
 @dataclass(slots=True)
@@ -202,15 +202,13 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
 
 
 @contextmanager
-def stopping() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+def interruptible() -> Iterator[None]:
+    """SIGTERM is what Ctrl-C is, and so ends the loading of a model as well."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield stop
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 def check(address: str) -> None:
@@ -225,12 +223,13 @@ def check(address: str) -> None:
         ) from error
 
 
-def watch(here: Deployed, stop: threading.Event) -> None:
-    """Waits for a signal, or for another command that deploys its own application in place of ours.
+def watch(here: Deployed) -> None:
+    """Waits for another command that deploys its own application in place of ours.
 
     Raises EngineFailed if the application is gone.
     """
-    while not stop.wait(LOOK):
+    while True:
+        time.sleep(LOOK)
         now = serve.status().applications.get(NAME)
         if now is None or now.status == ApplicationStatus.DELETING:
             raise EngineFailed("somebody has ended the application on Ray Serve")

@@ -50,7 +50,7 @@ class Wanted:
 async def row_events(
     served: Served, index: int, request: Request, wanted: Wanted, deadline: float
 ) -> AsyncGenerator[Event]:
-    """Runs a row until the deadline, by the event loop's clock. Whoever leaves off cancels it. Raises ApiError."""
+    """Runs a row until the deadline, by the event loop's clock. A caller who stops cancels it. Raises ApiError."""
     text = StoppableText(served.pipe.decode, wanted.stops)
     canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
     told: list[tuple[int, TokenLogprob]] = []  # with log-probabilities, tokens whose text may not be told yet
@@ -103,7 +103,7 @@ def partial(update: Update, tokens: int) -> Counts:
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
-    """The events of all rows as they come. An error of one ends them all: they are one client's request."""
+    """The events of all rows as they come. An error of one row ends all of them, since they are one request."""
     queue: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
 
     async def drain(stream: AsyncGenerator[Event]) -> None:

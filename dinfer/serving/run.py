@@ -25,7 +25,7 @@ class EngineFailed(RuntimeError):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn's server, except that a signal ends it in peace: running requests finish, and the exit status is 0."""
+    """Uvicorn's server. A signal ends it with exit status 0, after the running requests have finished."""
 
     def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
         super().__init__(config)
@@ -110,7 +110,7 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
 
 
 def ended(failure: BaseException) -> BaseException:
-    """What ends a program whose engine has failed. That a rank is gone says all; other errors keep their traceback."""
+    """The error that ends a program whose engine has failed. Only a lost rank needs no traceback."""
     if isinstance(failure, RankFailed):
         return failure
     error = EngineFailed(f"the engine failed: {failure!r}")

@@ -1,4 +1,4 @@
-"""The models that a server offers: a name, a recipe, and what a client's request becomes in it."""
+"""The models that a server offers by name, and how a client's request becomes rows of one."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Served:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Texts of single tokens."""
+        """The text of each token."""
         return Pieces(self.pipe)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What all routes share: which models there are, how many requests may run, and how one is answered."""
+"""What all routes share: the models, the limit of requests, and how a request is answered."""
 
 import asyncio
 import time
@@ -62,7 +62,7 @@ class Server:
         self.admission.check_open()
 
     def job(self, served: Served, rows: list[Row], own: Own, wanted: Wanted, *, stream: bool) -> Job:
-        """Raises ApiError for what contradicts itself."""
+        """Makes a job. Raises ApiError for fields that contradict each other."""
         if own.drafts and not stream:
             raise refused("dinfer.drafts", True, "needs stream=true")
         if own.deadline is not None and own.deadline > self.settings.deadline:
@@ -70,7 +70,7 @@ class Server:
         return Job(served, rows, wanted, own)
 
     async def events(self, job: Job) -> AsyncGenerator[Event]:
-        """The events of all rows of a request, counted, within its deadline. Raises ApiError."""
+        """The events of all rows of a request until its deadline. Counts them in the metrics. Raises ApiError."""
         began = time.perf_counter()
         name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
         deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline

@@ -11,7 +11,7 @@ LEAST_KEY = 8  # characters
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine and is known to no other."""
+    """Whether a host's name or address can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -30,6 +30,7 @@ class Settings:
     max_tokens: int = 4_194_304  # positions of their canvases
     max_body: int = 4_194_304  # bytes of a request
     max_connections: int = 2048  # requests that wait for an answer
+    warm_up: int = 0  # tokens of the prompts that are run before the server is ready; 0: none are
     max_new_tokens: int = 256  # of a request that says nothing
     deadline: float = 600.0  # seconds that a request may take
     send_timeout: float = 30.0  # seconds that a client may take to read a piece
@@ -43,7 +44,7 @@ class Settings:
         for name, seconds in limits.items():
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds} must be more than 0 seconds")
-        check_range("", self, "grace", least=0)
+        check_range("", self, "grace", "warm_up", least=0)
         check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
         if not self.loopback and self.api_key is None and not self.insecure:
             raise ValueError(

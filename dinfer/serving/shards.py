@@ -27,7 +27,7 @@ class Answers:
         self._app = application(self._server)
 
     async def __call__(self, shard: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The answers to some lines, which are denoised together, and with those of other shards."""
+        """The answers to some lines. They are denoised together, also with the lines of other shards."""
         columns = (shard[name].tolist() for name in ("number", "text", "id"))
         found = await asyncio.gather(*(answered(self._app, Line(*values)) for values in zip(*columns, strict=True)))
         check(self._server)

@@ -1,4 +1,4 @@
-"""An answer that strings may end."""
+"""The text of an answer that stop strings may end."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from dinfer.pipeline.streaming import Decode, GrowingText
 
 
 class StoppableText:
-    """The text of tokens that come bit by bit, in pieces; it ends before the first stop string that is complete.
+    """The text of a growing list of tokens, in pieces. It ends before the first complete stop string.
 
-    What may be the beginning of a stop string is held back until that is decided.
+    A possible beginning of a stop string is held back until the next tokens decide.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
@@ -32,7 +32,7 @@ class StoppableText:
 
     @property
     def taken(self) -> int:
-        """How many tokens it has been given."""
+        """Number of tokens that it was given."""
         return len(self._ids)
 
     @property
@@ -44,7 +44,7 @@ class StoppableText:
         return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self._ids[:count])))
 
     def _cut(self, text: str, last: bool) -> str:
-        """The text before a stop string, or before what may become one, which is then held back."""
+        """The text before a stop string. The beginning of a possible one is held back."""
         seen = text + self._grown.pending
         found = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
         self.stopped = bool(found)

@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray]'")
 
 import ray
+from ray import serve
 from support.command_line import CommandLine
 from support.serving import tiny
 
@@ -84,6 +85,7 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
             machine.workers(REPLICA)[0].kill()
             results = [one.result() for one in found]
         metrics = httpx.get(f"{here.address}metrics").text
+    serve.shutdown()  # so that the next server may choose its port
     for i, (status, text, error) in enumerate(results):
         assert status == 200, results[i]
         if error is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.serving import served
+from support.serving import served, tiny
 
+import dinfer
 from dinfer.serving.settings import Settings
+from dinfer.serving.warm_up import warm_up
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -59,3 +61,14 @@ def test_no_web_site_reaches_a_server_without_keys_by_its_own_name(
     monkeypatch.setenv("SECRET", "a-long-key")
     with served(settings) as client:
         assert client.ask("/health", host=host).status_code == status
+
+
+def test_a_warm_server_has_its_memory_and_answers_as_any() -> None:
+    pipe = dinfer.Pipeline(tiny().recipe, tiny().tokenizer, dinfer.Runtime(rows=2, max_length=24, share=True))
+    with served(pipe=pipe) as client:
+        warm_up(client.server.catalogue, 512)  # more than there is room for
+        taken = pipe.engine.occupancy()
+        assert taken["pages"] == taken["pages_free"] > 0 and taken["running"] == taken["waiting"] == 0
+        body = {"model": "tiny", "prompt": "2 + 3", "max_tokens": 8}
+        (want,) = pipe.generate(["2 + 3"], max_new_tokens=8, chat=False)
+        assert client.ask("/v1/completions", body).json()["choices"][0]["text"] == want.text

@@ -16,14 +16,14 @@ def say(*words: Any) -> None:
 
 
 def main(folder: str, ranks: str, device: str) -> None:
-    joined = dinfer.pipeline.ranks.joined
+    share = dinfer.pipeline.ranks.share
 
     def told(*given: Any) -> Any:
         present = leader()
         say("loading", os.getpid(), *(present.processes.values() if present else ()))
-        return joined(*given)
+        return share(*given)
 
-    dinfer.pipeline.ranks.joined = told
+    dinfer.pipeline.ranks.share = told
     runtime = dinfer.Runtime(tensor_parallel=int(ranks), graphs=device == "cuda")
     pipe = dinfer.load(folder, device=device, dtype="float32", runtime=runtime)
     for _ in range(3):  # the steps of the last time are CUDA graphs

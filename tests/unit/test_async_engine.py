@@ -17,6 +17,7 @@ from dinfer.core.recipe import Recipe, compose
 from dinfer.engine import async_engine
 from dinfer.engine.async_engine import AsyncEngine, EngineHung
 from dinfer.engine.request import Completion, Request, Update
+from dinfer.engine.turns import Turns
 
 
 def recipe_of() -> Recipe:
@@ -105,6 +106,42 @@ def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None
         await last(served, requests_of(recipe, 1)[0])
 
     asyncio.run(main())
+
+
+def test_engines_that_share_a_thread_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of()
+    requests = requests_of(recipe, 4)
+    want = [outcome(completion) for completion in completions(engine_for(recipe), requests)]
+    monkeypatch.setattr(async_engine, "SHIFT", 0.0)
+
+    async def main() -> None:
+        turns = Turns()
+        engines = [AsyncEngine(engine_for(recipe, rows=2, max_length=64), turns) for _ in range(2)]
+        got = await asyncio.gather(*(last(engines[i % 2], request) for i, request in enumerate(requests)))
+        assert [outcome(completion) for completion in got] == want
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_steps_come_together_for_callers_that_are_not_due(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of()
+    request = Request([1, 2, 3], 29, recipe.resolve({}))
+    (want,) = completions(engine_for(recipe), [request])
+    monkeypatch.setattr(async_engine, "PAUSE", 1e9)
+    monkeypatch.setattr(async_engine, "FRAME", 1e9)
+
+    async def main() -> list[Update]:
+        served = AsyncEngine(engine_for(recipe))
+        return [update async for update in served.stream(request, deltas="commit", drafts=drafts)]
+
+    updates = asyncio.run(main())
+    assert [token for update in updates for token in update.new or []] == want.output
+    regions = [update.region for update in updates]
+    if drafts:  # the first at once; then the last of each region, of which none is lost
+        assert len(regions) < want.counts.forwards and len({*regions}) == len({*regions[1:]}) == len(regions) - 1
+    else:
+        assert len(updates) == 2
 
 
 def test_a_round_that_hangs_is_told_but_not_one_that_meets_a_new_shape(monkeypatch: pytest.MonkeyPatch) -> None:

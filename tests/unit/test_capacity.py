@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import throughput
-from benchmarks.capacity import check, denoising, measure
+from benchmarks.capacity import check, denoising, layouts, measure
 from benchmarks.capacity.__main__ import main
 from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
@@ -258,3 +258,36 @@ def test_prices_and_percentiles() -> None:
         cost({"tokens_per_s": 0.0, "cards": 2}, 1.8)
     assert percentiles([3.0, 1.0, 2.0]) == {"mean": 2.0, "p50": 2.0, "p95": 3.0, "p99": 3.0}
     assert percentiles([]) == {} and FrontEnd().request == 0
+
+
+def test_a_step_may_be_a_little_larger_than_measured_if_one_says_so() -> None:
+    times = StepTimes(report(), "made", reach=0.25)
+    assert times.window(64, 32, 100).p50 == 10 and times.window(80, 32, 4096).p50 == pytest.approx(12.5)
+    assert times.window(64, 64, 5120).p50 == pytest.approx(12.5) and (times.steps, times.beyond) == (3, 2)
+    assert times.wide("PREFILL", 1, 10240).p50 == pytest.approx(12.5)
+    with pytest.raises(Unmeasured):
+        times.window(81, 32, 100)
+    found = cluster(rows=80, times=times).closed_loop([Asked(0.0, 1, 31)] * 80, 80)
+    assert found["beyond"] == 1 and cluster().closed_loop([Asked(0.0, 1, 31)], 1)["beyond"] == 0
+    with pytest.raises(ValueError, match=r"--reach -0\.1 must be at least 0"):
+        StepTimes(report(), "made", reach=-0.1)
+
+
+def test_two_cards_are_one_replica_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "SECONDS", 40)
+    steps = report()["steps"]
+    fast = [row | {"quantiles_ms": [4.0] * 5, "mean_ms": 4.0} for row in steps]
+    cases = {
+        "small-llada2, bf16, 1 cards": {"steps": steps, "host_ms": 0.0},
+        "small-llada2, bf16, 2 cards": {"steps": fast, "host_ms": 0.0},
+        "small-llada2, bf16, 2 cards, nccl": {"failed": "no time was left"},
+    }
+    one, two = layouts.compared(cases, 8.0)
+    assert one["alone_s"] == pytest.approx(0.010 * (1 + 8 * 4)) and two["alone_s"] == pytest.approx(
+        0.4 * one["alone_s"]
+    )
+    assert two["tokens_per_s"] == pytest.approx(
+        256 / two["alone_s"]
+    )  # of two cards: 1.25 times those of a replica each
+    assert [load["share"] for load in one["loads"]] == [0.2, 0.5] and len(two["loads"]) == 3
+    assert one["loads"][0]["replicas"] == 2 and two["loads"][0]["replicas"] == 1

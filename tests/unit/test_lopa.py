@@ -59,7 +59,14 @@ def test_a_version_without_masks_is_worth_most_and_part_looks_at_the_worst() -> 
 
 
 @pytest.mark.parametrize(
-    ("decoder", "cache"), [("joint_threshold", "none"), ("wino", "none"), ("threshold", "d2cache"), ("s2d2", "none")]
+    ("decoder", "cache"),
+    [
+        ("joint_threshold", "none"),
+        ("wino", "none"),
+        ("threshold", "d2cache"),
+        ("threshold", "delayed"),
+        ("s2d2", "none"),
+    ],
 )
 def test_what_cannot_follow_a_version_is_refused(decoder: str, cache: str) -> None:
     with pytest.raises(IncompatibleRecipe, match="side by side"):

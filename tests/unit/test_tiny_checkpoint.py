@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 import dinfer
 from dinfer.cli import conf
 from dinfer.demo.problems import generate, is_correct
+from dinfer.loading.files import CheckpointError
 from dinfer.loading.hub import boxed
 from dinfer.loading.lora import CONFIG as ADAPTER
 from tools.trained_experts import trainable
@@ -26,7 +27,9 @@ TOKENIZER = AutoTokenizer.from_pretrained(BOX / "tiny")
 
 def test_these_are_in_the_box() -> None:
     assert boxed() == ["tiny", "tiny-llada2"]
-    assert boxed(ADAPTER) == ["tiny-d2f", "tiny-llada2-multi-block"]
+    assert boxed(ADAPTER) == ["tiny-d2f", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
+    with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
+        dinfer.load("tiny-d2f")
     assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))
 
 
@@ -126,11 +129,9 @@ def test_its_mixtures_use_all_their_experts(second: dinfer.Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "least"),
-    [("tiny-d2f", 9.0), ("tiny-llada2-multi-block", 9.0)],
-    ids=["tiny-d2f", "tiny-llada2-multi-block"],
+    ("preset", "least"), [("tiny-d2f", 9.0), ("tiny-llada2-multi-block", 9.0), ("tiny-llada2-insert-delete", 4.0)]
 )
-def test_an_adapter_in_the_box_decodes_several_blocks_at_once(preset: str, least: float) -> None:
+def test_an_adapter_in_the_box_does_what_it_was_trained_for(preset: str, least: float) -> None:
     """As its preset says: most answers right, at more tokens a forward than the model has without it."""
     with conf.session():
         config = conf.compose("generate", [f"model={preset}"])

@@ -95,8 +95,12 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
     """The server of one process. Ray calls it in the process of each replica."""
     from dinfer.serving.server import Server
+    from dinfer.serving.warm_up import warm_up
 
-    return Server(served(config, others, fitted(pipeline(config))), settings)
+    server = Server(served(config, others, fitted(pipeline(config))), settings)
+    if settings.warm_up:
+        warm_up(server.catalogue, settings.warm_up)
+    return server
 
 
 def needed(command: str) -> None:
