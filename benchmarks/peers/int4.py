@@ -98,7 +98,7 @@ def tinygemm(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
     return [partial(torch.ops.aten._weight_int4pack_mm, x, w, GROUP, scales) for w in values]
 
 
-SIDES = {"bfloat16": bfloat16, "fp8": float8, "int4": ours, "GemLite": gemlite, "torch's int4": tinygemm}
+SIDES = {"bfloat16": bfloat16, "fp8": float8, "int4": ours, "torch's int4": tinygemm, "GemLite": gemlite}
 
 
 def main(args: list[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ROOM = 8 << 20  # bytes of a GPU's buffer
-ONE_SHOT = 1 << 20  # bytes that a GPU reads from the others up to which each adds up all; for more, each a part
+ONE_SHOT = 384 << 10  # bytes that a GPU reads from the others up to which each adds up all; for more, each a part
 ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU with memory that others can read
 WIDTH = 16  # bytes that a thread reads at a time
 

@@ -46,6 +46,11 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
     if name in boxed(needed):
         path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
     elif not path.is_dir():
+        if name in boxed("adapter_config.json"):
+            raise CheckpointError(
+                f"{name!r} is an adapter, not a checkpoint: load the model that it changes with adapter={name!r}, or "
+                f"use the preset model={name} of the command line"
+            )
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             known = unknown("checkpoint", name, boxed(needed))
             good = "A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."

@@ -127,14 +127,10 @@ def divided(source: Source, size: int, device: torch.device) -> Any:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     ranks = started(size, lambda path: torchrun_store().set(PLACE, path))
-    own, others = ranks.together(
-        "identity",
-        None if source.folder is None else str(source.folder),
-        work=lambda: identity(source.folder),
-        patience=LONG,
-    )
-    for rank, other in enumerate(others, 1):
-        for name, value in own.items():
+    folder = None if source.folder is None else str(source.folder)
+    mine, theirs = ranks.together("identity", folder, work=lambda: identity(source.folder), patience=LONG)
+    for rank, other in enumerate(theirs, 1):
+        for name, value in mine.items():
             if other[name] != value:
                 raise ValueError(f"rank {rank} has another {name} than rank 0: {other[name]!r} instead of {value!r}")
     if ranks.joined is None:
@@ -143,7 +139,11 @@ def divided(source: Source, size: int, device: torch.device) -> Any:
         store = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
         threads = max(torch.get_num_threads() // size, 1)
         join_here = partial(join, store, 0, size, device.type)
-        ranks.joined, _ = ranks.together("join", store.port, size, device.type, threads, work=join_here, patience=LONG)
+        own, others = ranks.together("join", store.port, size, device.type, threads, work=join_here, patience=LONG)
+        if {*others} != {own.small is not None}:
+            ranks.fail("some ranks can read the memory of other cards, and some cannot")
+            ranks.check()
+        ranks.joined = own
         ranks.leave, ranks.motion.computes = leave, device.type == "cpu"
     number, load_here = ranks.number(), partial(share, source, ranks.joined)
     network, _ = ranks.together("load", number, source.spelled(), work=load_here, patience=LONG)
@@ -224,6 +224,7 @@ class Hands:
             case "join", [port, size, device, threads]:
                 torch.set_num_threads(threads)
                 self._ranks = join(dist.TCPStore(HERE, port, is_master=False), self._rank, size, device)
+                return self._ranks.small is not None
             case "load", [number, source]:
                 self._networks[number] = share(Source.read(source), self._ranks)
             case "forget", [number]:

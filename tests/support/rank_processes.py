@@ -29,6 +29,13 @@ def runs(process: int) -> bool:
         return False
 
 
+def children(process: int) -> list[int]:
+    """The ranks that a process has started, in order."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    found = (int(child) for task in tasks for child in task.read_text().split())
+    return sorted(child for child in found if b"dinfer.distributed" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
 class Program:
     """`support.rank_program`, and the process ids of all its ranks."""
 
@@ -42,17 +49,9 @@ class Program:
 
     def ranks(self, stage: str) -> list[int]:
         """All ranks, in order, as soon as the program is so far."""
-        children = Path(f"/proc/{self.process.pid}/task")
         if stage == "start":
-            found: list[int] = []
-
-            def all_there() -> bool:
-                pids = (int(pid) for task in children.glob("*/children") for pid in task.read_text().split())
-                found[:] = sorted(pid for pid in pids if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes())
-                return len(found) == self.count - 1
-
-            assert until(all_there, 60)
-            return [self.process.pid, *found]
+            assert until(lambda: len(children(self.process.pid)) == self.count - 1, 60)
+            return [self.process.pid, *children(self.process.pid)]
         assert self.process.stdout is not None
         ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
         if stage == "running":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from support.rank_processes import Program, kill, runs
+from support.rank_processes import LIMIT, Program, children, kill, runs, until
 from support.ranks import save
 
 import dinfer
@@ -20,6 +23,7 @@ import dinfer.pipeline.ranks
 from dinfer.analysis.likelihood import log_likelihoods
 from dinfer.analysis.trace.record import record
 from dinfer.cli.main import main
+from dinfer.core.ranks import ALONE
 from dinfer.core.registry import option
 from dinfer.decoders.threshold import Threshold
 from dinfer.distributed.leader import RankFailed
@@ -169,12 +173,12 @@ def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: py
     done: list[Any] = []
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda host, port, is_master: port)
     for name in ("join", "share"):
-        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given, name=name: done.append(given) or name)
+        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given: done.append(given) or ALONE)
     monkeypatch.setattr(dinfer.pipeline.ranks.Source, "read", lambda told: told)
     hands = dinfer.pipeline.ranks.Hands(1)
-    hands("join", [4711, 2, device, 1])
+    assert hands("join", [4711, 2, device, 1]) is False
     hands("load", [0, "source"])
-    assert done == [(4711, 1, 2, device), ("source", "join")]
+    assert done == [(4711, 1, 2, device), ("source", ALONE)]
 
 
 # What follows starts up to three processes a case, which takes some ten seconds.
@@ -198,3 +202,31 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
     checkpoint: Path, stage: str, victim: int, by: signal.Signals
 ) -> None:
     kill(Program(str(checkpoint), 3), stage, victim, by)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", *words]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("count", "status", "said"), [(2, 0, "tokens per forward"), (3, 1, "torchrun has started 3")])
+def test_torchrun_starts_the_ranks(count: int, status: int, said: str) -> None:
+    torchrun = command("torch.distributed.run", "--nproc-per-node", str(count), "-m", "dinfer.cli.main")
+    given = ["generate", QUESTIONS[0], "model=tiny", "runtime.tensor_parallel=2"]
+    done = subprocess.run([*torchrun, *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and said in done.stderr
+    assert len(done.stdout.splitlines()) == (status == 0)  # rank 0 alone answers
+
+
+@pytest.mark.matrix
+def test_a_server_without_a_rank_says_so_and_ends() -> None:
+    serve = command("dinfer.cli.main", "serve", "model=tiny", "port=0", "runtime.tensor_parallel=2")
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        address = server.stdout.readline().split()[1]
+        (rank,) = children(server.pid)
+        assert httpx.get(f"{address}ready").status_code == 200
+        os.kill(rank, signal.SIGKILL)
+        assert until(lambda: httpx.get(f"{address}ready").status_code == 503, 2)
+        assert server.wait(LIMIT) == 1
+        assert f"dinfer: rank 1 (process {rank}) was killed by SIGKILL" in server.stderr.read()

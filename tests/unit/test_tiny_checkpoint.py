@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 import dinfer
 from dinfer.cli import conf
 from dinfer.demo.problems import generate, is_correct
+from dinfer.loading.files import CheckpointError
 from dinfer.loading.hub import boxed
 from dinfer.loading.lora import CONFIG as ADAPTER
 from tools.trained_experts import trainable
@@ -27,6 +28,8 @@ TOKENIZER = AutoTokenizer.from_pretrained(BOX / "tiny")
 def test_these_are_in_the_box() -> None:
     assert boxed() == ["tiny", "tiny-llada2"]
     assert boxed(ADAPTER) == ["tiny-d2f", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
+    with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
+        dinfer.load("tiny-d2f")
     assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))
 
 

@@ -47,11 +47,11 @@ def _attend(
     acc = tl.zeros((TILE, E), tl.float32)
     if OWN:
         sees = tl.where(tl.program_id(2) == 0, own, -1) >= 0
-        at = (own * G + group)[:, None] * E + entry[None, :]
-        k = tl.load(k_ptr + at, mask=sees[:, None], other=0.0).to(q.dtype)
-        top = tl.where(sees, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, top)
+        own_at = (own * G + group)[:, None] * E + entry[None, :]
+        own_k = tl.load(k_ptr + own_at, mask=sees[:, None], other=0.0).to(q.dtype)
+        top = tl.where(sees, tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, top)
         total = tl.where(sees, 1.0, total)
-        acc = tl.load(v_ptr + at, mask=sees[:, None], other=0.0).to(tl.float32)
+        acc = tl.load(v_ptr + own_at, mask=sees[:, None], other=0.0).to(tl.float32)
     for tile in range(first, first + tiles):
         key = tile * KEYS + tl.arange(0, KEYS)
         there = key < pages * T

@@ -1,0 +1,42 @@
+"""The kernels of a step compile for a Hopper card, with no card: the interpreter takes more than the compiler does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.capture import meta_steps
+from support.launches import failures, recorded_launches
+from support.matrix import SAMPLE, Combination
+from support.models import UNIFORM, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels there")
+
+
+@cache
+def on_meta(variant: str) -> Any:
+    sizes = {} if variant == UNIFORM else {"head_dim": 16}
+    return tiny_model(variant, dtype=torch.bfloat16, **sizes).to("meta")
+
+
+@torch.inference_mode()
+def failed(combinations: list[Combination], monkeypatch: pytest.MonkeyPatch, kernel: str = "") -> list[str]:
+    with recorded_launches(monkeypatch) as launches:
+        for combination in combinations:
+            meta_steps(combination.recipe(on_meta(combination.variant)))
+    wanted = {launch for launch in launches if kernel in launch}
+    assert wanted
+    return failures(wanted)
+
+
+def test_attention_of_a_recipe_with_two_passes_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
+    combination = next(c for c in SAMPLE if str(c) == "block_causal-block_diffusion-s2d2-block")
+    assert failed([combination], monkeypatch, "_attend") == []
+
+
+@pytest.mark.matrix
+def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failed(SAMPLE[::2], monkeypatch) == []
