@@ -225,7 +225,8 @@ class Replica:
         """Milliseconds of a step, drawn from what was measured."""
         lanes, wide = lanes_of(phase, rows, width, self.times.block)
         if phase == "WINDOW":
-            canvas = -(-self._canvas // self.running // 64) * 64  # in steps of 64 positions
+            mean = -(-self._canvas // self.running)
+            canvas = max(min(-(-mean // 64) * 64, self.times.longest), mean)  # few lengths, so that times are cached
             found = self.times.window(lanes, wide, canvas)
         else:
             found = self.times.wide(phase, lanes, wide)

@@ -9,7 +9,7 @@ import torch
 
 from dinfer.core.protocols import StepShape
 
-MOST = 32  # measurements that may be under way; further steps are not measured
+MOST = 32  # measurements that may be under way, or wait to be read
 
 
 class StepClock:
@@ -18,7 +18,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._running: deque[tuple[StepShape, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._measured: list[tuple[StepShape, float]] = []
+        self._measured: deque[tuple[StepShape, float]] = deque(maxlen=MOST)  # on ranks that plan nothing, nobody reads
 
     @contextmanager
     def around(self, shape: StepShape) -> Iterator[None]:
@@ -40,5 +40,6 @@ class StepClock:
         while self._running and self._running[0][2].query():
             shape, begin, end = self._running.popleft()
             self._measured.append((shape, begin.elapsed_time(end) / 1000))
-        measured, self._measured = self._measured, []
+        measured = [*self._measured]
+        self._measured.clear()
         return measured

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -106,14 +106,15 @@ class Gateway:
         session = conversation(asked)
         for _ in range(ATTEMPTS):
             head: Message | None = None
-            begun = False
+            begun = done = False
             response: Any = self._replicas.options(stream=True, session_id=session).answer.remote(asked)
             try:
                 async for message in response:
                     if message["type"] == "http.response.start":
                         head = message
                         continue
-                    if head is not None and (message.get("body") or not message.get("more_body")):
+                    done = not message.get("more_body")
+                    if head is not None and (message.get("body") or done):
                         begun = True
                         yield head
                         head = None
@@ -134,8 +135,11 @@ class Gateway:
                         500, "the replica that wrote this answer has ended: ask again", code="replica_lost"
                     ) from error
                 self._retried.inc()
-            finally:
-                response.cancel()
+            except (asyncio.CancelledError, GeneratorExit):  # the client has left, or the deadline has come
+                with suppress(RayError, RayServeException):  # `cancel` raises what has ended the response
+                    if not done:
+                        response.cancel()
+                raise
         raise ApiError(
             503, f"{ATTEMPTS} replicas ended while they answered this request", code="replica_lost", retry_after=5
         )
