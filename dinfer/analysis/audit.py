@@ -83,6 +83,12 @@ class Audit:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
 
+def check_ranks(count: int) -> None:
+    """Raises ValueError for a model on several ranks."""
+    if count > 1:
+        raise ValueError("an audit compares whole logits, which one rank does not have: use runtime.tensor_parallel=1")
+
+
 def audit(
     pipe: Pipeline,
     prompts: Sequence[Sequence[int]],
@@ -93,8 +99,7 @@ def audit(
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
     requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
-    if recipe.ranks.size > 1:
-        raise ValueError("an audit compares whole logits, which one rank does not have: use runtime.tensor_parallel=1")
+    check_ranks(recipe.ranks.size)
     watch = Watched(recipe.model)
     # One row at a time, so that a step is one forward, and slot 0 is the one.
     engine = Engine(replace(recipe, model=watch), Runtime(rows=1, kv=kv))

@@ -169,8 +169,8 @@ class Leader:
         with self._failing:
             if self.alive:
                 self.failure = RankFailed(f"{why}. All {self.size} ranks have ended with it: start again")
-                self._end()
                 self._failed.set()
+                self._end()
 
     def close(self) -> None:
         """Ends the other ranks in peace. Nothing can be told them any more."""
@@ -204,7 +204,9 @@ class Leader:
                     os.kill(self._pids[rank], signal.SIGKILL)
         for child in self._children.values():
             child.kill()
-            child.wait()
+        for child in self._children.values():
+            with suppress(subprocess.TimeoutExpired):  # it hangs in a driver, and ends as soon as that lets it
+                child.wait(FAREWELL)
 
     def _accept(self, listener: socket.socket) -> None:
         """Takes the two connections of each rank."""
@@ -258,8 +260,10 @@ class Leader:
 
     def _ready(self, seconds: float) -> list[int]:
         """The ranks that have said something, or have ended. Waits for them."""
-        watched = {channel.socket: rank for rank, channel in [*self._watch.items()]}
-        return [watched[made] for made in select.select([*watched], [], [], seconds)[0]]
+        watched, poll = {channel.socket.fileno(): rank for rank, channel in [*self._watch.items()]}, select.poll()
+        for number in watched:
+            poll.register(number, select.POLLIN)
+        return [watched[number] for number, _ in poll.poll(1000 * seconds)]
 
     def _hear(self, rank: int) -> bool:
         """Takes what a rank says of itself. False: it has ended, and has said all."""

@@ -65,6 +65,17 @@ def taken(pool: Tensor, index: Tensor) -> Tensor:
     return pool.view(torch.uint8)[index].view(FLOAT8).float()  # torch does not index float8 on a CPU
 
 
+def neighbours(pages_BP: Tensor) -> slice | None:
+    """Where a CPU finds the pages of all rows one after the other, so that none is copied; None: not so, or a GPU."""
+    if pages_BP.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    pages = pages_BP.flatten()
+    first, last = int(pages[0]), int(pages[-1])
+    if last - first != len(pages) - 1 or not bool((pages.diff() == 1).all()):
+        return None
+    return slice(first, last + 1)
+
+
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
     own_BW: Tensor | None = None,
@@ -80,9 +91,10 @@ def paged_attention(
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
         return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW)
-    lanes = pages_BP.shape[0]
+    lanes, found = pages_BP.shape[0], neighbours(pages_BP)
     k_BSGE, v_BSGE = (
-        taken(pool, pages_BP).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE)
+        (taken(pool, pages_BP) if found is None else pool[found]).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype)
+        for pool in (k_PTGE, v_PTGE)
     )
     seen_BWS = interval_mask(*interval_BW, k_BSGE.shape[1])
     if own_BW is not None:  # behind the others as many keys, of which each query sees its own

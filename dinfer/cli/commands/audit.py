@@ -25,7 +25,7 @@ from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import counted, pipeline, problems_of, setting, text_of
+from dinfer.cli.recipe import counted, pipeline, problems_of, ranks_of, setting, text_of
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 
@@ -39,8 +39,9 @@ def measure(config: dict[str, Any], question: str | None) -> None:
     count, new_tokens = counted(config, "count"), setting(config, "max_new_tokens", int)
     out = setting(config, "out", str | None)
     questions = [question] if question else [problem.question for problem in problems_of(config, count)]
-    from dinfer.analysis.audit import Audit, audit, plot
+    from dinfer.analysis.audit import Audit, audit, check_ranks, plot
 
+    check_ranks(ranks_of(config))
     writers = {"json": Audit.write} | ({"png": plot} if find_spec("matplotlib") else {})
     paths = [numbered(Path(f"{out}.{kind}")) for kind in writers] if out is not None else []
     for path in paths:

@@ -34,7 +34,21 @@ static inline void nibbles(const uint8_t *from, uint8_t *u, int n) {
     for (int i = 0; i < n; i++) u[i] = from[i] & 15, u[n + i] = from[i] >> 4;
 }
 
-static void q8_0(const uint8_t *from, uint8_t *u, float *d, float *m) { *d = half_at(from), memcpy(u, from + 2, 32); }
+/* VNNI multiplies unsigned by signed bytes, so there values are from 0 on, as those of fewer bits are. */
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+#define Q8_0_BITS 7
+#else
+#define Q8_0_BITS 8
+#endif
+static void q8_0(const uint8_t *from, uint8_t *u, float *d, float *m) {
+    *d = half_at(from);
+    if (Q8_0_BITS == 8) {
+        memcpy(u, from + 2, 32);
+        return;
+    }
+    *m = -128 * *d;
+    for (int i = 0; i < 32; i++) u[i] = from[2 + i] ^ 128;
+}
 
 static void q4_0(const uint8_t *from, uint8_t *u, float *d, float *m) {
     *d = half_at(from), *m = -8 * *d;
@@ -133,7 +147,7 @@ static void q6_k(const uint8_t *from, uint8_t *u, float *d, float *m) {
 typedef struct {
     int values, bytes; /* of a block */
     int group;         /* inputs that share a d and an m */
-    int bits;          /* of u; 8: around 0, without m */
+    int bits;          /* of u; 8: around 0, without m; 7: 8 with m, by VNNI alone */
     void (*decode)(const uint8_t *from, uint8_t *u, float *d, float *m); /* d and m of group g go to place g * LANES */
 } Kind;
 
@@ -143,7 +157,7 @@ enum { INT8, INT4, FIRST_BLOCK };
 static const Kind KINDS[] = {
     {32, 32, 32, 8, 0},
     {32, 16, 32, 4, 0},
-    {32, 34, 32, 8, q8_0},
+    {32, 34, 32, Q8_0_BITS, q8_0},
     {32, 18, 32, 4, q4_0},
     {32, 20, 32, 4, q4_1},
     {32, 22, 32, 5, q5_0},
