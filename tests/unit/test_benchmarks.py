@@ -299,7 +299,8 @@ def test_a_step_is_timed_by_open_blocks(tmp_path: Path) -> None:
 
 def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
     """Of two requests, one after the other, in the form of guidellm's report."""
-    requests = [{"request_start_time": 1.0 + i, "request_end_time": 2.0 + i, "output_tokens": 30} for i in range(2)]
+    first = {"output_tokens": 30, "time_to_first_token_ms": 500.0}
+    requests = [first | {"request_start_time": 1.0 + i, "request_end_time": 2.0 + i} for i in range(2)]
     times = {"successful": {"percentiles": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}}
     metrics = {
         "request_totals": {"errored": 1, "incomplete": 0}, "time_to_first_token_ms": times,
@@ -308,6 +309,7 @@ def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
     benchmark = {
         "requests": {"successful": requests}, "metrics": metrics, "config": {"strategy": {"streams": 4}},
     }  # fmt: skip
-    found = ratio.row(benchmark, {4: 40.0})
+    found = ratio.row(benchmark, {4: {"tokens_per_s": 40.0, "steady_tokens_per_s": 60.0}})
     assert (found["tokens_per_s"], found["ratio"], found["failed"], found["requests"]) == (30.0, 0.75, 1, 2)
+    assert found["steady_ratio"] == 0.5  # 30 tokens within the second in which the last request had not begun
     assert found["first_piece_ms"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}
