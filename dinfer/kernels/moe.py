@@ -201,7 +201,7 @@ def expert_mixture(
     flat = rows_of(x)
     wide_ND = close(flat)
     if not use_triton(wide_ND, "experts"):
-        mixed = _mixed_tiles if wide_ND.is_cuda or down.piece is not None else _mixed_rows
+        mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
         mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
     from dinfer.kernels.triton.moe import combine, plan
