@@ -1,6 +1,7 @@
 """Self-verification: the leading run of a draft is committed as far as the model confirms it token by token (S2D2)."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -73,6 +74,8 @@ class S2D2(Decoder):
         check_probability("decoder", self, "threshold")
         check_range("decoder", self, "steps", "min_span", "span_bins", least=1)
         check_range("decoder", self, "scale", "exploration", "tempering", least=0)
+        scores = "penalty", "floor", "on", "off"
+        check_range("decoder", self, *scores, least=-sys.float_info.max, most=sys.float_info.max)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -67,11 +67,12 @@ class Case:
 def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
     block = draw(st.integers(1, 9))
     spec = fitted(Scripted(torch.zeros(1, 1, VOCAB)), decoder["name"]).spec
-    masks = {} if DECODERS.build(decoder).incompatibility(spec) is None else {"mask_id": None}
+    verifies = DECODERS.get(decoder["name"]).verifies  # it needs a model that can write token by token
+    masks = {} if verifies or DECODERS.build(decoder).incompatibility(spec) is None else {"mask_id": None}
     model = Scripted(
         stream(draw(st.sampled_from(KINDS)), draw(st.integers(0, 10_000))),
-        shift=draw(st.sampled_from([0, 0, 1])),
-        causal_block=draw(st.sampled_from([None, 1, block])),
+        shift=0 if verifies else draw(st.sampled_from([0, 0, 1])),
+        causal_block=draw(st.sampled_from([1, block] if verifies else [None, 1, block])),
         **masks,
     )
     iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names()))}
@@ -151,14 +152,15 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
                 assert update.tokens[i] == tokens[i], "a committed token changed"
         commits = sum(masked) - sum(update.masked)
         decoded += commits
-        counts = case.recipe.decoder.moves  # the decoder counts steps without a commit itself
+        # The decoder counts steps without a commit itself, or a step is two passes.
+        counts = case.recipe.decoder.moves or case.recipe.decoder.verifies
         if has_mask and any(masked[start:end]) and not counts and not (prefill and update.forwards == 1):
             assert commits >= 1, "a row that must progress did not"
         tokens, masked = update.tokens, update.masked
     completion = updates[-1].completion
     assert completion is not None and completion.counts.committed == decoded
     if has_mask and not edits:
-        assert completion.counts.forwards <= request.new_tokens + prefill
+        assert completion.counts.forwards <= request.new_tokens * (1 + case.recipe.decoder.verifies) + prefill
     assert not has_mask or MASK not in completion.canvas
     assert all(now or token == final for token, now, final in zip(tokens, masked, completion.canvas, strict=True))
     if not completion.stopped:
