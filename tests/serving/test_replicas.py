@@ -69,6 +69,7 @@ def ask(address: str, number: int, stream: bool) -> tuple[int, str, str | None]:
     return 200, "".join(said), error
 
 
+@pytest.mark.matrix  # half a minute for a cluster; test_gateway runs by default
 def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
     """Requests that have streamed nothing are answered by another one; streams that had begun end with an error."""
     connect(machine.address, logs=False)

@@ -40,7 +40,7 @@ def divided(logits_RLV: torch.Tensor, mask: int | None, ranks: int, **given: Any
     return [stats_of(*share, lambda own: torch.stack(told)) for share in shares]
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["torch", "triton"])
 @examples(20)
 @given(
     seed=st.integers(0, 9999), vocab=st.integers(3, 40), mask=st.sampled_from([None, 0, 1, 2]),

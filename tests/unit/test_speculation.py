@@ -100,7 +100,7 @@ def test_every_step_commits_what_it_would_commit_without(data: st.DataObject) ->
     variant = data.draw(st.sampled_from(["bidirectional", "shifted", "block_causal", "causal"]))
     own: list[Any] = ["block", "block"] if "causal" in variant else [{"name": "prefix", "suffix": 3}]
     cache = data.draw(st.sampled_from(["dual", "vicinity", "prefix", "none", *own]))
-    name = data.draw(st.sampled_from(DECODERS.names()))
+    name = data.draw(st.sampled_from([name for name in DECODERS.names() if not DECODERS.get(name).verifies]))
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 8))
     try:
         recipe = recipe_of(name, cache, variant=variant, seed=seed % 7)

@@ -13,6 +13,9 @@ from support.ranks import CASES, ROUNDED, WIDE, Case, decode, run_rank, save, sc
 NAMES = [case.name for case in CASES]
 
 
+pytestmark = pytest.mark.matrix  # half a minute; test_rank_processes and test_divided_statistics run by default
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
