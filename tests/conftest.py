@@ -33,14 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Triton's interpreter is slow: by default it runs every third case of a test, and `matrix` all."""
+    """Triton's interpreter is slow: by default it runs every fifth case of a test, and `matrix` all."""
     if torch.cuda.is_available():
         return
     count: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         if "/test_triton" in test:
-            if count[test] % 3:
+            if count[test] % 5:
                 item.add_marker(pytest.mark.matrix)
             count[test] += 1
 

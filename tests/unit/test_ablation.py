@@ -15,6 +15,7 @@ from dinfer.engine.scheduler.lookahead import Lookahead
 from dinfer.kernels.dispatch import GROUPS, groups_off
 
 
+@pytest.mark.matrix  # ten seconds
 def test_a_dry_run_writes_the_ratio_of_every_variant(tmp_path: Path) -> None:
     out = tmp_path / "ablation.json"
     line = f"--cases small,small-llada2 --only canvas,gather,experts,early --new 16 --device cpu --out {out}"
