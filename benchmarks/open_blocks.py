@@ -30,7 +30,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--blocks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
+    parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[1, 3, 5, 7])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
