@@ -53,21 +53,17 @@ CALIBRATED: list[dict[str, Any]] = [  # as many tokens a step as `fixed` with 16
 def further(spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     """Recipes that need another iteration or cache than most, or options of a cache."""
     if spec.causal_block is not None:
-        for decoder in ({"name": "s2d2"}, {"name": "s2d2", "steps": 8}, {"name": "hierarchical"}):
-            yield {"name": "block_diffusion"}, decoder, "block"
+        yield {"name": "block_diffusion"}, {"name": "s2d2"}, "block"
         return
     block, full = {"name": "blockwise", "block": BLOCK}, {"name": "full"}
-    for suffix in (0, 16, 32):
-        yield block, SURE, {"name": "prefix", "suffix": suffix}
+    yield block, SURE, {"name": "prefix", "suffix": 32}
     yield block, SURE, "d2cache"
-    yield full, SURE, "d2cache"
-    yield block, {"name": "calibrated"}, "none"
-    yield block, {"name": "entropy_bound", "limits": "each", "bound": 0.5}, "none"
-    yield from ((block, decoder, "dual") for decoder in CALIBRATED)
-    yield full, {"name": "prophet"}, "none"
+    yield block, {"name": "calibrated"}, "dual"
+    yield block, CALIBRATED[1], "dual"
     yield full, {"name": "prophet"}, "dual"
     yield full, {"name": "daedal"}, "none"
-    yield full, {"name": "daedal", "initial": 32}, "none"
+    yield block, {"name": "entropy_bound", "limits": "each", "bound": 0.5}, "dual"
+    yield block, CALIBRATED[0], "dual"
 
 
 @dataclass(frozen=True, slots=True)
