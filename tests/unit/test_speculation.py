@@ -185,9 +185,9 @@ def test_auto_tries_what_fills_tiles(positions: int, counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"cache": "adaptive"}, "AdaptiveCache does not. Use cache=dual"),
-        ({"cache": "delayed"}, "DelayedCache does not. Use cache=dual"),
-        ({"iteration": "smooth"}, "What Smooth feeds"),
+        ({"cache": "adaptive"}, "cache=adaptive does not. Use cache=dual"),
+        ({"cache": "delayed"}, "cache=delayed does not. Use cache=dual"),
+        ({"iteration": "smooth"}, "What iteration=smooth feeds"),
         ({"variant": UNIFORM}, "needs a model with a mask token"),
     ],
 )
