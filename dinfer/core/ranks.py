@@ -21,6 +21,7 @@ except ImportError:  # its name before torch 2.12
 from dinfer.core.spec import WHOLE, Rank, Section
 from dinfer.core.stats import Columns
 from dinfer.kernels.symmetric import Exchange, SymmetricSum
+from dinfer.kernels.types import Dealt
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Ranks:
     def columns(self, vocab: int) -> Columns:
         """What this rank's own logits stand for."""
         first, end = self.vocabulary(vocab)
-        return Columns(first, end - first, -(-vocab // self.size), None if self.size == 1 else self.all_gather)
+        gather = None if self.size == 1 else self.all_gather
+        return Columns(first, end - first, -(-vocab // self.size), gather, self.index)
 
     def vocabularies(self, vocab: int) -> list[int]:
         """How many tokens each rank holds."""
@@ -73,6 +75,12 @@ class Ranks:
         """How many of so many key heads this rank holds."""
         first, end = Section("kv_heads", kv_heads).share(self.rank)
         return end - first
+
+    def dealt(self, experts: int) -> Dealt | None:
+        """Which of so many experts this rank has, where they are dealt out whole; None: a part of each."""
+        if not self.rank.expert_parallel:
+            return None
+        return Dealt(Section("experts", experts).share(self.rank)[0], experts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, rounded to the dtype of `x`. It may be written over `x`."""
