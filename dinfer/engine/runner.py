@@ -69,9 +69,7 @@ class Runner:
         if self.state is None:
             raise RuntimeError("a runner needs a state: open it first")
         kv, canvas = self.state.kv, self.state.canvas
-        asked, kind = shape, bucket(
-            shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab
-        )
+        asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         shape = kind if self.graphs else asked
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):

@@ -79,7 +79,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
                 + body
             )
-            self.transport.write_eof()  # a connection that closes while its client sends loses what the client has not read
+            self.transport.write_eof()  # a connection that is closed while its client sends loses what it has not read
             self._refused = True
             asyncio.get_running_loop().call_later(LINGER, self.transport.close)
 
