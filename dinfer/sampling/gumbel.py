@@ -32,18 +32,18 @@ class GumbelSampling(Sampling):
     }  # fmt: skip
     by_parts = True
 
-    temperature: float = option(0.0, "0: the most likely token; else draw", per_request=True)
-    seed: int = option(0, "of the random numbers", per_request=True)
+    temperature: float = option(0.0, "0: take the most likely token; else draw", per_request=True)
+    seed: int = option(0, "seed of the random numbers", per_request=True)
     repetition_penalty: float = option(
-        1.0, "of tokens the canvas holds already: positive logits divided by it, others multiplied", per_request=True
+        1.0, "divides positive logits of tokens that the canvas holds, and multiplies negative ones", per_request=True
     )
-    ban_eos: int = option(0, "1: never the EOS token (LLaDA's logits_eos_inf)", per_request=True)
+    ban_eos: int = option(0, "1: never offer the EOS token (LLaDA's logits_eos_inf)", per_request=True)
     eos_last: int = option(
-        0, "1: stop tokens count as improbable, so that they are committed last (LLaDA's confidence_eos_eot_inf)",
+        0, "1: commit stop tokens last, by taking their confidence as 0 (LLaDA's confidence_eos_eot_inf)",
         per_request=True,
     )  # fmt: skip
     guidance: float = option(
-        0.0, "s of classifier-free guidance, l' + (s + 1) (l - l') with l' as if there were no prompt; 0: off",
+        0.0, "s of classifier-free guidance: l' + (s + 1) (l - l'), with l' the logits without prompt; 0: off",
         per_request=True,
     )  # fmt: skip
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
@@ -102,14 +102,14 @@ class GumbelSampling(Sampling):
 class StandardSampling(GumbelSampling):
     """Draws from softmax(logits / T) cut to the top_k most likely tokens and to the nucleus of mass top_p.
 
-    Confidences are of that distribution, as Dream and D2F have them: a token that is alone in its nucleus is sure.
-    Both cuts leave the mask token out of account and in the distribution. At temperature 0 they hold as well, with
-    T = 1, and the most likely token is taken.
+    Confidences are those of the cut distribution, as in Dream and D2F: a token that is alone in its nucleus has
+    probability 1. Both cuts ignore the mask token and keep it in the distribution. At temperature 0 they hold as well,
+    with T = 1, and the most likely token is taken.
     """
 
     paper = "Dream, arXiv:2508.15487"
 
-    top_k: int = option(0, "draw from so many most likely tokens; 0: from all", per_request=True)
+    top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
     top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
 
     def __post_init__(self) -> None:
@@ -141,8 +141,8 @@ class StandardSampling(GumbelSampling):
 class LladaSampling(GumbelSampling):
     """Draws from softmax(logits / T) as LLaDA does: float64 noise, and confidences without temperature.
 
-    argmax of exp(l) / (-log u)^T, written as l + T * (-log(-log u)), which does not overflow; the confidence of the
-    token is its probability under softmax(l). Unlike LLaDA's, `eos_last` holds at every temperature.
+    The token is argmax of exp(l) / (-log u)^T, written as l + T * (-log(-log u)), which does not overflow. Its
+    confidence is its probability under softmax(l). `eos_last` holds at every temperature, unlike in LLaDA.
     """
 
     paper = "LLaDA, arXiv:2502.09992"
