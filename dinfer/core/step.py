@@ -16,7 +16,6 @@ from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import Guided, guided
 from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
-from dinfer.core.ranks import ALONE
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import Candidates, deciding, longest_chain
 from dinfer.core.state import BatchState
@@ -265,11 +264,12 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
 
 def own_columns(recipe: Recipe, shape: StepShape) -> Columns:
     """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
-    decoder, own = recipe.decoder, recipe.ranks.columns(recipe.model.spec.vocab)
+    decoder, vocab = recipe.decoder, recipe.model.spec.vocab
+    own = recipe.ranks.columns(vocab)
     reads = decoder.reads_logits or decoder.verifies or recipe.iteration.scores != "block"
     # As many candidates as a rank has tokens are no fewer numbers than the logits.
     draws = shape.sampled and (not recipe.sampling.by_parts or shape.top_candidates >= own.most)
-    return ALONE.columns(recipe.model.spec.vocab) if reads or draws or shape.told == Told.LOGPROBS else own
+    return Columns(0, vocab, vocab) if reads or draws or shape.told == Told.LOGPROBS else own
 
 
 def read_logits(recipe: Recipe, shape: StepShape, model: Model, h_RLD: Tensor) -> Tensor:
