@@ -21,7 +21,6 @@ except ImportError:  # its name before torch 2.12
 from dinfer.core.spec import WHOLE, Rank, Section
 from dinfer.core.stats import Columns
 from dinfer.kernels.symmetric import Exchange, SymmetricSum
-from dinfer.kernels.types import Dealt
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,9 @@ class Ranks:
         first, end = Section("kv_heads", kv_heads).share(self.rank)
         return end - first
 
-    def dealt(self, experts: int) -> Dealt | None:
-        """Which of so many experts this rank has, where they are dealt out whole; None: a part of each."""
-        if not self.rank.expert_parallel:
-            return None
-        return Dealt(Section("experts", experts).share(self.rank)[0], experts)
+    def first_expert(self, experts: int) -> int | None:
+        """The first of those that this rank has of so many, where they are dealt out whole; None: a part of each."""
+        return Section("experts", experts).share(self.rank)[0] if self.rank.expert_parallel else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, rounded to the dtype of `x`. It may be written over `x`."""

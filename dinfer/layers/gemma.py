@@ -23,7 +23,7 @@ from dinfer.kernels.rotary import rotary_table
 from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
-from dinfer.layers.mlp import GatedMLP
+from dinfer.layers.mlp import GatedMLP, dealt_to
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.layers.vocabulary import embed, mix, whole
 
@@ -88,7 +88,7 @@ class Experts(Formatted):
 
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.layers.mlp.Experts`."""
-        self.ranks, self.dealt = ranks, ranks.dealt(len(self.expert_scale))
+        self.ranks, self.dealt = ranks, dealt_to(ranks, len(self.expert_scale))
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""

@@ -37,6 +37,12 @@ class GatedMLP(nn.Module):
         return self.down.deferred(self.gated(self.gate_up(x_BWD), self.down.takes), parts=False)
 
 
+def dealt_to(ranks: Ranks, experts: int) -> Dealt | None:
+    """Which of so many experts a rank has; None: a part of each."""
+    first = ranks.first_expert(experts)
+    return None if first is None else Dealt(first, experts)
+
+
 class Experts(Formatted):
     """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
 
@@ -59,7 +65,7 @@ class Experts(Formatted):
 
     def join(self, ranks: Ranks) -> None:
         """Each rank has some experts, or a part of each, and a part of the shared one: one sum over ranks is enough."""
-        self.ranks, self.dealt = ranks, ranks.dealt(self.experts.experts)
+        self.ranks, self.dealt = ranks, dealt_to(ranks, self.experts.experts)
 
     @property
     def takes(self) -> Inputs:
