@@ -25,7 +25,9 @@ def nothing_uninitialised() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(reference: None, nothing_uninitialised: None) -> None:
+def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
+    nothing_uninitialised: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With weights as they are, and in 4 bits; with a shared expert beside, and for ranks that no token goes to."""
     monkeypatch.setenv("DINFER_KERNELS", "torch")  # what the kernels are compared with
     torch.manual_seed(0)
