@@ -18,7 +18,7 @@ class Batch:
         """`worker` has opened that room."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state
-        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker.wait)
+        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 

@@ -106,6 +106,10 @@ class Worker:
         """What a thread is in while it runs a round."""
         return nullcontext()
 
+    def event(self) -> torch.cuda.Event | None:
+        """What says how far the device is. None: what is asked of it is done at once, as on a CPU."""
+        return torch.cuda.Event() if self.recipe.model.device.type == "cuda" else None
+
     def wait(self, done: torch.cuda.Event) -> None:
         """Waits until the device is as far as this event."""
         done.synchronize()

@@ -16,6 +16,7 @@ from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
+from dinfer.engine.worker import Worker
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 
 BLOCK = 8
@@ -126,7 +127,7 @@ class Interrupted:
 def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Interrupted, "waits", 0)
     patch.setattr(Interrupted, "at", frozenset(waits))
-    patch.setattr("dinfer.engine.reader.event", lambda cuda: Interrupted())
+    patch.setattr(Worker, "event", lambda worker: Interrupted())
 
 
 @pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])
