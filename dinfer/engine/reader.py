@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import CURSORS, Canvas, Cursors
+from dinfer.core.canvas import CURSORS, Canvas
 from dinfer.core.told import Tellings
 from dinfer.engine.worker import Worker
 
@@ -14,7 +14,7 @@ from dinfer.engine.worker import Worker
 class Seen(NamedTuple):
     """Every slot after a round. Good until the next copy is asked for."""
 
-    cursors: list[Cursors]
+    cursors_NC: list[list[int]]  # the fields of `Cursors`
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
@@ -77,5 +77,4 @@ class CanvasReader:
         if copy.done is not None:
             self._worker.wait(copy.done)  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
-        cursors = [Cursors._make(row) for row in copy.cursors_NC[:, : len(CURSORS)].tolist()]
-        return Seen(cursors, copy.active_NX, copy.drafts_NX)
+        return Seen(copy.cursors_NC[:, : len(CURSORS)].tolist(), copy.active_NX, copy.drafts_NX)
