@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ class KernelCompiler:
 
 def on_meta(recipe: Recipe) -> Recipe:
     """The recipe with a copy of its network that has shapes and no values."""
-    model: nn.Module = recipe.model  # type: ignore[assignment]
+    model: Any = recipe.model
     memo: dict[int, object] = {id(buffer): buffer.to(META) for buffer in model.buffers()}
     memo |= {id(weight): nn.Parameter(weight.to(META), requires_grad=False) for weight in model.parameters()}
     return replace(recipe, model=copy.deepcopy(model, memo))
