@@ -116,9 +116,14 @@ def legal() -> list[Combination]:
     return [combination for combination in COMBINATIONS if refusal(combination) is None]
 
 
+def over_shared_model(combination: Combination) -> Recipe:
+    """To ask what a recipe is, without a model of its own. Who runs it leaves the model as it is."""
+    return combination.recipe(_model_of(combination.variant))
+
+
 def refusal(combination: Combination) -> str | None:
     try:
-        combination.recipe(_model_of(combination.variant))
+        over_shared_model(combination)
     except IncompatibleRecipe as error:
         return str(error)
     return None

@@ -16,6 +16,7 @@ from support.matrix import (
     engine_for,
     launched_ahead,
     outcome,
+    over_shared_model,
     requests_for,
     watching,
 )
@@ -93,7 +94,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.parametrize("combination", [c for c in SAMPLE if c.recipe().scores_open][::3], ids=str)
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if over_shared_model(c).scores_open][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(
     combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch
