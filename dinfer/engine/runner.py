@@ -17,6 +17,7 @@ from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.engine.clock import StepClock
+from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
 
 SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
@@ -43,6 +44,7 @@ class Runner:
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
         self.clock: StepClock | None = None  # measures steps that came up before
+        self.compiler: KernelCompiler | None = None  # compiles for steps that did not come up before
         self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
@@ -77,6 +79,8 @@ class Runner:
             self.meeting = None if met else shape
             clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
             try:
+                if not met and self.compiler is not None:
+                    self.compiler.compile(shape)
                 with clock:
                     self._run(self.state, shape, lanes)
             finally:
