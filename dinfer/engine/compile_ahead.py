@@ -38,7 +38,8 @@ class KernelCompiler:
 
     def compile(self, shape: StepShape) -> None:
         """Compiles for a step of this shape and for those of the other phases that its rows will be in."""
-        kind = replace(shape, width=(shape.lanes * shape.width).bit_length(), lanes=0, pages=0, scored=shape.scored > 0)
+        lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
+        kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0)
         if not self._able or kind in self._known:
             return
         self._known.add(kind)
