@@ -90,7 +90,20 @@ LLADA_MOE = Architecture(
         "expert_weights_scale": 1.0,
     },
 )  # fmt: skip
-ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM}
+RND1 = Architecture(
+    keys=HUB_KEYS
+    | {
+        "intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
+    },
+    same={"model_type": "rnd1", "hidden_act": "silu"},
+    tied="tie_word_embeddings",
+    kind=gguf.MODEL_ARCH.RND1,
+    shift=True,
+    absent={"expert_weights_norm": True, "expert_weights_scale": None},
+)  # fmt: skip
+ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1}
 OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's own beside it and never permute
 EXPECTED = {
     "attention.causal": (False, None), "rope.scaling.type": ("none", None), "expert_gating_func": (1, None),
@@ -251,6 +264,10 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
             for one in reader.tensors
         }  # fmt: skip
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # as numpy and the package say it
+        if kind := re.match(r"(\d+) is not a valid GGMLQuantizationType", str(error)):
+            raise CheckpointError(
+                f"{path} has tensors of type {kind[1]}, which the gguf package does not know; {', '.join(TYPES)} load"
+            ) from error
         raise CheckpointError(f"{path} is truncated, damaged or no GGUF file: {error}") from error
     refuse(
         [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
@@ -292,8 +309,13 @@ def _config(
     )
     expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
     expected["diffusion.shift_logits"] = (known.shift, None)
+    width, heads = (fields[f"{prefix}.{key}"] for key in ("embedding_length", "attention.head_count"))
+    if type(width) is type(heads) is int and heads > 0:  # the family says so of others
+        head_dim = config.get("head_dim") or width // heads
+        same = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
     refuse(
-        [f"{key}={fields[key]!r}" for key, allowed in expected.items() if fields.get(key) not in allowed],
+        [f"{key}={fields[key]!r}, must be {allowed[0]!r}" for key, allowed in expected.items() if fields.get(key) not in allowed],
         f"{path}: the metadata says of {prefix} what is not supported",
     )
     for name, keys in TOKENS.items():

@@ -69,8 +69,16 @@ class Stored:
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint's model.safetensors, or of the shards that its index names."""
-    return {name: tensor for path in _shards(folder) for name, tensor in stored_in(path).items()}
+    """Every tensor of a checkpoint's model.safetensors, or of the shards that its index names.
+
+    Of a tensor that several shards have, it is the one that the index names.
+    """
+    where = weight_map(folder) if (folder / INDEX).is_file() else {}
+    found: dict[str, Stored] = {}
+    for path in _shards(folder):
+        own = stored_in(path)
+        found |= {name: one for name, one in own.items() if name not in found or where.get(name) == path.name}
+    return found
 
 
 def stored_in(path: Path) -> dict[str, Stored]:

@@ -159,7 +159,7 @@ BAD = {
     "a scheme of floats": (scheme(type="float"), "type='float' is not supported"),
     "zeros that are missing": (scheme(symmetric=False), "weight_zero_point"),
     "an order that is missing": (scheme(actorder="group"), "weight_g_idx"),
-    "groups of another size": (scheme(group_size=64), "do not fit compressed-tensors in 4 bits, groups of 64"),
+    "groups of another size": (scheme(group_size=64), r"says compressed-tensors in 4 bits, groups of 64.*\n.*scale: \(128, 1\), must be \(128, 2\)"),
 }  # fmt: skip
 
 
