@@ -20,6 +20,7 @@ from dinfer.loading.safetensors_io import FLOATS, INTEGERS, Reader, Slices, Stor
 FIELD = "quantization_config"
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+PACKED = tuple(f".{end}" for end in sorted({*VALUES.values()}))
 BESIDE = {
     "gptq": {"scale": "scales", "zero": "qzeros", "index": "g_idx"},
     "awq": {"scale": "scales", "zero": "qzeros"},

@@ -38,7 +38,7 @@ class Rnd1(HubFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        return config.get("model_type") == "rnd1"
+        return config.get("model_type") == "rnd1" or config.get("architectures") in (["RND1"], ["RND1LM"])
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         off = {name: None for name in OFF if config.get(name) is False}
