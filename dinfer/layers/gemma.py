@@ -20,10 +20,10 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
-from dinfer.kernels.types import Projections, Summing, Table
+from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
-from dinfer.layers.mlp import GatedMLP
+from dinfer.layers.mlp import GatedMLP, dealt_to
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.layers.vocabulary import embed, mix, whole
 
@@ -84,6 +84,11 @@ class Experts(Formatted):
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
         self.ranks: Summing | None = None
+        self.dealt: Dealt | None = None
+
+    def join(self, ranks: Ranks) -> None:
+        """See `dinfer.layers.mlp.Experts`."""
+        self.ranks, self.dealt = ranks, dealt_to(ranks, len(self.expert_scale))
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -93,7 +98,7 @@ class Experts(Formatted):
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
-        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)
+        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu, dealt=self.dealt)
         return close(share(mixed, self.ranks)).view_as(x_BWD)
 
 
@@ -154,7 +159,7 @@ class Gemma(nn.Module):
                 assert isinstance(block, Block)
                 block.attention.join(ranks)
                 block.mlp.join(ranks)
-                block.experts.ranks = ranks
+                block.experts.join(ranks)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
+from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, every_recipe, outcome, requests_for
 from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
@@ -32,9 +32,7 @@ def recipe_for(combination: Combination):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
-)
+@every_recipe(SAMPLE)
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
+from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 BLOCK = 8
@@ -150,7 +151,8 @@ def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
     Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
     """
     chosen = {*quick}
-    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in LEGAL]
+    among = LEGAL if selection.matrix else quick
+    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in among]
     return pytest.mark.parametrize("combination", params, ids=str)
 
 
