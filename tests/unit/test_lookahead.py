@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
+from support.matrix import (
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    thinned,
+)
 from support.models import tiny_model
 
 from dinfer.core.recipe import Recipe, compose
@@ -77,7 +86,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
 
 
-@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
+@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::8]), ids=str)
 def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = combination.recipe(tiny_model(combination.variant))
     requests = requests_for(recipe)
