@@ -304,7 +304,9 @@ def _config(
         if f"{prefix}.{key}" not in fields and key not in known.absent:
             raise CheckpointError(f"{path}: the metadata has no {prefix}.{key}")
         config[name] = _plain(found := fields.get(f"{prefix}.{key}", known.absent.get(key)))
-        if found is not None and not (type(found) is bool if key in FLAGS else type(found) in (int, float) and found > 0):
+        if found is not None and not (
+            type(found) is bool if key in FLAGS else type(found) in (int, float) and found > 0
+        ):
             must = "true or false" if key in FLAGS else "one number above 0"
             raise CheckpointError(f"{path}: {prefix}.{key}={found!r:.80} must be {must}")
     sizes = {f"{prefix}.vocab_size": fields.get(f"{prefix}.vocab_size"), TEXTS: len(fields.get(TEXTS) or ()) or None}
@@ -320,7 +322,11 @@ def _config(
         same = ("attention.key_length", "attention.value_length", "rope.dimension_count")
         expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
     refuse(
-        [f"{key}={fields[key]!r}, must be {allowed[0]!r}" for key, allowed in expected.items() if fields.get(key) not in allowed],
+        [
+            f"{key}={fields[key]!r}, must be {allowed[0]!r}"
+            for key, allowed in expected.items()
+            if fields.get(key) not in allowed
+        ],
         f"{path}: the metadata says of {prefix} what is not supported",
     )
     for name, keys in TOKENS.items():

@@ -44,7 +44,8 @@ def check_kinds(path: Path, fields: Mapping[str, Any]) -> None:
     """CheckpointError for a value of another kind than the GGUF standard says."""
     for name, (kind, inside, must) in KINDS.items():
         found = fields.get(name)
-        if found is not None and (type(found) is not kind or (inside and not all(type(one) is inside for one in found))):
+        each = found if isinstance(found, list) else []
+        if found is not None and (type(found) is not kind or any(type(one) is not inside for one in each)):
             raise CheckpointError(f"{path}: {name}={found!r:.60} must be {must}")
 
 

@@ -1,4 +1,4 @@
-"""Networks that grew from a family that transformers has: the same weights, the same logits, under causal or bidirectional attention."""
+"""Networks that grew from a family that transformers has: the same weights, the same logits."""
 
 from __future__ import annotations
 

@@ -48,10 +48,11 @@ DIFFCODER = {
     "tie_word_embeddings": False,
 } | NUMBERS  # fmt: skip
 RND1 = {
-    "model_type": "rnd1", "architectures": ["RND1LM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 16,
-    "hidden_act": "silu", "is_causal": False, "mlp_only_layers": [], "moe_backend": "hf", "moe_intermediate_size": 16,
-    "norm_topk_prob": True, "num_diffusion_steps": 256, "num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6,
-    "rope_scaling": False, "sliding_window": False, "tie_word_embeddings": False, "use_sliding_window": False,
+    "model_type": "rnd1", "architectures": ["RND1LM"], "attention_bias": False, "decoder_sparse_step": 1,
+    "head_dim": 16, "hidden_act": "silu", "is_causal": False, "mlp_only_layers": [], "moe_backend": "hf",
+    "moe_intermediate_size": 16, "norm_topk_prob": True, "num_diffusion_steps": 256, "num_experts": 4,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_scaling": False, "sliding_window": False,
+    "tie_word_embeddings": False, "use_sliding_window": False,
 } | NUMBERS  # fmt: skip
 for lacking in (LLADA_MOE, DIFFCODER):
     del lacking["mask_token_id"]

@@ -173,7 +173,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "heads of each layer": (
         lambda path: rewritten(path, {"llada.attention.head_count": [4, 4, 4]}), r"head_count=\[4, 4, 4\] must be one"
     ),
-    "a text for a number": (lambda path: rewritten(path, {"llada.block_count": "3"}), "block_count='3' must be one num"),
+    "a text for a number": (lambda path: rewritten(path, {"llada.block_count": "3"}), "block_count='3' must be one"),
     "a text for a token": (
         lambda path: rewritten(path, {"tokenizer.ggml.mask_token_id": "x"}), "mask_token_id='x' must be a token id"
     ),
