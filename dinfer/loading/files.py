@@ -51,7 +51,7 @@ def damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def refuse(problems: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if there are any problems: `what`, and the first twenty of them."""
+    """Raises CheckpointError if there are any problems, with `what` and the first twenty of them."""
     if problems:
         shown = "\n  ".join(sorted(problems)[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
