@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ import torch
 
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.shapes import shape
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.protocols import ModelSpec
@@ -230,8 +229,7 @@ def main(args: list[str] | None = None) -> None:
             report["cases"][name] = rows
             last = [*rows][-1]
             print(name, last, {k: v for k, v in rows[last].items() if k.endswith(("ms", "ratio", "error"))}, flush=True)
-            if given.out is not None:
-                given.out.write_text(json.dumps(report, indent=1) + "\n")
+            save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
 from dinfer import Pipeline, Runtime, compose
@@ -89,13 +89,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "models": {}}
+    report: dict[str, Any] = {**begun(given, device), "models": {}}
     for name in given.shapes:
         report["models"][name] = measured(name, device, given.prompt, given.new)
         print(name, json.dumps(report["models"][name], indent=1), flush=True)
         gc.collect()
-        if given.out:
-            given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.shapes import LLADA_8B
 from dinfer.models.llada import Llada
 
@@ -160,8 +160,7 @@ def main() -> None:
             "cpu": torch.backends.cpu.get_cpu_capability(), **provenance(device),
         }  # fmt: skip
     print(json.dumps(found, indent=1))
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(found, given.out)
 
 
 if __name__ == "__main__":

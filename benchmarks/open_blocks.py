@@ -11,7 +11,6 @@ the most frequent window step with CUDA graphs, the ratio that to the first one.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import timed_run
 from dinfer import Pipeline, Runtime, compose
@@ -42,7 +41,7 @@ def main(args: list[str] | None = None) -> None:
     torch.manual_seed(0)
     model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
     prompts = random_prompts(spec, 1, given.prompt)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
+    report: dict[str, Any] = {**begun(given, device), "runs": []}
     points = [*((blocks, 0) for blocks in given.blocks), *((1, candidates) for candidates in given.candidates)]
     for blocks, candidates in points:
         iteration = {
@@ -61,8 +60,7 @@ def main(args: list[str] | None = None) -> None:
         about = {"blocks": blocks, "candidates": candidates}
         report["runs"].append(about | {"ratio": round(run["step_ms"] / base, 4), **kept})
         print({k: v for k, v in report["runs"][-1].items() if k != "steps"}, flush=True)
-        if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The provenance of a benchmark: how it was called, and what `dinfer.analysis.provenance` says."""
+"""What every benchmark writes: how it was called, what `dinfer.analysis.provenance` says, and its figures."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,3 +21,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DINFER_")]
     settings = [setting for setting in settings if not setting.startswith("DINFER_COMMIT=")]
     return {"command": " ".join([*settings, "python", "-m", *module, *sys.argv[1:]])} | found(device)
+
+
+def begun(given: Namespace, device: torch.device) -> dict[str, Any]:
+    """The head of a report: the arguments but for `out`, and the provenance."""
+    return {"setting": vars(given) | {"out": None}, **provenance(device)}
+
+
+def save(report: dict[str, Any], out: Path | None) -> None:
+    """Writes the report if `--out` names a file. Call it after every run: a run that is cut short leaves figures."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1, default=str) + "\n")

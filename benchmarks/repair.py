@@ -11,7 +11,6 @@ from then on the decoder edits. That step counts as a forward. Without repair, t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import dinfer
 from benchmarks.multi_block import load
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.quality import samples_of, with_problems
 from dinfer.analysis.metrics import measure
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
@@ -134,7 +133,7 @@ def main() -> None:
             )
     report = {"setting": vars(given) | {"out": str(given.out)}, "drafts": len(problems), "right": 100 * before}
     report |= provenance(torch.device(given.device)) | {"rows": rows}
-    given.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    save(report, given.out.with_suffix(".json"))
 
 
 def ended(ids: list[int], base: dinfer.Pipeline) -> list[int]:

@@ -9,7 +9,6 @@ second; --out writes all of them as JSON with settings, commit and hardware. War
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.configured import configured
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
 
@@ -78,7 +77,7 @@ def run(given: argparse.Namespace) -> None:
         about = provenance(pipe.recipe.model.device)
         spread = statistics.pstdev([run["tps"] for run in runs])
         found = {"settings": config, "warmup": given.warmup, "median": middle, "tps_deviation": spread, "runs": runs}
-        given.out.write_text(json.dumps(about | found, indent=1) + "\n")
+        save(about | found, given.out)
 
 
 def told(run: dict[str, Any]) -> str:

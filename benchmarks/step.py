@@ -28,7 +28,7 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import Hollow, apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled, told
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.kv import KVPool
@@ -53,7 +53,11 @@ def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
 
     Experts.route = counted  # type: ignore[method-assign]
     try:
-        run = Pipeline(recipe, None, Runtime(rows=len(prompts), graphs=False, tensor_parallel=recipe.ranks.size))
+        rank = recipe.ranks.rank
+        runtime = Runtime(
+            rows=len(prompts), graphs=False, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel
+        )
+        run = Pipeline(recipe, None, runtime)
         run.generate_ids(prompts, max_new_tokens=2 * recipe.iteration.block)
     finally:
         Experts.route = route  # type: ignore[method-assign]
@@ -115,7 +119,7 @@ def main(args: list[str] | None = None) -> None:
     given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device)}
+    report = begun(given, device)
     family, spec = shape(given.shape)
     card = rates(device, given.quantize) if cuda else None
     torch.manual_seed(0)
@@ -166,11 +170,6 @@ def main(args: list[str] | None = None) -> None:
     save(report, given.out)
     print(json.dumps(report | {"profile": None}, indent=1, default=str))
     print(told(parts))
-
-
-def save(report: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

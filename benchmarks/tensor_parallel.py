@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime, compose
@@ -242,7 +242,7 @@ def main(args: list[str] | None = None) -> None:
     given = parser.parse_args(args)
     if given.cases:
         return run_cases(given)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(torch.device(given.device))}
+    report = begun(given, torch.device(given.device))
     until = time.perf_counter() + given.budget
     cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
 
@@ -256,8 +256,7 @@ def main(args: list[str] | None = None) -> None:
         compared(report)
         for name, one in found.items():
             print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
-        if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, given.out)
         return found
 
     tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES

@@ -17,7 +17,6 @@ would be if every step took its least time, by bytes or by multiply-adds (`bench
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import rates, run_limit
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
@@ -221,7 +220,7 @@ def main(args: list[str] | None = None) -> None:
     cuda = device.type == "cuda"
     if cuda and not given.kept_kernels:  # of an earlier program's kernels the first block would take none
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
+    report: dict[str, Any] = {**begun(given, device), "runs": []}
     report["card"] = card = rates(device, given.quantize)
     pipe = pipeline(given, device)
     if cuda:
@@ -245,8 +244,7 @@ def main(args: list[str] | None = None) -> None:
         )
         for row in run["steps"][:6]:
             print("      ", row)
-        if given.out:  # after every run, so that one that is cut short leaves what it measured
-            given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        save(report, given.out)
     print("cold:", report["cold"])
     if cuda:
         print("memory:", report["runs"][-1]["memory"])

@@ -21,14 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,6 +42,7 @@ from tools.states import States, blocks_of
 from tools.tiny_data import shards
 from tools.tiny_step import Whole
 from tools.trained_experts import trainable
+from tools.training import about, capturable, parsed, prepare
 
 PATTERNS = {
     "llada": r".*(_proj|attn_out|ff_out)",
@@ -256,20 +252,13 @@ def parse() -> tuple[str, Path, Path | None, Options]:
     parser.add_argument("model", help="a model in the box")
     parser.add_argument("out", type=Path)
     parser.add_argument("--start-from", type=Path, help="folder of an adapter to go on from (default: none)")
-    for name, value in asdict(Options()).items():
-        kind = argparse.BooleanOptionalAction if isinstance(value, bool) else None
-        extra = {"action": kind} if kind else {"type": type(value)}
-        parser.add_argument("--" + name.replace("_", "-"), default=value, **extra)
-    given = vars(parser.parse_args())
-    return given.pop("model"), given.pop("out"), given.pop("start_from"), Options(**given)
+    given, options = parsed(parser, Options)
+    return given["model"], given["out"], given["start_from"], options
 
 
 def main() -> None:
     name, out, start_from, options = parse()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["DINFER_KERNELS"] = "torch"  # the others have no gradient
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
+    prepare(options.seed)
     folder, device = locate(name), torch.device(options.device)
     block = {"block": options.block} if options.block else {}
     family = dinfer.MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name, **block})
@@ -278,16 +267,11 @@ def main() -> None:
     work = Distillation(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
     if start_from is not None:
         work.adapter.load(start_from)
-    # a graph cannot be captured on the default stream
-    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+    with capturable(device):
         done = train(work, tokenizer_file, base=start_from is None)
     work.adapter.save(out, name)
     record = {
-        "command": shlex.join(["python", "-m", "tools.distill_tiny", *sys.argv[1:]]),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "parameters": sum(tensor.numel() for tensor in work.adapter.parameters()),
-        "options": asdict(options),
+        **about("tools.distill_tiny", device, sum(tensor.numel() for tensor in work.adapter.parameters()), options),
         **done,
     }
     (out / "training.json").write_text(json.dumps(record) + "\n")

@@ -18,14 +18,9 @@ import copy
 import itertools
 import json
 import math
-import os
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +36,7 @@ from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step
 from tools.trained_experts import trainable
+from tools.training import about, capturable, parsed, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +173,13 @@ def parse() -> tuple[Path, Path, Path | None, Options]:
     parser.add_argument("folder", type=Path, help="has config.json and tokenizer.json; model.safetensors goes there")
     parser.add_argument("--record", type=Path, default=Path("training.json"), help="where the record goes")
     parser.add_argument("--start-from", type=Path, help="a folder whose weights to go on from (default: none)")
-    for name, value in asdict(Options()).items():
-        kind = argparse.BooleanOptionalAction if isinstance(value, bool) else None
-        extra = {"action": kind} if kind else {"type": type(value)}
-        parser.add_argument("--" + name.replace("_", "-"), default=value, **extra)
-    given = vars(parser.parse_args())
-    return given.pop("folder"), given.pop("record"), given.pop("start_from"), Options(**given)
+    given, options = parsed(parser, Options)
+    return given["folder"], given["record"], given["start_from"], options
 
 
 def main() -> None:
     folder, record_file, start_from, options = parse()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["DINFER_KERNELS"] = "torch"  # the others have no gradient
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
+    prepare(options.seed)
     config, device = read_config(folder), torch.device(options.device)
     family = dinfer.MODELS.build(family_of(config))
     if start_from is not None:
@@ -200,16 +189,11 @@ def main() -> None:
         initialise(model)
     model = trainable(model)
     started = time.perf_counter()
-    # a graph cannot be captured on the default stream
-    with torch.cuda.stream(torch.cuda.Stream()) if model.device.type == "cuda" else nullcontext():
+    with capturable(model.device):
         done = train(model, options, folder / "tokenizer.json")
     save(model, family, folder, config)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
-        "hardware": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "options": {name: value for name, value in asdict(options).items() if value != math.inf},
+        **about("tools.train_tiny", model.device, sum(part.numel() for part in model.parameters()), options),
         "wall_seconds": round(time.perf_counter() - started, 1),
         **done,
     }

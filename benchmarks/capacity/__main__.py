@@ -12,7 +12,6 @@ does; what was not measured is refused. Shared prompts, `runtime.pages` and spec
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -26,7 +25,7 @@ from benchmarks.capacity.front_end import FrontEnd
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import longer, poisson, trace
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 
 
 def numbers(kind: type) -> Any:
@@ -131,13 +130,12 @@ def told(row: dict[str, Any]) -> str:
 
 def main(args: list[str] | None = None) -> None:
     given = arguments(args)
-    report = {"setting": vars(given) | {"out": None}, **provenance(torch.device("cpu"))}
+    report = begun(given, torch.device("cpu"))
     try:
         report["runs"] = run(given)
     except ValueError as error:
         raise SystemExit(f"benchmarks.capacity: {error}") from error
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    save(report, given.out)
 
 
 if __name__ == "__main__":

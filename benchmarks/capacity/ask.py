@@ -9,7 +9,6 @@ and 1,024 cards under the same load a card, to each in turn and to the less load
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +23,7 @@ from benchmarks.capacity.limits import read, shared
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import Asked, poisson
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 
 LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05)  # of the most that a card does
 USUAL = 0.8
@@ -102,9 +101,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    report = {"setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), **answers(given)}
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    report = {**begun(given, torch.device("cpu")), **answers(given)}
+    save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from random import Random
 import torch
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from dinfer.core.canvas import Phase
 from dinfer.demo.problems import generate
 from dinfer.engine.request import Update
@@ -89,12 +89,11 @@ def main(args: list[str] | None = None) -> None:
     block = pipe.recipe.iteration.block
     counts = counted(pipe.engine.run(pipe.requests(prompts, given.new, None)), prompts, block)
     report = {
-        "setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "block": block,
+        **begun(given, torch.device("cpu")), "block": block,
         "steps_per_block": dict(sorted(counts.items())),
     }  # fmt: skip
     print(json.dumps(report, indent=1, default=str))
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    save(report, given.out)
 
 
 if __name__ == "__main__":

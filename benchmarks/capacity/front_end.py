@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.serving.process import Started, started
 
 SHORT, LONG = 4, 256  # tokens of answers
@@ -107,14 +107,13 @@ def main(args: list[str] | None = None) -> None:
     parts = np.linalg.lstsq([[run[name] for name in names] for run in runs], [run["seconds"] for run in runs])[0]
     short, _, long, many = runs
     report: dict[str, Any] = {
-        "setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "runs": runs,
+        **begun(given, torch.device("cpu")), "runs": runs,
         "front_end": {name.removesuffix("s"): float(part) for name, part in zip(names, parts, strict=True)},
         "bytes_per_piece": (long["bytes"] - short["bytes"]) / (long["pieces"] - short["pieces"]),
         "bytes_per_token": many["bytes"] / many["tokens"],
     }  # fmt: skip
     print(json.dumps(report, indent=1, default=str))
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ It takes the step times of benchmarks.tensor_parallel, which are of one request 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +20,7 @@ from benchmarks.capacity.limits import read
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import Asked, poisson
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 
 BLOCK, PROMPT, NEW = 32, 128, 256  # of benchmarks.tensor_parallel
 CARDS = 2
@@ -71,9 +70,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     rows = compared(read(given.steps), given.tokens_per_step)
-    report = {"setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "rows": rows}
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    report = {**begun(given, torch.device("cpu")), "rows": rows}
+    save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 
 PIECE = 201  # bytes, as benchmarks.capacity.front_end has found
 FEW, MANY = 1, 50  # pieces
@@ -115,14 +115,13 @@ def main(args: list[str] | None = None) -> None:
     piece = (long["cpu_s"]["proxy"] - short["cpu_s"]["proxy"]) / count
     each = [run["cpu_s"]["controller"] / run["seconds"] for run in (few, many)]
     report = {
-        "setting": vars(given) | {"out": None}, **provenance(torch.device("cpu")), "ray": ray.__version__,
+        **begun(given, torch.device("cpu")), "ray": ray.__version__,
         "idle": [few, many], "loads": [short, long],
         "proxy": {"request": (short["cpu_s"]["proxy"] - short["pieces"] * piece) / given.requests, "piece": piece},
         "controller": {"alone": each[0], "per_replica": (each[1] - each[0]) / (given.replicas - 1)},
     }  # fmt: skip
     print(json.dumps(report, indent=1, default=str))
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    save(report, given.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def main(args: list[str] | None = None) -> None:
         config.write_text(json.dumps(SHAPES["small" if given.dry_run else "llada-8b"]))
         for name in given.only:
             found["runs"][name] = run(name, given, config, Path(scratch))
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+            save(found, given.out)
             row = found["runs"][name]
             print(f"{name}: {row['ms_per_forward']:.2f} ms a forward, first call {row['warm_up_s']:.1f} s", flush=True)
 

@@ -10,7 +10,6 @@ that is not there or fails is named with its reason.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
 from dinfer.kernels.packed import pack, packed_linear
 from dinfer.kernels.types import FLOAT8
@@ -120,8 +119,7 @@ def main(args: list[str] | None = None) -> None:
             found["failed"] = f"{type(error).__name__}: {error}"[:300]
         report["microseconds"][side] = found | {"seconds": round(time.perf_counter() - began, 1)}
         print(side, report["step_ms"].get(side), found, flush=True)
-        if given.out:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, given.out)
 
 
 if __name__ == "__main__":

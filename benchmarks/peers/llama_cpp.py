@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 
 PROMPT, NEW, BLOCK, STEPS = 128, 256, 32, 64
 THEIR_STEPS, THEIR_BLOCK = 3, 128  # one step for each of their blocks; what a step takes does not depend on them
@@ -138,8 +138,7 @@ def main() -> None:
                 "seconds": "CPU time", "cpu": torch.backends.cpu.get_cpu_capability(), "load": os.getloadavg(),
                 **provenance(torch.device("cpu")),
             }  # fmt: skip
-            if given.out is not None:
-                given.out.write_text(json.dumps(report, indent=1) + "\n")
+            save(report, given.out)
     print(json.dumps(report, indent=1))
 
 

@@ -22,7 +22,7 @@ import torch
 from langchain_openai import ChatOpenAI
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
@@ -186,10 +186,8 @@ def main() -> None:
             ),
         }  # fmt: skip
     document = {**provenance(torch.device("cpu")), "server": list(SERVER), "clients": found}
-    text = json.dumps(document, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    print(json.dumps(document, indent=1))
+    save(document, args.out)
     failed = [f"{client}: {what}" for client, checks in found.items() for what, ok in checks.items() if ok is False]
     if failed:
         raise SystemExit("\n".join(failed))

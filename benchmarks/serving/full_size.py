@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import throughput
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from dinfer import Pipeline
 from dinfer.core.protocols import ModelSpec
 from dinfer.serving.log import log_as_json
@@ -53,7 +53,7 @@ def main(args: list[str] | None = None) -> None:
     device = torch.device(given.device)
     made = throughput.pipeline(given, device)
     pipe = Pipeline(made.recipe, words(made.model.spec), made.engine.runtime)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "runs": []}
+    report: dict[str, Any] = {**begun(given, device), "runs": []}
     prompts = throughput.prompts(given, pipe, max(given.in_flight))
     requests = pipe.requests(prompts, given.new, None)
     if own.prompts_to:
@@ -69,8 +69,7 @@ def main(args: list[str] | None = None) -> None:
         streaming = {"streaming_tokens_per_s": followed["tokens_per_s"]}
         report["runs"].append({"in_flight": in_flight, **alone, **streaming})
         print(report["runs"][-1], flush=True)
-    if own.out:
-        own.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(report, own.out)
     settings = Settings(port=own.port, max_new_tokens=given.new)
     models_served = catalogue(pipe, {"shape": pipe.recipe}, max_new_tokens=given.new, created=int(time.time()))
     with listen(settings) as socket:

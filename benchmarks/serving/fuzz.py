@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.serving.process import serving
 
 TIMEOUT = 60  # seconds that an answer may take: a longer one counts as a hang
@@ -97,13 +97,11 @@ def main() -> None:
         "idle_after": bool(re.search(r"^dinfer_requests_in_flight 0\.0$", metrics, re.MULTILINE)),
         "summary": [line.strip() for line in summary.splitlines() if line.strip()],
     }
-    text = json.dumps(document, indent=1)
-    print(text)
+    print(json.dumps(document, indent=1))
     if found.returncode:
         print(found.stdout, file=sys.stderr)
         print(*(line for line in log if '"level": "error"' in line), sep="\n", file=sys.stderr)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    save(document, args.out)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.serving.cluster import QUIET, Cluster, cluster
 from dinfer.demo.problems import generate
 
@@ -181,7 +181,7 @@ def main() -> None:
             found.append(trial(clusters, seed, Path(folder), lines=args.lines, kills=kills))
             print(found[-1], flush=True)
             document = {**provenance(torch.device("cpu")), "lines": args.lines, "files": [asdict(one) for one in found]}
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+            save(document, args.out)
     if not all(one.good for one in found):
         raise SystemExit(1)
 

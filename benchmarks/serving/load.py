@@ -37,7 +37,7 @@ import torch
 import dinfer
 from benchmarks import throughput
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.serving.process import Started, serving, started
 from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
@@ -249,10 +249,9 @@ def main() -> None:
         parser.error(f"{rest[0]} is not an argument of endure")
     found = endure(args) if args.command == "endure" else measure(args, rest)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    text = json.dumps({**provenance(device), **found}, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    report = {**provenance(device), **found}
+    print(json.dumps(report, indent=1))
+    save(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
         raise SystemExit(f"not so: {', '.join(failed)}")
 

@@ -24,7 +24,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, save
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
@@ -144,10 +144,9 @@ def main() -> None:
         chromium(Path(folder, "profile"), "900,640") as browser,
     ):
         found = looked_at(browser, server.url, args.screenshot)
-    text = json.dumps({**provenance(torch.device("cpu")), "server": list(SERVER), **found}, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    report = {**provenance(torch.device("cpu")), "server": list(SERVER), **found}
+    print(json.dumps(report, indent=1))
+    save(report, args.out)
     if failed := [what for what, ok in found.items() if ok is False or (isinstance(ok, list) and ok)]:
         raise SystemExit("\n".join(failed))
 

@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import save
+
 TIMES = {"first_piece_ms": "time_to_first_token_ms", "between_tokens_ms": "inter_token_latency_ms"}
 
 
@@ -58,8 +60,7 @@ def main(args: list[str] | None = None) -> None:
     result = report | {"guidellm": found[0]["metadata"]["guidellm_version"], "served": rows}
     for one in rows:
         print(one)
-    if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, given.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Adaptive caching: refresh the prompt seldom, the response now and then, and in between what moves (dLLM-Cache).
+"""Adaptive caching: refresh prompt and response at intervals, and in between the positions that move (dLLM-Cache).
 
 arXiv:2506.06295. Published settings: prompt interval 50 to 100, response interval 5 to 8, ratio 0.25.
 
@@ -29,19 +29,19 @@ GRAIN = 2.0**20  # distances are told apart down to one part in this
 @CACHES.register("adaptive")
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveCache(CachePolicy):
-    """Recomputes the active block, and of the other response positions the `ratio` that are estimated to move most.
+    """Recomputes the active block, and the share `ratio` of the other response positions that move most.
 
-    Every `response_interval` steps of a request it recomputes the whole response, every `prompt_interval` steps the
-    prompt too. Entering a block is no reason for a refresh. dLLM-Cache chooses among all response positions; this cache
-    chooses beside the active block, whose logits are needed, and by the drift of last-layer values. For long prompts
-    and short answers.
+    It recomputes the whole response every `response_interval` steps of a request, and the prompt too every
+    `prompt_interval` steps. Entering a block causes no refresh. dLLM-Cache chooses among all response positions. This
+    cache always computes the active block, whose logits are needed, and chooses the others by the drift of last-layer
+    values. Use it for long prompts and short answers.
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"
     watches: ClassVar[bool] = True
 
-    prompt_interval: int = option(100, "recompute everything every so many steps; 0: only at first")
-    response_interval: int = option(7, "recompute the response every so many steps; 0: never as a whole")
+    prompt_interval: int = option(100, "steps after which everything is recomputed; 0: only the first step does")
+    response_interval: int = option(7, "steps after which the whole response is recomputed; 0: never")
     ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute")
 
     def __post_init__(self) -> None:

@@ -9,14 +9,14 @@ from dinfer.core.registry import CACHES
 @CACHES.register("block")
 @dataclass(frozen=True, kw_only=True)
 class BlockCache(CachePolicy):
-    """Recomputes the active block, and once more the block before it in the step that enters a new one.
+    """Recomputes the active block. The step that enters a block also recomputes the block before it.
 
-    What a block-causal model computes of a finished block never changes, so keys and values of final tokens are kept
-    for good: the same tokens as without a cache. A prompt's complete blocks are one pass without the LM head. In the
-    last step of a block some of its tokens were still masked, so the first step of the next block rewrites its keys.
-    That step already sees the new ones, since each layer writes its keys before it attends. The references spend a
-    forward of its own on that, and so do large batches with runtime.settle, where wide steps cost more. Of a model with
-    an encoder, the step that enters a block encodes the one before it.
+    In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those
+    without a cache. One pass without the LM head computes the complete blocks of a prompt. In the last step of a block
+    some of its tokens are still masked. So the first step of the next block rewrites its keys, and already sees the new
+    ones, because each layer writes its keys before it attends. The references spend a forward of its own on that, as
+    runtime.settle does in large batches, where wide steps cost more. In a model with an encoder, the step that enters a
+    block encodes the one before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

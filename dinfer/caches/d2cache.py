@@ -26,26 +26,27 @@ GRAIN = 2**22
 @CACHES.register("d2cache")
 @dataclass(frozen=True, kw_only=True)
 class D2Cache(CachePolicy):
-    """After one full pass, recomputes what was just decoded, the `masks` surest masks, and what receives attention.
+    """After one full pass, recomputes the tokens decoded last, the `masks` surest masks, and attended positions.
 
-    How sure a mask is was measured in the full pass, and is weighted by the decoded positions around it (`sigma`);
-    masks of the active block come first. Attention received is rolled out over all layers: of the other positions,
-    those with most of it are taken, up to a share of `mass`. All else keeps its keys. A mask that is not computed is
-    not decoded. `share` bounds what a step computes beside the active block; the least attended are left out.
+    Masks of the active block come first. The confidence of a mask is measured in the full pass and weighted by the
+    share of decoded positions around it (`sigma`). Attended positions are the other positions that receive most
+    attention, rolled out over all layers, up to the share `mass` of it. All others keep their keys, and a mask that is
+    not computed is not decoded. `share` limits what a step computes beside the active block: it leaves out the
+    positions that receive least attention.
     """
 
     paper = "d2Cache, arXiv:2509.23094"
     scores_decoded: ClassVar[bool] = False
     follows: ClassVar[bool] = True
 
-    masks: int = option(32, "masks recomputed at every step, one of the active block in any case")
+    masks: int = option(32, "masks recomputed at every step; at least one is of the active block")
     mass: float = option(0.1, "share of all attention whose receivers are recomputed")
     sigma: float = option(10.0, "reach of the weight by decoded neighbours, in positions; 0: no such weight")
-    bridge: int = option(0, "also recompute what lies between two positions that are at most so far apart")
+    bridge: int = option(0, "largest distance of two recomputed positions between which all others are recomputed too")
     score: Literal["low_confidence", "margin"] = option(
-        "low_confidence", "what makes a mask sure: probability, or lead"
+        "low_confidence", "confidence of a mask: probability, or lead over the second token"
     )
-    share: float | None = option(0.5, "compute at most this share of the response beside the block; null: any number")
+    share: float | None = option(0.5, "largest share of the response that is computed beside the block; null: all")
 
     def __post_init__(self) -> None:
         check_range("cache", self, "mass", least=0, most=1)

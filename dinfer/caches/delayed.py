@@ -20,24 +20,24 @@ from dinfer.core.registry import CACHES, check_range, option
 @CACHES.register("delayed")
 @dataclass(frozen=True, kw_only=True)
 class DelayedCache(CachePolicy):
-    """Recomputes what is masked and what the last `delay` steps decoded; all else keeps its keys until a refresh.
+    """Recomputes masks and the tokens that the last `delay` steps decoded; others keep their keys until a refresh.
 
-    `decode`: every mask of the canvas. `greedy`: the masks of the active block, and the neighbourhood of what was just
-    decoded. A refresh comes on entering a block, and after every `interval` steps in it. Not for decoders that edit:
-    decoded positions are not computed, so there are no logits to judge them by.
+    With `decode` it recomputes every mask of the canvas. With `greedy` it recomputes the masks of the active block and
+    the neighbours of tokens decoded last. Keys are refreshed when a row enters a block, and after every `interval`
+    steps in it. Decoders that edit refuse it: decoded positions are not computed, so they have no logits.
 
-    The published code makes the second pass of every block a full one too; here one is enough. Its greedy variant draws
-    the next position in advance and recomputes that one instead of the masks of the block. A step is as wide as its
-    widest row needs, so `decode` costs what `prefix` costs, and `greedy` a little more than `dual`.
+    In the published code the second pass of every block is a full pass too. Its greedy variant draws the next position
+    in advance and recomputes that one instead of the masks of the block. A step is as wide as its widest row, so
+    `decode` costs as much as `prefix`, and `greedy` a little more than `dual`.
     """
 
     paper = "dKV-Cache, arXiv:2505.15781"
     scores_decoded: ClassVar[bool] = False
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
-    interval: int = option(8, "refresh after so many steps in a block; 0: only on entering it")
+    interval: int = option(8, "steps in a block after which keys are refreshed; 0: only on entering it")
     delay: int = option(1, "steps after which a decoded token's keys are kept")
-    around: int = option(2, "greedy: positions recomputed to either side of a token that was just decoded")
+    around: int = option(2, "greedy: positions recomputed on either side of a token that was just decoded")
 
     def __post_init__(self) -> None:
         check_range("cache", self, "interval", "around", least=0)

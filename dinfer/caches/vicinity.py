@@ -14,8 +14,9 @@ from dinfer.core.registry import CACHES, check_range, option
 class VicinityCache(CachePolicy):
     """Recomputes `[start - back, end + ahead)`; keys outside are those of the last full pass.
 
-    The first `warmup` passes of a request are full and keep nothing. The next one keeps its keys, and so does the first
-    of every later block. It lies between dual (0, 0) and none: positions beside a commit react to it most.
+    The first `warmup` passes of a request are full and keep nothing. The next pass keeps its keys, and so does the
+    first pass of every later block. With back=0 and ahead=0 its window is that of `dual`; a wider one is nearer to
+    `none`. Positions beside a commit change most, so they are the ones to recompute.
     """
 
     paper = "dInfer, arXiv:2510.08666"
@@ -24,7 +25,7 @@ class VicinityCache(CachePolicy):
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")
     warmup: int = option(4, "full passes before keys are kept")
-    interval: int = option(0, "from the second block on, also refresh after so many passes; 0: never")
+    interval: int = option(0, "passes after which keys are refreshed too, from the second block on; 0: never")
 
     def __post_init__(self) -> None:
         check_range("cache", self, "back", "ahead", "warmup", "interval", least=0)

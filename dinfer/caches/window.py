@@ -22,7 +22,7 @@ from dinfer.core.registry import CACHES, option
 @CACHES.register("none")
 @dataclass(frozen=True, kw_only=True)
 class NoCache(CachePolicy):
-    """Recomputes the whole canvas at every step. Exact, and the yardstick for every other policy."""
+    """Recomputes the whole canvas at every step. It is exact, and the reference for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
     rewrites = True
@@ -42,7 +42,7 @@ class RefreshedCache(CachePolicy):
     rewrites = True
     ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
-    interval: int = option(0, "also refresh after so many window passes since the request began; 0: never")
+    interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")
 
     def __post_init__(self) -> None:
         if self.interval < 0:
@@ -68,16 +68,16 @@ class RefreshedCache(CachePolicy):
 class PrefixCache(RefreshedCache):
     """Keeps the keys and values before the active block; recomputes the block and all behind it.
 
-    With `suffix`, of what is behind the block so many positions exist for the model, and the last one of the canvas,
-    which tells it how long the answer is to be: refreshes and window passes compute no others (Streaming-dLLM). So
-    what a step costs depends on the prompt and not on max_new_tokens. For models that see all masks; the more masks
-    there are behind the block, the more it changes.
+    With `suffix` the model sees so many positions behind the block, and the last one of the canvas, which says how long
+    the answer may be (Streaming-dLLM). Refreshes and window passes compute no other masks. So the cost of a step does
+    not depend on max_new_tokens. This is for bidirectional models. The more masks it leaves out, the more the logits
+    change.
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618; Streaming-dLLM"
     ahead: ClassVar[int | None] = None
 
-    suffix: int | None = option(None, "positions behind the block that the model sees, beside the last; null: all")
+    suffix: int | None = option(None, "positions behind the block that the model sees, and the last one; null: all")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -204,10 +204,12 @@ class Canvas:
         upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
         return cursors, torch.where(masked_S, ~row_S[:length], row_S[:length]).tolist()
 
-    def row(self, slot: int, length: int) -> list[int]:
-        """A slot's tokens, ~token where it is open. Waits for the device."""
-        tokens_S, open_S = self.tokens_NS[slot, :length], self.status_NS[slot, :length] == int(Status.OPEN)
-        return torch.where(open_S, ~tokens_S, tokens_S).tolist()
+    def rows(self, slots: list[int]) -> Tensor:
+        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
+        slot_B = torch.tensor(slots, dtype=torch.int64).to(self.tokens_NS.device)
+        tokens_BS = self.tokens_NS.index_select(0, slot_B)
+        open_BS = self.status_NS.index_select(0, slot_B) == int(Status.OPEN)
+        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
 
     def active(self, columns_CN: Tensor, block: int) -> Tensor:
         """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]

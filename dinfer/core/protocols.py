@@ -19,11 +19,11 @@ from dinfer.core.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCur
 from dinfer.core.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.core.plan import WindowPlan
 from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
-from dinfer.core.stats import Draw, TokenStats
+from dinfer.core.stats import Columns, Draw, TokenStats
 
 __all__ = [
-    "ACTIVE", "Attend", "BlockAfter", "BlockView", "CachePolicy", "Component", "Decoder", "Divided", "Draw", "Followed",
-    "Iteration", "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal",
+    "ACTIVE", "Attend", "BlockAfter", "BlockView", "CachePolicy", "Columns", "Component", "Decoder", "Divided", "Draw",
+    "Followed", "Iteration", "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal",
     "RowCursors", "Sampling", "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
 ]  # fmt: skip
 
@@ -210,6 +210,7 @@ class Sampling(Component):
     """
 
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
     suppress: tuple[int, ...] = ()
 
     def asks(self, options: Mapping[str, float]) -> bool:
@@ -224,11 +225,15 @@ class Sampling(Component):
         return 0
 
     @abstractmethod
-    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+    def adjust(
+        self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec, columns: Columns
+    ) -> Tensor:
         """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
 
     @abstractmethod
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
+    def draw(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
+    ) -> Draw:
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 
         `top`: the largest `top_candidates` of the rows, or more.

@@ -172,7 +172,7 @@ class Rank:
 
     rank: int = 0
     ranks: int = 1
-    whole_experts: bool = False  # experts are dealt out whole; otherwise each rank has a part of every expert
+    expert_parallel: bool = False  # experts are dealt out whole; otherwise each rank has a part of every expert
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -247,7 +247,7 @@ class Placement:
         """How the parameter is divided; None: every rank holds it whole."""
         if rank.ranks == 1:
             return None
-        return Split(0, (Section("experts", self.experts),)) if self.experts and rank.whole_experts else self.split
+        return Split(0, (Section("experts", self.experts),)) if self.experts and rank.expert_parallel else self.split
 
     def pieces(self, rank: Rank = WHOLE) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """What a rank reads: slices of the tensor, and the part of the rank's own parameter that they fill."""

@@ -1,4 +1,4 @@
-"""Credit decoding: a token that keeps being predicted earns credit, fused into its logit (arXiv:2510.06133)."""
+"""Credit decoding: a token that is predicted again and again earns credit, added to its logit (arXiv:2510.06133)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +17,8 @@ class Credit(Decoder):
     """The threshold rule on l + alpha * log(1 + C), where C[i, v] gathers the credit of token v at position i.
 
     At each step of a block C decays by `decay`, and the most likely token v of each masked position gains p(v)^gamma.
-    Pays where predictions settle long before they are sure. Each position remembers as many tokens as its block is
-    long: a block that commits at every step cannot predict more.
+    It helps where predictions settle long before their probability is high. Each position remembers as many tokens as
+    the block is long: a block that commits at every step predicts no more.
     """
 
     paper = "CreditDecoding, arXiv:2510.06133"

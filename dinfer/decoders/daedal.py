@@ -1,4 +1,4 @@
-"""A canvas that grows: masks are put in where the model is unsure and does not see an end (DAEDAL, arXiv:2508.00819).
+"""A canvas that grows: adds masks where the model is unsure and predicts no end (DAEDAL, arXiv:2508.00819).
 
 Published for LLaDA: initial=64, max_new_tokens=2048, window=32, threshold=0.9, low_threshold=0.1, expansion=8,
 eos_threshold=0.5, growth_threshold=0.9, eos_tokens=32.
@@ -19,14 +19,14 @@ from dinfer.kernels.rows import moved
 @DECODERS.register("daedal")
 @dataclass(frozen=True, kw_only=True)
 class Daedal(Decoder):
-    """Looks for a length first, then decodes window after window and puts masks in; max_new_tokens is the most.
+    """Finds a length first, then decodes window after window and adds masks; max_new_tokens is the greatest length.
 
-    The end is in sight as far as e = (sum of the probabilities of the last `eos_tokens` positions at which EOS is the
-    most likely token) / eos_tokens. First the canvas has `initial` masks, and `expansion` more as long as e <
-    eos_threshold. Then half as many EOS tokens as `eos_tokens` are put behind it. From then on a step commits, of
-    `window` positions, c > threshold or the best; and where e < growth_threshold, the mask of least c < low_threshold
-    becomes `expansion` masks. What the canvas has no room for falls off its end. A window without masks gives way to
-    the next. The mask token is never the best where another position has a token that is.
+    Let e be the sum of EOS probabilities over the last `eos_tokens` positions at which EOS is the most likely token,
+    divided by eos_tokens. The canvas begins with `initial` masks, and gains `expansion` more while e < eos_threshold.
+    Then eos_tokens / 2 EOS tokens are put behind it. From then on each step commits all positions of a window of
+    `window` positions with c > threshold, or the best one. If e < growth_threshold, the mask with the least
+    c < low_threshold becomes `expansion` masks. Positions beyond the greatest length are dropped. When a window has no
+    masks, the next one begins. A position that the mask token wins is the best one only if all are such.
     """
 
     paper = "DAEDAL, arXiv:2508.00819"
@@ -37,11 +37,11 @@ class Daedal(Decoder):
     initial: int = option(64, "masks at first", per_request=True)
     window: int = option(32, "positions that are decoded before those behind them", per_request=True)
     threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
-    low_threshold: float = option(0.1, "put masks in at a position less sure than this; 0: never", per_request=True)
+    low_threshold: float = option(0.1, "add masks at a position less sure than this; 0: never", per_request=True)
     expansion: int = option(8, "masks in place of one", per_request=True)
-    eos_threshold: float = option(0.5, "look no further for a length once the end is in sight as far", per_request=True)
-    growth_threshold: float = option(0.9, "put no masks in once the end is in sight as far", per_request=True)
-    eos_tokens: int = option(32, "positions by which it is judged whether the end is in sight", per_request=True)
+    eos_threshold: float = option(0.5, "the length is found once e reaches this", per_request=True)
+    growth_threshold: float = option(0.9, "add no masks once e reaches this", per_request=True)
+    eos_tokens: int = option(32, "EOS predictions that e is the mean of", per_request=True)
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "low_threshold")

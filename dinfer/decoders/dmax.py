@@ -13,11 +13,11 @@ from dinfer.core.registry import DECODERS, check_probability, option
 @DECODERS.register("dmax")
 @dataclass(frozen=True, kw_only=True)
 class DMax(Decoder):
-    """Fills the masks before the first one with c < threshold, and the first one anyway; rewrites every decoded token.
+    """Fills the masks before the first one with c < threshold, at least the first; rewrites every decoded token.
 
-    What is rewritten needs no confidence: the most likely token stands. A block is finished by a step that begins
-    without masks, or one that changes nothing, or in which c >= finish_at at all masks. For models trained to revise
-    what they wrote, with iteration=dmax, which feeds them mixtures of tokens and mask.
+    A decoded token becomes the most likely one, whatever its probability. A block is finished after a step that begins
+    without masks, that changes nothing, or that has c >= finish_at at all masks. This is for models trained to revise
+    their tokens, with iteration=dmax, which feeds them mixtures of token and mask.
     """
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"

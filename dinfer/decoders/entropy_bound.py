@@ -20,10 +20,10 @@ from dinfer.kernels.rank import descending_rank
 class EntropyBound(Decoder):
     """Commits the largest set U of best positions with sum of H over U - max of H over U <= bound.
 
-    H is the entropy of a position; the best are those of least entropy, or another `score`. The left side bounds what
-    is lost by taking the tokens of U as independent, in nats. The surest position is always committed. Adapts to the
-    model's calibration better than a threshold on probabilities. With limits=each it commits every position with
-    H < bound, and the best one anyway: a threshold on entropies.
+    H is the entropy of a position. The best positions have the least entropy, or the best `score`. The left side bounds
+    the loss of taking the tokens of U as independent, in nats. The surest position is always committed. This adapts to
+    a model's calibration better than a threshold on probabilities. With limits=each, `bound` is a threshold on
+    entropies: it commits every position with H < bound, and at least the best one.
     """
 
     paper = "EB-Sampler, arXiv:2505.24857"

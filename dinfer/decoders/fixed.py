@@ -22,10 +22,10 @@ from dinfer.kernels.timesteps import Quota
 class Fixed(Decoder):
     """Decodes a block of n masks in `steps` steps: step s commits n // steps tokens, one more if s < n % steps.
 
-    The best masked positions go first, equal ones from left to right; the mask token takes part, and where it wins
-    the position stays masked. The softmax is taken in float64, as LLaDA's sampler does. With steps = block length,
-    one token a step: the slowest and most careful decoder, and the yardstick for all others. With a threshold below 1,
-    a step also commits all other tokens that are more probable than that.
+    The best masked positions go first, and equal ones from left to right. Where the mask token is the most likely, the
+    position stays masked. The softmax is taken in float64, as in LLaDA's sampler. With steps = block length it commits
+    one token a step: the slowest and most careful decoder, and the reference for all others. With a threshold below 1,
+    a step also commits all other tokens with a higher probability.
     """
 
     paper = "LLaDA, arXiv:2502.09992"
@@ -40,7 +40,7 @@ class Fixed(Decoder):
         "what the steps share out: the masks a block begins with, or its length, so that a block which overlaps the "
         "prompt takes fewer steps",
     )
-    threshold: float = option(1.0, "also commit all above this probability; 1: none is", per_request=True)
+    threshold: float = option(1.0, "also commit all tokens above this probability; 1: none", per_request=True)
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from dinfer.kernels.rank import descending_rank
 class Hierarchical(Decoder):
     """Commits, of every run of neighbouring masks, the most confident if c > low_threshold; and all c > threshold.
 
-    The mask token takes part: a run whose best position it wins commits nothing. Best for few steps on long blocks:
-    a run is cut in two at each step.
+    If the mask token is the most likely at the best position of a run, the run commits nothing. Each step splits every
+    run in two, so this suits few steps on long blocks.
     """
 
     paper = "dInfer, arXiv:2510.08666"
@@ -24,7 +24,9 @@ class Hierarchical(Decoder):
     low_threshold: float = option(
         0.4, "commit the best token of a run if it is more probable than this", per_request=True
     )
-    ties: Literal["all", "first"] = option("all", "of equals in a run, commit 'all' or the 'first' (dInfer's fast_v2)")
+    ties: Literal["all", "first"] = option(
+        "all", "equally good tokens of a run: commit 'all', or the 'first' (dInfer's fast_v2)"
+    )
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "low_threshold")

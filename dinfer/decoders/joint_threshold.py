@@ -15,13 +15,13 @@ from dinfer.kernels.thresholding import Decoded, fill_and_edit
 @DECODERS.register("joint_threshold")
 @dataclass(frozen=True, kw_only=True)
 class JointThreshold(Decoder):
-    """Fills masks where c > threshold, the best `least` anyway; rewrites tokens where another has c > edit_threshold.
+    """Fills masks where c > threshold, at least the `least` best; rewrites tokens where another has c > edit_threshold.
 
-    Where that other is the mask token, the position is masked again, if no mask was left or the block gains by the step
-    as a whole. A block without masks is edited until a step changes nothing, for `post_edits` steps at most. `penalty`
-    lowers the logit of the token to the left of each position, against stutter. Presets of LLaDA2.1: Speed threshold
-    0.5, edit_threshold 0.0; Quality threshold 0.7, edit_threshold 0.5. For models trained to edit; others mostly lose
-    by it.
+    If that other token is the mask, the position is masked again, provided that no mask was left or that the step
+    decodes more positions than it masks. A block without masks is edited until a step changes nothing, for at most
+    `post_edits` steps. `penalty` lowers the logit of the left neighbour's token, against repetition. LLaDA2.1 publishes
+    two settings: Speed (threshold 0.5, edit_threshold 0.0) and Quality (0.7, 0.5). This is for models trained to edit;
+    others mostly lose accuracy.
     """
 
     paper = "LLaDA2.1, arXiv:2602.08676"

@@ -23,8 +23,8 @@ class Klass(Decoder):
     """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
 
     If no position qualifies, the `least` most confident are committed. Only steps of the block count. The reference
-    computes all logits at every step and counts earlier ones too, so from the second block on it may commit one step
-    sooner. Keeps a float32 per position and vocabulary entry.
+    computes all logits at every step and also counts steps of earlier blocks, so from the second block on it may commit
+    one step sooner. Each request keeps a float32 per position of the block and vocabulary entry.
     """
 
     paper = "KLASS, arXiv:2511.05664"
@@ -33,8 +33,8 @@ class Klass(Decoder):
 
     threshold: float = option(0.9, "least probability of a stable token", per_request=True)
     kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)
-    history: int = option(2, "so many stable steps in a row", per_request=True)
-    least: int = option(1, "commit so many tokens where none is stable", per_request=True)
+    history: int = option(2, "stable steps in a row that a commit needs", per_request=True)
+    least: int = option(1, "tokens to commit where none is stable", per_request=True)
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")

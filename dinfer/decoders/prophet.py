@@ -1,4 +1,4 @@
-"""A fixed schedule that stops as soon as the answer is sure, and commits all that is left (Prophet, arXiv:2508.19982).
+"""A fixed schedule that commits all open positions once the answer is sure (Prophet, arXiv:2508.19982).
 
 Published: 7.5, 5.0 and 2.5 for `early`, `mid` and `late`, over five tokens from where the answer begins.
 """
@@ -23,11 +23,11 @@ MID, LATE = 0.33, 0.67  # parts of the schedule at which the next threshold hold
 class Prophet(Decoder):
     """Commits everything once the mean lead over the second logit, at the answer, reaches `early`, `mid` or `late`.
 
-    Which one depends on the part of the steps that is behind: below 0.33, below 0.67, or more. Until then it is LLaDA's
-    fixed schedule: each `sub_block` takes its share of the `steps`, and of those each commits as many tokens, the most
-    probable first. `answer` says where the answer begins, in tokens behind the prompt; its five tokens count whether
-    they are decoded or not. Without it, all that is still masked counts. It sees no more than the active blocks, so
-    use it with iteration=full.
+    `early` holds in the first third of the steps, `mid` in the second and `late` in the last. Until then it follows
+    LLaDA's fixed schedule: the `steps` are shared out among the `sub_block`s, and each step commits the same number of
+    tokens, the most probable first. `answer` says where the answer begins, in tokens behind the prompt; the mean is
+    over five tokens from there, decoded or not. Without it, the mean is over all masks. The decoder sees the active
+    blocks alone, so use it with iteration=full.
     """
 
     paper = "Prophet, arXiv:2508.19982"

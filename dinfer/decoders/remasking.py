@@ -14,8 +14,8 @@ from dinfer.kernels.rank import descending_rank
 class Remasking(Decoder):
     """Hierarchical, and masks a decoded token again where the model's best guess falls below remask_threshold.
 
-    Let R be those positions. They join the masks; then the leaders of runs with c > low_threshold and all c >
-    threshold are committed, and the next best until |R| + 1 are. The rest of R is masked again.
+    Let R be those positions. They count as masks. Then the best position of each run with c > low_threshold and all
+    with c > threshold are committed, and more of the best until there are |R| + 1. The rest of R is masked again.
     """
 
     paper = "dInfer, arXiv:2510.08666"

@@ -20,11 +20,11 @@ from dinfer.core.registry import DECODERS, check_range, option
 class Renoise(Decoder):
     """Drafts the surest positions with sum of H before them <= bound; the others get uniform noise until the next step.
 
-    Logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps at step s = 0, 1, ... of a canvas; H is the
-    entropy of a position then, in nats. Drafts are the tokens that the sampling offers (published: drawn at
-    sampling.temperature=1) and are judged anew at every step. The canvas is committed at once, to the most likely
-    tokens: when these are the same as in `stability` steps before and the mean of H is below `confidence`, or after
-    `steps` steps. For models of uniform noise, which have no mask token.
+    At step s = 0, 1, ... of a canvas, logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps. H is the
+    entropy of a position after that, in nats. Drafts are the tokens that the sampling offers (published: drawn at
+    sampling.temperature=1), and each step chooses them anew. The whole canvas is committed to the most likely tokens
+    when these have not changed for `stability` steps and the mean of H is below `confidence`, or after `steps` steps.
+    This is for models of uniform noise, which have no mask token.
     """
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"

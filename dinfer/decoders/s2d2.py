@@ -22,17 +22,18 @@ PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and fo
 class S2D2(Decoder):
     """Drafts all masks of a block, and commits the first run of them as far as a second pass confirms it.
 
-    The second pass computes q, what the model says of each position knowing only the draft before it; p is what the
-    first said. From the left, a draft token is accepted if a uniform number, a function of seed, position and step, is
-    below min(1, q / p). The first that is not becomes the token with the largest q - p. Then, as `fixed` does, the best
-    masks fill up the quota of the step. So a verified step commits at least one token and costs two forwards. Not
-    lossless: verified tokens are those of block size 1, so it is for models that tolerate that size (SDAR).
+    p is the probability of a draft token in the first pass. q is its probability in the second pass, where a position
+    sees only the draft before it. From the left, a token is accepted if a uniform number (a function of seed, position
+    and step) is below min(1, q / p). The first rejected one becomes the token with the largest q - p. Then the best
+    masks fill up the quota of the step, as in `fixed`. So a verified step commits at least one token and costs two
+    forwards. It is not lossless: verified tokens are those of block size 1, which suits models such as SDAR.
 
-    `route` says which steps are verified: "span" those whose run is `min_span` long; "score" those whose expected run
-    less `penalty` reaches `floor`; "hysteresis" switches on above `on` and off below `off`; "bandit" learns by UCB what
-    pays, by length of the run, progress and entropy. The run is expected by `estimator`, scaled by `scale`.
+    `route` says which steps are verified: "span" those whose run has at least `min_span` masks; "score" those whose
+    expected number of accepted tokens, less `penalty`, reaches `floor`; "hysteresis" switches on above `on` and off
+    below `off`; "bandit" learns by UCB from the length of the run, progress and entropy. `estimator` and `scale` say
+    how the number of accepted tokens is expected.
 
-    Keeps p, a float32 per position of the block and vocabulary entry, for each running request.
+    Each running request keeps p, a float32 per position of the block and vocabulary entry.
     """
 
     paper = "S2D2, github.com/phymhan/S2D2"

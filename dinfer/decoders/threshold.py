@@ -15,9 +15,9 @@ from dinfer.kernels.thresholding import confident
 class Threshold(Decoder):
     """Commits c_i >= threshold, and in any case the `least` most confident.
 
-    c_i is the probability of the most likely token at masked position i. The mask token takes part: where it wins,
-    the position stays masked. Choose it first: it is the simplest rule, and hard to beat. With `relax`, the threshold
-    is multiplied by 1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
+    c_i is the probability of the most likely token at masked position i. Where that is the mask token, the position
+    stays masked. This is the simplest rule, and hard to beat: try it first. With `relax`, the threshold is multiplied
+    by 1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618"

@@ -1,4 +1,4 @@
-"""Revocable decoding: many tokens in, and the doubtful ones out again (WINO, arXiv:2507.18578).
+"""Revocable decoding: commit many tokens, and mask the doubtful ones again (WINO, arXiv:2507.18578).
 
 Published: threshold 0.6 to let tokens in, 0.9 for them to stay; of n masks at most min(max(int(0.7 n), 5), 20) enter
 at a step.
@@ -26,21 +26,21 @@ from dinfer.kernels.rank import descending_rank
 class Wino(Decoder):
     """Commits c_i > threshold, else the best one; masks decoded tokens with p(token) < keep_threshold again.
 
-    p(token) is the probability of a token at its own position, with the token in view; the published method hides it
-    there (see the head of this file). Tokens are masked again only where more than one came in, the least probable
-    first, and fewer than came in. So a block always gains. (The published bound is what came in one step earlier; with
-    it a block may lose and never end.)
+    p(token) is the probability of a decoded token at its own position, where the model sees it. The published method
+    hides it there. Tokens are masked again only in a step that commits more than one, the least probable first, and
+    fewer than it commits. So every step gains. (The published bound is the number of commits of the step before; with
+    it a block may lose tokens and never end.)
     """
 
     paper = "WINO, arXiv:2507.18578"
     edits: ClassVar[bool] = True
     reads_logits: ClassVar[bool] = True
 
-    threshold: float = option(0.6, "let tokens in above this", per_request=True)
-    keep_threshold: float = option(0.9, "take decoded tokens back below this", per_request=True)
-    share: float = option(0.7, "let in at most this share of the masks", per_request=True)
-    fewest: int = option(5, "but always as many as this", per_request=True)
-    most: int = option(20, "and never more than this", per_request=True)
+    threshold: float = option(0.6, "commit masks above this", per_request=True)
+    keep_threshold: float = option(0.9, "mask decoded tokens below this again", per_request=True)
+    share: float = option(0.7, "commit at most this share of the masks", per_request=True)
+    fewest: int = option(5, "but at least this number", per_request=True)
+    most: int = option(20, "and at most this number", per_request=True)
     precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:

@@ -49,6 +49,11 @@ class Engine:
                 f"runtime.tensor_parallel={runtime.tensor_parallel}, but the model is divided among "
                 f"{recipe.ranks.size}: load it with that runtime, in one process for each card"
             )
+        if runtime.expert_parallel != (dealt := recipe.ranks.rank.expert_parallel):
+            raise ValueError(
+                f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
+                "with that runtime"
+            )
         if runtime.speculate and (reason := refusal(recipe)) is not None:
             raise IncompatibleRecipe(reason)
         if runtime.tensor_parallel == 1 or (ranks := leader()) is None:

@@ -73,7 +73,8 @@ class Request:
 
     def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
         """The generated tokens before the first stop token, and whether there is one."""
-        filled = [token for token, masked in zip(canvas, self.masked, strict=False) if masked]
+        gaps = self.gaps or []
+        filled = [token for token, masked in zip(canvas, gaps, strict=False) if masked] + canvas[len(self.prompt) :]
         end = next((i for i, token in enumerate(filled) if token in stop_ids), len(filled))
         stopped = self.stops and end < len(filled)
         return filled[:end] if stopped else filled, stopped
@@ -81,7 +82,7 @@ class Request:
     @property
     def start(self) -> int:
         """The first position that is to be decoded."""
-        return self.masked.index(True)
+        return self.gaps.index(True) if self.gaps and True in self.gaps else len(self.prompt)
 
 
 def whole(request: Request) -> Request:

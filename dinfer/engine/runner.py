@@ -17,6 +17,7 @@ from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 from dinfer.engine.clock import StepClock
+from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
 
 SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
@@ -43,6 +44,7 @@ class Runner:
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
         self.clock: StepClock | None = None  # measures steps that came up before
+        self.compiler: KernelCompiler | None = None  # compiles for steps that did not come up before
         self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
@@ -68,24 +70,25 @@ class Runner:
         """Starts a step of `shape`, rounded up to its bucket, on these slots. Does not wait for the device."""
         if self.state is None:
             raise RuntimeError("a runner needs a state: open it first")
-        asked = shape
-        if self.graphs:
-            kv, canvas = self.state.kv, self.state.canvas
-            shape = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
+        kv, canvas = self.state.kv, self.state.canvas
+        asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
+        shape = kind if self.graphs else asked
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
-            met = shape in self._captured or shape in self.refused or (shape in self._seen and not self.graphs)
+            met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
             self.meeting = None if met else shape
             clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
             try:
+                if not met and self.compiler is not None:
+                    self.compiler.compile(shape)
                 with clock:
                     self._run(self.state, shape, lanes)
             finally:
                 self.meeting = None
+                self._seen.add(kind)  # buckets, since there are far more shapes: a server would collect them for ever
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
-        self._seen.add(shape)
         if captured is None:
             denoise_step(self.recipe, state, shape, torch.tensor(lanes).to(state.canvas.tokens_NS.device))
             return

@@ -4,6 +4,7 @@ A worker decides nothing and reads nothing back. So each rank of tensor parallel
 the same states if they are told the same (`dinfer.engine.leading`).
 """
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.engine.clock import StepClock
+from dinfer.engine.compile_ahead import COMPILE_AHEAD, KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
@@ -63,11 +65,17 @@ class Worker:
 
     def open(self, room: Room) -> None:
         """Allocates the state. Raises what the device raises where memory is short."""
-        state = BatchState.alloc(
-            self.recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
-            device=self.recipe.model.device, block=room.block, candidates=candidates_of(self.runtime),
-        )  # fmt: skip
-        self.runner.open(state)
+
+        def alloc(recipe: Recipe, device: torch.device) -> BatchState:
+            return BatchState.alloc(
+                recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
+                device=device, block=room.block, candidates=candidates_of(self.runtime),
+            )  # fmt: skip
+
+        device = self.recipe.model.device
+        self.runner.open(alloc(self.recipe, device))
+        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD, "1") != "0":
+            self.runner.compiler = KernelCompiler(self.recipe, alloc)
 
     def close(self) -> None:
         """Frees the state and the graphs of its steps."""
@@ -105,6 +113,10 @@ class Worker:
     def working(self) -> AbstractContextManager[object]:
         """What a thread is in while it runs a round."""
         return nullcontext()
+
+    def event(self) -> torch.cuda.Event | None:
+        """What says how far the device is. None: what is asked of it is done at once, as on a CPU."""
+        return torch.cuda.Event() if self.recipe.model.device.type == "cuda" else None
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Waits until the device is as far as this event."""

@@ -11,16 +11,16 @@ from dinfer.kernels.advance import Grid
 @ITERATIONS.register("block_diffusion")
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion(AlignedSweep):
-    """Blocks from multiples of the block length on, each decoded in sight of itself and of all before it.
+    """Blocks that begin at multiples of the block length. Each sees itself and everything before it.
 
-    For models trained so; with cache=block exact and cheap. The first block may overlap the prompt, whose tokens stay
-    as they are. The last one is short where max_new_tokens ends. A row stops after the block with a generated stop
-    token.
+    This is for models trained so; with cache=block it is exact and cheap. The first block may overlap the prompt, whose
+    tokens stay as they are. The last block is shorter if max_new_tokens ends within it. A row stops after the block
+    with a generated stop token.
 
-    A block may be a part of the model's attention block: the whole attention block is then computed, and the part is
-    decoded. With `lead`, the first position of every `lead` is decoded by itself, before the others. If logits predict
-    the next token, the finished block before gives that position's logits, so its step computes nothing else. Fast-dLLM
-    v2 (arXiv:2509.26328) is block=8 and lead=32; with decoder=threshold it is SGLang's HierarchyBlock.
+    A block may be a part of the model's attention block. Then the whole attention block is computed, and the part is
+    decoded. With `lead`, the first of every `lead` positions is decoded by itself, before the others. If logits predict
+    the next token, the last position of the block before gives these logits, so that step computes nothing else.
+    Fast-dLLM v2 (arXiv:2509.26328) is block=8 and lead=32; with decoder=threshold it is SGLang's HierarchyBlock.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

@@ -11,8 +11,8 @@ from dinfer.iterations._sweep import BlockSweep
 class Blockwise(BlockSweep):
     """Finishes a block before it begins the next; every masked position is fed the mask token.
 
-    The last block is short where the canvas ends. A row stops after the block with a generated stop token. Stop tokens
-    of the prompt do not count.
+    The last block is shorter if the canvas ends within it. A row stops after the block with a generated stop token;
+    stop tokens of the prompt do not count.
     """
 
     paper = "LLaDA, arXiv:2502.09992"

@@ -1,4 +1,4 @@
-"""Several blocks at once, each token fed with as much of the mask as it was doubted (DMax, as Diffulex has it)."""
+"""Several blocks at once; a new token is fed as a mixture with the mask, by its probability (DMax, as in Diffulex)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -18,10 +18,10 @@ from dinfer.kernels.window import span
 class DMaxSweep(MultiBlock):
     """multi_block that feeds a token committed with probability c as c E[token] + (1 - c) E[mask].
 
-    It is so until the next step of its block; then the token is fed as it is. With `rescale` the mixture has the length
-    c |E[token]| + (1 - c) |E[mask]|. With mix=topk a token is fed with what else was likely instead, at every step:
-    E[token] + weight * sum of p_k E[k] over the `top` most likely. Keys that the cache keeps are those of the mixtures.
-    For models trained so, with decoder=dmax; other decoders run too.
+    From the next step of its block on, the token is fed as it is. With `rescale` the mixture has the length
+    c |E[token]| + (1 - c) |E[mask]|. With mix=topk a token is instead fed with other likely tokens at every step:
+    E[token] + weight * sum of p_k E[k] over the `top` most likely. The cache keeps the keys of the mixtures. This is
+    for models trained so, with decoder=dmax; other decoders run too.
     """
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"

@@ -13,7 +13,8 @@ from dinfer.kernels.advance import Grid
 class Full(Iteration):
     """One block that spans the whole generation. It ends when nothing is masked; a stop token does not end it.
 
-    For models and decoders that choose their own order. Without blocks, LLaDA likes to fill the tail with EOS first.
+    This is for models and decoders that choose their own order. Without blocks, LLaDA tends to fill the tail with EOS
+    first.
     """
 
     paper = "MaskGIT, arXiv:2202.04200"

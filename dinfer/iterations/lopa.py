@@ -1,4 +1,4 @@
-"""Several blocks at once, and several versions of them: the one whose rest looks surest goes on (LoPA)."""
+"""Several blocks at once, and several versions of them, of which the surest is kept (LoPA)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +17,13 @@ from dinfer.kernels.slide import decoded_share
 class Lopa(MultiBlock):
     """multi_block with lookahead: each forward also runs `branches` versions of the open blocks.
 
-    A version has one more token: one of the surest that the last step left open. The version whose remaining masks look
-    surest goes on, and the decoder commits by its logits. So a token may be committed below the threshold, because of
-    what follows from it. Not lossless. A version costs as many rows as the open blocks have. Pays at batch 1, where
-    rows are free.
+    A version has one more token, one of the surest that the last step left open. The version whose remaining masks are
+    surest is kept, and the decoder commits by its logits. So a token may be committed below the threshold, if it makes
+    others surer. This is not lossless. A version costs as many rows as the open blocks have, so it pays at batch 1,
+    where rows are free.
 
-    What a version is worth: the mean of `by` over the masks that are left, or over the worst `part` of them, and with
-    `trust` of what its token had. One without masks is worth 1.
+    The worth of a version is the mean of `by` over its remaining masks, or over the worst `part` of them. With `trust`,
+    the score of its added token counts too. A version without masks is worth 1.
     """
 
     paper = "LoPA, github.com/zhijie-group/LoPA"

@@ -22,8 +22,8 @@ class MultiBlock(BlockSweep):
     block that leaves keeps its place for one step more, which makes its keys final. After a stop token no block opens,
     and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
 
-    D2F and d3LLM: align=false. Diffulex on block-causal models: align=true. Pays where a forward costs little more for
-    more positions, and the model tolerates unfinished blocks before the one that it decodes.
+    D2F and d3LLM use align=false, Diffulex on block-causal models align=true. It pays where more positions make a
+    forward little slower, and where the model tolerates unfinished blocks before the one that it decodes.
     """
 
     paper = "D2F, arXiv:2508.09192"

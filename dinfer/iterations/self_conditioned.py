@@ -20,10 +20,10 @@ from dinfer.kernels.advance import Grid
 class SelfConditionedSweep(AlignedSweep):
     """Finishes a canvas of `block` positions before it begins the next; tells the model what it expected one step ago.
 
-    That is softmax(l) E of the logits l as the decoder adjusted them (`renoise` divides them by its temperature), and
-    nothing at the first step of a canvas. Canvases begin behind the prompt. The last one is decoded whole, and what was
-    not asked for is left out. `block` is the length that the model was trained with. For models trained so; they decode
-    without it too (`blockwise`), but not as published.
+    The model is fed softmax(l) E, with the logits l as the decoder adjusted them (`renoise` divides them by its
+    temperature), and nothing at the first step of a canvas. Canvases begin behind the prompt. The last one is decoded
+    whole, and tokens beyond max_new_tokens are left out. `block` is the length that the model was trained with. This is
+    for models trained so; they also decode without it (`blockwise`), but not as published.
     """
 
     paper = "Analog Bits, arXiv:2208.04202"

@@ -17,9 +17,9 @@ from dinfer.kernels.canvas import padded
 class Smooth(BlockSweep):
     """Blockwise, feeding E[mask] + w_t * softmax(logits) E at masked positions, with an annealed threshold.
 
-    w_t = min(weight_init + weight_growth * t, weight) at forward t of the request; the logits are those of the last
-    forward that covered the position. No commit below 1 - threshold_decay * t. The model must tolerate inputs between
-    its embeddings; then it needs fewer steps at the same threshold. The LM head runs on the whole window.
+    At forward t of the request, w_t = min(weight_init + weight_growth * t, weight), and no token is committed below
+    1 - threshold_decay * t. The logits are those of the last forward that computed the position. A model that tolerates
+    inputs between its embeddings needs fewer steps at the same threshold. The LM head runs on the whole window.
     """
 
     paper = "dInfer, arXiv:2510.08666"

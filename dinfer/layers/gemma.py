@@ -21,10 +21,10 @@ from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
 from dinfer.kernels.rows import at
-from dinfer.kernels.types import Projections, Summing, Table
+from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
-from dinfer.layers.mlp import GatedMLP
+from dinfer.layers.mlp import GatedMLP, dealt_to
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.layers.vocabulary import embed, mix, whole
 
@@ -68,7 +68,8 @@ class Attention(nn.Module):
         weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
         q = wide_rms_norm(q, weight_E, self.eps)
         qkv_BWXE = torch.cat((q, self.k_norm(k), v), 2)
-        return self.out(attend(self.layer, Projections(qkv_BWXE, self.heads, table), read_BX).flatten(2))
+        seen_BXHE = attend(self.layer, Projections(qkv_BWXE, self.heads, table), read_BX)
+        return self.out(seen_BXHE.flatten(2)) if seen_BXHE.shape[1] else x_BWD[:, :0]
 
 
 class Experts(Formatted):
@@ -86,6 +87,11 @@ class Experts(Formatted):
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
         self.ranks: Summing | None = None
+        self.dealt: Dealt | None = None
+
+    def join(self, ranks: Ranks) -> None:
+        """See `dinfer.layers.mlp.Experts`."""
+        self.ranks, self.dealt = ranks, dealt_to(ranks, len(self.expert_scale))
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
@@ -95,7 +101,7 @@ class Experts(Formatted):
         chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
-        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu)
+        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu, dealt=self.dealt)
         return close(share(mixed, self.ranks)).view_as(x_BWD)
 
 
@@ -164,7 +170,7 @@ class Gemma(nn.Module):
                 assert isinstance(block, Block)
                 block.attention.join(ranks)
                 block.mlp.join(ranks)
-                block.experts.ranks = ranks
+                block.experts.join(ranks)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -332,7 +332,8 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     run = runtime or Runtime(graphs=where.type == "cuda")
     if run.tensor_parallel > 1:
-        network = divided(Source(family, folder, dtype, quantize), run.tensor_parallel, where)
+        source = Source(family, folder, dtype, quantize)
+        network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)

@@ -42,7 +42,7 @@ LONG = 8192  # characters from which on a prompt is encoded in a thread: the eve
 def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, settings=server.settings)
+    app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
     handle_errors(app, server)
     add_operations(app, server)
     add_generation(app, server)
@@ -62,9 +62,9 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return await api_error(
-            request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        )
+        told = ApiError(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}")
+        server.refuse(told)
+        return JSONResponse(told.body(), told.status, headers=error.headers)  # such as Allow
 
 
 def of_validation(error: RequestValidationError) -> ApiError:

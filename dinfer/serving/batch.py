@@ -28,10 +28,17 @@ from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
 NO_LIMIT = 10**9
-# A file waits for nobody: as many of its lines run at a time as the caller says, and each may take its time.
-SETTINGS = Settings(
-    max_requests=NO_LIMIT, max_tokens=NO_LIMIT, max_body=NO_LIMIT, deadline=NO_LIMIT, send_timeout=NO_LIMIT
-)
+
+
+def settings(round_timeout: float) -> Settings:
+    """A file waits for nobody: as many of its lines run at a time as the caller says, and each may take its time.
+
+    `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
+    """
+    return Settings(
+        max_requests=NO_LIMIT, max_tokens=NO_LIMIT, max_body=NO_LIMIT, deadline=NO_LIMIT, send_timeout=NO_LIMIT,
+        round_timeout=round_timeout,
+    )  # fmt: skip
 
 
 class Ask(Strict):
@@ -170,10 +177,10 @@ def run(
 
 
 def answer_here(
-    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[Settings], Server], at_once: int
+    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server], at_once: int
 ) -> None:
     """Answers lines with an engine in this process, `at_once` of them at a time. Raises EngineFailed."""
-    server = make(SETTINGS)
+    server = make()
     app = application(server)
 
     async def work() -> None:
@@ -185,7 +192,8 @@ def answer_here(
     async def all_lines() -> None:
         tasks = [asyncio.create_task(work()) for _ in range(at_once)]
         try:
-            await asyncio.gather(*tasks)
+            async with server.watched():
+                await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()

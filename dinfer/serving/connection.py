@@ -1,42 +1,97 @@
-"""Connections of clients: a limit of time for the head of a request, and of files for the process."""
+"""Connections of clients: limits of time and size for the head of a request, and of files for the process."""
 
 import asyncio
 import logging
 import resource
+from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from pydantic_core import to_json
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dinfer.serving.errors import ApiError
+from dinfer.serving.guard import MAX_HEAD, head_too_large
 from dinfer.serving.settings import Settings
 
 LOG = logging.getLogger("dinfer.serving")
+LINGER = 2.0  # seconds in which a client that still sends may read why it is refused
 OTHERS = 256  # files that the process has open beside its connections
 
 
 def connection(settings: Settings) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol. It also closes a connection whose client sends the head of its request too slowly."""
+    """Uvicorn's HTTP protocol. It also closes a connection whose client sends the head of its request too slowly.
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    What never becomes a request, and so never reaches the application, is answered in the API's own words as well.
+    """
+
+    class Connection(HttpToolsProtocol):
         _late: asyncio.TimerHandle | None = None
+        _head: int | None = None  # bytes of the head that is being read; None: none is
+        _refused = False  # what comes is not read any more
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)
+            super().connection_made(transport)  # type: ignore[arg-type]
             self._await_head()
 
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._head = 0
+
+        def on_headers_complete(self) -> None:
+            self._head = None
+            super().on_headers_complete()
+
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             super().data_received(data)
+            if self._head is not None:
+                self._head += len(data)
+                if self._head > MAX_HEAD:
+                    self._refuse(head_too_large())
             if self.cycle is None or self.cycle.response_complete:
                 self._await_head()
             else:
                 self._stop()
 
-        def connection_lost(self, error: Exception | None) -> None:
+        def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
-            super().connection_lost(error)
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
+
+        def _refuse(self, error: ApiError) -> None:
+            """Answers what is no whole request, and closes the connection. No other answer is disturbed."""
+            if self._refused or self.transport.is_closing():
+                return
+            running = self.cycle is not None and not self.cycle.response_complete
+            if running and not self.cycle.more_body:  # what follows a whole request is not its fault
+                self.cycle.keep_alive = False
+                self.flow.pause_reading()
+                return
+            if running and (self.cycle.response_started or self.pipeline):
+                self.transport.close()
+                return
+            body = to_json(error.body())
+            self.transport.write(
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+                + body
+            )
+            self.transport.write_eof()  # a connection that is closed while its client sends loses what it has not read
+            self._refused = True
+            asyncio.get_running_loop().call_later(LINGER, self.transport.close)
 
         def _await_head(self) -> None:
             if self._late is None:
-                self._late = asyncio.get_running_loop().call_later(settings.send_timeout, self.transport.close)
+                self._late = asyncio.get_running_loop().call_later(settings.send_timeout, self._give_up)
+
+        def _give_up(self) -> None:
+            if self._head is not None:
+                self._refuse(ApiError(408, "the head of the request did not come in time", code="timeout"))
+            else:
+                self.transport.close()
 
         def _stop(self) -> None:
             if self._late is not None:

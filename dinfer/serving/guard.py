@@ -31,6 +31,7 @@ SAFE_HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
+MAX_HEAD = 65_536  # bytes of a request's path and headers
 GONE = 499  # nginx's status for a client that has left, in the log alone
 
 
@@ -46,8 +47,12 @@ class NotRead(Exception):
 class Guard:
     """ASGI middleware. The application sees requests that are allowed and complete, and ends when its client leaves."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings) -> None:
-        self._app, self._settings, self._keys = app, settings, settings.keys()
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings,
+        refuse: Callable[[ApiError], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """`refuse` is told the errors that requests are answered with here."""
+        self._app, self._settings, self._keys, self._refuse = app, settings, settings.keys(), refuse
         self._open = 0  # requests that wait for an answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +70,7 @@ class Guard:
             if body is None or not (await self._answer(scope, body, receive, sending) or sending.complete):
                 sending.status = GONE
         except ApiError as error:
+            self._refuse(error)
             await respond(error, sending)
         except (NotRead, ClientDisconnect) as error:  # uvicorn then closes the connection
             LOG.warning("the answer could not be sent: %r", error)
@@ -78,10 +84,11 @@ class Guard:
         finally:
             self._open -= 1
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            path = scope["path"][:200]
             LOG.log(
-                level, "%s %s %s", scope["method"], scope["path"], sending.status,
+                level, "%s %s %s", scope["method"], path, sending.status,
                 extra={
-                    "method": scope["method"], "path": scope["path"], "status": sending.status,
+                    "method": scope["method"], "path": path, "status": sending.status,
                     "seconds": round(time.perf_counter() - began, 4),
                 },
             )  # fmt: skip
@@ -93,6 +100,9 @@ class Guard:
                 503, f"{most} requests wait for an answer already, which is the most: try again later",
                 code="too_many_connections", retry_after=1,
             )  # fmt: skip
+        head = len(scope["path"]) + len(scope["query_string"])
+        if head + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD:
+            raise head_too_large()
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"localhost").decode("latin-1"))
         length = headers.get(b"content-length", b"0")
@@ -138,7 +148,11 @@ class Guard:
         return b"".join(parts)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: "_Sending") -> bool:
-        """Runs the application while its client is there. False: the client has left. Raises NotRead."""
+        """Runs the application while its client is there. False: the client has left. Raises NotRead.
+
+        HEAD asks for what GET would answer, and the HTTP server leaves the body out.
+        """
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def left() -> Message:
@@ -152,7 +166,7 @@ class Guard:
             return bodies.pop() if bodies else await asyncio.shield(gone)
 
         async def app() -> None:
-            await self._app(scope, once, send)
+            await self._app(asked, once, send)
 
         async with AsyncExitStack() as held:
             HELD.set(held)
@@ -172,6 +186,10 @@ class Guard:
     def _too_large(self) -> ApiError:
         most = self._settings.max_body
         return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
+
+
+def head_too_large() -> ApiError:
+    return ApiError(431, f"the path and the headers of the request exceed {MAX_HEAD} bytes", code="too_large")
 
 
 class _Sending:
@@ -209,9 +227,10 @@ class _Sending:
 
 async def respond(error: ApiError, send: Send) -> None:
     """An error as a whole answer."""
-    headers = [(b"content-type", b"application/json")]
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
+    await send({"type": "http.response.body", "body": body})

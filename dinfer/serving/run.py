@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -16,7 +16,6 @@ from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
-WATCH = 0.2  # seconds between looks at the engines
 FAREWELL = 2.0  # seconds in which a server whose engine failed still says so
 
 
@@ -50,12 +49,22 @@ def listen(settings: Settings) -> socket.socket:
     made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((settings.host, settings.port))
-    except OSError as error:
+        with _naming(settings):
+            made.bind((settings.host, settings.port))
+    except OSError:
         made.close()
+        raise
+    return made
+
+
+@contextmanager
+def _naming(settings: Settings) -> Iterator[None]:
+    """Names the address in an error of its socket, and says what to do."""
+    try:
+        yield
+    except OSError as error:
         where = f"host={settings.host} port={settings.port}"
         raise OSError(f"{where}: {error.strerror}. Choose another port, or port=0 for any free one") from error
-    return made
 
 
 @contextmanager
@@ -76,14 +85,24 @@ def tuned() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serves until a signal comes; `ready` is told the address of the page. Raises EngineFailed, RankFailed."""
+def configured(server: Server) -> uvicorn.Config:
+    """The settings of uvicorn."""
     settings = server.settings
-    config = uvicorn.Config(
+    return uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        http=connection(settings), timeout_keep_alive=30, timeout_graceful_shutdown=round(settings.grace),
+        http=connection(settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=round(settings.grace),
     )  # fmt: skip
+
+
+def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serves until a signal comes; `ready` is told the address of the page.
+
+    Raises EngineFailed, RankFailed, what `ready` raises, and OSError if another server has taken the address meanwhile.
+    """
+    settings, config = server.settings, configured(server)
     open_files(settings)
+    with _naming(settings):  # two sockets may be bound to an address, but one alone can listen
+        made.listen(settings.max_connections)
     web = _Uvicorn(config, server.admission.close)
     host, port = made.getsockname()[:2]
 
@@ -91,17 +110,18 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
         while not web.started:
             await asyncio.sleep(0.01)
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
-        while server.failure is None:
-            await asyncio.sleep(WATCH)
+        await server.failed()
         await asyncio.sleep(FAREWELL)
-        web.should_exit = True
 
     async def run() -> None:
         watcher = asyncio.create_task(watch())
+        watcher.add_done_callback(lambda _: setattr(web, "should_exit", True))
         try:
             await web.serve(sockets=[made])
         finally:
             watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
         loop.run(run())

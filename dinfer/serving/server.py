@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from fastapi import Response
@@ -21,6 +21,8 @@ from dinfer.serving.protocol import Own
 from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
+
+WATCH = 0.2  # seconds between looks at the engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,21 @@ class Server:
             engine.check_alive(self.settings.round_timeout)
         found = (why for e in self.catalogue.engines.values() for why in (e.failure, e.engine.failure))
         return next((why for why in found if why is not None), None)
+
+    async def failed(self) -> BaseException:
+        """Waits until an engine cannot be relied on any more, and returns why."""
+        while (failure := self.failure) is None:
+            await asyncio.sleep(WATCH)
+        return failure
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Looks at the engines now and then, so that requests of one that hangs end."""
+        watcher = asyncio.create_task(self.failed())
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
     def check(self) -> None:
         """Raises ApiError unless requests are taken."""

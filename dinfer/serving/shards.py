@@ -11,10 +11,9 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from dinfer.serving.app import application
-from dinfer.serving.batch import SETTINGS, Line, answered, check
+from dinfer.serving.batch import Line, answered, check
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
 
 SHARDS = 8  # in flight for each actor: what a kill loses of its work, and how even its load is
 
@@ -22,20 +21,21 @@ SHARDS = 8  # in flight for each actor: what a kill loses of its work, and how e
 class Answers:
     """An actor: the model, and the application that answers lines."""
 
-    def __init__(self, make: Callable[[Settings], Server]) -> None:
-        self._server = make(SETTINGS)
+    def __init__(self, make: Callable[[], Server]) -> None:
+        self._server = make()
         self._app = application(self._server)
 
     async def __call__(self, shard: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The answers to some lines. They are denoised together, also with the lines of other shards."""
         columns = (shard[name].tolist() for name in ("number", "text", "id"))
-        found = await asyncio.gather(*(answered(self._app, Line(*values)) for values in zip(*columns, strict=True)))
+        async with self._server.watched():
+            found = await asyncio.gather(*(answered(self._app, Line(*one)) for one in zip(*columns, strict=True)))
         check(self._server)
         yield {"answer": [json.dumps(answer) for answer in found]}
 
 
 def answer_on_cluster(
-    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[Settings], Server],
+    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server],
     replicas: int, resources: Mapping[str, float], at_once: int,
 ) -> None:  # fmt: skip
     """Answers lines with `replicas` actors, `at_once` lines at a time in each.

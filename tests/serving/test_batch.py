@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,8 @@ pytest.importorskip("fastapi")
 
 from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
+
+from dinfer.engine.engine import Engine
 
 QUICK = ("max_new_tokens=16", "device=cpu")
 
@@ -133,6 +136,23 @@ def test_a_full_disk_keeps_whole_answers(dinfer: CommandLine) -> None:
     assert 0 < len(answers()) < 6
     assert dinfer("batch", "in.jsonl", "out.jsonl", *QUICK).status == 0
     assert len(answers()) == 6
+
+
+def test_an_engine_that_hangs_ends_the_command(dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    awake = threading.Event()
+
+    def hang(engine: Engine) -> list[Any]:
+        if not awake.wait(10):
+            raise RuntimeError("nobody has noticed")
+        return []
+
+    monkeypatch.setattr(Engine, "step", hang)
+    write(line(0), line(1))
+    try:
+        said = dinfer("batch", "in.jsonl", "out.jsonl", "round_timeout=0.2", *QUICK)
+    finally:
+        awake.set()
+    assert said.status == 1 and "longer than 0.2 seconds" in said.err and "0 answers are kept" in said.err
 
 
 def test_a_pipe_goes_in_and_out(dinfer: CommandLine, tmp_path: Path) -> None:

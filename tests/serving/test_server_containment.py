@@ -287,6 +287,26 @@ def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
     assert "EngineHung" in told["/health"].json()["error"]["message"]
 
 
+def test_one_server_alone_listens_at_an_address() -> None:
+    with run.listen(Settings(port=0)) as other:
+        port = other.getsockname()[1]
+        with served(Settings(port=port)) as client, run.listen(client.server.settings) as made:
+            other.listen()
+            with pytest.raises(OSError, match=rf"port={port}: Address already in use. Choose another port"):
+                run.serve(client.server, made, lambda address: None)
+
+
+def test_a_server_that_cannot_say_where_it_is_ends() -> None:
+    def full(address: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with (
+        served(Settings(port=0)) as client, run.listen(client.server.settings) as made,
+        pytest.raises(OSError, match="No space left"),
+    ):  # fmt: skip
+        run.serve(client.server, made, full)
+
+
 def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words() -> None:
     async def ask(client: Client) -> list[httpx.Response]:
         return await asyncio.gather(*(client.http.post(PATH, json=body()) for _ in range(3)))
@@ -306,9 +326,12 @@ def test_a_connection_without_a_request_ends(sent: bytes) -> None:
     def talk(address: str) -> None:
         with socket.create_connection(("127.0.0.1", int(address.split(":")[-1].strip("/"))), timeout=30) as link:
             link.sendall(sent)
-            read.append(link.recv(100))
+            read.append(link.recv(1000))
         os.kill(os.getpid(), signal.SIGTERM)
 
     with served(Settings(port=0, send_timeout=0.05)) as client:
         assert serving(client, talk) == []
-    assert read == [b""]
+    if not sent:
+        assert read == [b""]
+    else:
+        assert read[0].startswith(b"HTTP/1.1 408 ") and b"the head of the request did not come" in read[0]

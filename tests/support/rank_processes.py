@@ -48,14 +48,14 @@ class Program:
         )  # fmt: skip
 
     def ranks(self, stage: str) -> list[int]:
-        """All ranks, in order, as soon as the program is so far."""
+        """All ranks, in order, as soon as the program is so far: start, loading, capturing (on a GPU) or running."""
         if stage == "start":
             assert until(lambda: len(children(self.process.pid)) == self.count - 1, 60)
             return [self.process.pid, *children(self.process.pid)]
         assert self.process.stdout is not None
         ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
-        if stage == "running":
-            assert self.process.stdout.readline().startswith("running")
+        while stage != "loading" and (line := self.process.stdout.readline().strip()) != stage:
+            assert line == "capturing"
         return ranks
 
 

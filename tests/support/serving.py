@@ -16,7 +16,7 @@ import uvicorn
 import dinfer
 from dinfer.core.recipe import Recipe, compose
 from dinfer.serving.app import application
-from dinfer.serving.run import listen
+from dinfer.serving.run import configured, listen
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
@@ -65,7 +65,8 @@ def served(
 def listening(client: Client) -> Iterator[str]:
     """The application behind a socket, in a thread: its address, which ends in a slash."""
     with listen(Settings(port=0)) as made:
-        web = uvicorn.Server(uvicorn.Config(application(client.server), log_config=None))
+        made.listen()
+        web = uvicorn.Server(configured(client.server))
         thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[made])))
         thread.start()
         try:

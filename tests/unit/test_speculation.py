@@ -8,7 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, observed, varied_options
+from support.matrix import (
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    observed,
+    over_shared_model,
+    varied_options,
+)
 from support.models import UNIFORM, tiny_model
 
 import dinfer.core.step
@@ -22,7 +31,7 @@ from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.candidates import CandidateChoice
 
 BLOCK = 8
-ALLOWED = [c for c in SAMPLE if refusal(c.recipe(tiny_model(c.variant))) is None]
+ALLOWED = [c for c in SAMPLE if refusal(over_shared_model(c)) is None]
 
 
 def recipe_of(

@@ -146,7 +146,10 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
     plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
     plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
     modes, blocks = ((False, False), (False, True), (True, False)), ((0, False), (1, False), (4, False), (4, True))
-    for plan, (block, own), (prefill, settles) in itertools.product(plans, blocks, modes):
+    points = itertools.product(enumerate(plans), enumerate(blocks), enumerate(modes))
+    for (i, plan), (j, (block, own)), (k, (prefill, settles)) in points:
+        if (i + j + k) % 3:  # every pair of two of them remains
+            continue
         work = partial(
             window.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
             prefill=prefill, settles=settles,

@@ -71,10 +71,11 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         if source != STANDARD and target.is_file() and target.samefile(source):
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         progress.at("loading")
-        from dinfer.serving.batch import Output, run
+        from dinfer.serving.batch import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
-        answering = answering_of(config, partial(made, config | {"name": name_of(config)}, others))
+        limits = settings(setting(config, "round_timeout", float))
+        answering = answering_of(config, partial(made, config | {"name": name_of(config)}, others, limits))
         told = Told(progress)
         with Output(target, overwrite=overwrite) as output:
             try:

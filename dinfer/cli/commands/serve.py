@@ -105,7 +105,7 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
 
 def needed(command: str) -> None:
     """Raises ValueError unless the packages of the extra `serve` are installed."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("fastapi", "uvicorn", "httptools", "prometheus_client"):
         if find_spec(package) is None:
             raise ValueError(f"{command} needs {package}: pip install 'dinfer[serve]'")
 

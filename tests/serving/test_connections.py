@@ -1,0 +1,113 @@
+"""What clients send that is no request, or an unusual one: each is answered, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from support.serving import listening, served
+
+from dinfer.serving.guard import MAX_HEAD
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+LAST = GET % b"Connection: close\r\n"
+Port = int
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[Port]:
+    with served() as client, listening(client) as address:
+        yield int(address.rstrip("/").rpartition(":")[2])
+
+
+def said(port: Port, parts: Iterable[bytes]) -> bytes:
+    """All that the server says until it closes the connection."""
+    heard = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            for part in parts:
+                link.sendall(part)
+            while piece := link.recv(65536):
+                heard += piece
+        except (BrokenPipeError, ConnectionResetError):  # it had closed before all was sent
+            pass
+    return heard
+
+
+def error(answer: bytes) -> tuple[int, str]:
+    """Status and code of an error."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"what is this\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nno colon\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # TLS
+    ],
+)
+def test_what_is_no_http_is_400_in_the_api_s_own_words(port: Port, sent: bytes) -> None:
+    assert error(said(port, [sent])) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("line", [b"X-%d: a\r\n", b"X-%d: " + b"a" * 1000 + b"\r\n"])
+def test_ten_thousand_headers_are_431(port: Port, line: bytes) -> None:
+    headers = [line % i for i in range(10_000)]
+    assert error(said(port, [GET % b"".join([*headers, b"Connection: close\r\n"])])) == (431, "too_large")
+
+
+def test_a_head_without_end_is_431(port: Port) -> None:
+    begins = b"GET / HTTP/1.1\r\nX: "
+    assert error(said(port, [begins, b"a" * MAX_HEAD])) == (431, "too_large")
+
+
+def test_garbage_behind_a_request_disturbs_no_answer(port: Port) -> None:
+    heard = said(port, [GET % b"" + b"garbage\r\n\r\n"])
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.count(b"HTTP/1.1") == 1
+    assert json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
+
+
+def test_requests_may_follow_each_other_at_once(port: Port) -> None:
+    heard = said(port, [(GET % b"") * 8 + LAST])
+    assert heard.count(b"HTTP/1.1 200 ") == heard.count(b'"object":"list"') == 9
+
+
+def test_a_request_may_come_byte_by_byte(port: Port) -> None:
+    assert said(port, (bytes([byte]) for byte in LAST)).startswith(b"HTTP/1.1 200 ")
+
+
+def test_head_is_get_without_the_body(port: Port) -> None:
+    heard = said(port, [LAST.replace(b"GET", b"HEAD")])
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.endswith(b"\r\n\r\n") and b"content-length" in heard
+
+
+def test_other_methods_are_told_which_there_are(port: Port) -> None:
+    heard = said(port, [LAST.replace(b"GET", b"OPTIONS")])
+    assert error(heard)[0] == 405 and b"\r\nallow: GET\r\n" in heard
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
+def test_an_upgrade_is_answered_in_http(port: Port, upgrade: bytes) -> None:
+    asked = b"Upgrade: %s\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: a\r\n" % upgrade
+    assert said(port, [GET % asked]).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_old_client_is_answered(port: Port) -> None:
+    heard = said(port, [b"GET /v1/models HTTP/1.0\r\n\r\n"])
+    assert heard.startswith(b"HTTP/1.1 200 ") and json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
+
+
+def test_a_long_name_is_cut_in_the_answer(port: Port) -> None:
+    for path in (b"/v1/models/", b"/nowhere/"):
+        heard = said(port, [LAST.replace(b"/v1/models", path + b"a" * 60_000)])
+        assert error(heard)[0] == 404 and len(heard) < 2000
