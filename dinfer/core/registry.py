@@ -213,6 +213,10 @@ class Registry(Generic[T]):
         names = (name for name in self.names() if self.get(name) is type(component))
         return next(names, type(component).__name__)
 
+    def called(self, component: Any) -> str:
+        """How a message names a component: as it is written on the command line, decoder=threshold."""
+        return f"{self.kind}={self.name_of(component)}"
+
     def get(self, name: str) -> T:
         """The class of that name. Raises UnknownName."""
         if name not in self.names():

@@ -19,6 +19,7 @@ from dinfer.core.commits import Commits
 from dinfer.core.kv import KVPool, PagedAttend
 from dinfer.core.protocols import Iteration, Moved, Phase, StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.core.stats import TokenStats
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.window import span
@@ -30,27 +31,28 @@ def refusal(recipe: Recipe) -> str | None:
     if not cache.rewrites:
         return (
             f"runtime.speculate needs a cache that recomputes the whole window in every pass, which "
-            f"{type(cache).__name__} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
+            f"{CACHES.called(cache)} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
         )
     if iteration.scores != "block" or type(iteration).embed is not Iteration.embed:
         return (
-            f"runtime.speculate needs an iteration that feeds the model tokens alone. What {type(iteration).__name__} "
-            "feeds at masks depends on the logits of the step before. Use iteration=blockwise, or runtime.speculate=0."
+            "runtime.speculate needs an iteration that feeds the model tokens alone. What "
+            f"{ITERATIONS.called(iteration)} feeds at masks depends on the logits of the step before. Use "
+            "iteration=blockwise, or runtime.speculate=0."
         )
     if iteration.branches:
         return (
-            f"runtime.speculate and {type(iteration).__name__} both fill a forward with further states. Use "
+            f"runtime.speculate and {ITERATIONS.called(iteration)} both fill a forward with further states. Use "
             "iteration=multi_block, or runtime.speculate=0."
         )
     if recipe.decoder.verifies:
         return (
-            f"runtime.speculate has no candidates for the second pass of {type(recipe.decoder).__name__}. Use "
+            f"runtime.speculate has no candidates for the second pass of {DECODERS.called(recipe.decoder)}. Use "
             "runtime.speculate=0."
         )
     if recipe.decoder.grows:
         return (
-            f"runtime.speculate needs rows whose length stays, and {type(recipe.decoder).__name__} lengthens them. Use "
-            "another decoder, or runtime.speculate=0."
+            f"runtime.speculate needs rows whose length stays, and {DECODERS.called(recipe.decoder)} lengthens them. "
+            "Use another decoder, or runtime.speculate=0."
         )
     if spec.mask_id is None:
         return (

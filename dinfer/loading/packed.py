@@ -8,6 +8,7 @@ exactly, so what a network gets is rounded once, to its dtype, as the packers' o
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ BESIDE = {
 }  # fmt: skip
 """How the names of the tensors end that make a weight."""
 WORD = 32  # bits
+PIECE = 1 << 18  # values that are unpacked at a time: so they stay in the cache
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each 4 bits of an int32 hold
 
 
@@ -49,22 +51,21 @@ class Packing(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """A weight as it is packed: (values - zero) * scale, by group."""
+    """Some outputs of a packed weight: (values - zero) * scale, by group."""
 
     values: Tensor  # int16 [O, K]
     scale: Tensor  # float [O, G]
     zero: Tensor  # int16 [O, G]
     group_K: Tensor  # int64: which group each input is in
 
-    def part(self, at: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Values around 0 and scales of a part that is made of whole groups."""
+    def inputs(self, at: slice) -> tuple[Tensor, Tensor]:
+        """Values around 0 and scales of inputs that are whole groups."""
         group = self.values.shape[1] // self.scale.shape[1]
-        zero = self.zero.index_select(1, self.group_K)
-        groups = slice(at[1].start // group, at[1].stop // group)
-        return (self.values - zero).to(torch.int8)[at], self.scale[at[0], groups]
+        zero = self.zero.index_select(1, self.group_K[at])
+        return (self.values[:, at] - zero).to(torch.int8), self.scale[:, at.start // group : at.stop // group]
 
     def widened(self) -> Tensor:
-        """The weight in float32. [O, K]"""
+        """The values in float32. [O, K]"""
         zero, scale = (part.index_select(1, self.group_K) for part in (self.zero, self.scale.float()))
         return (self.values - zero).float() * scale
 
@@ -105,48 +106,68 @@ class PackedWeight(Stored):
         return whole and self.group % 32 == 0 and self.group.bit_count() == 1
 
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
-        format.take(weight, target, *self.integers().part(source))
+        *lead, rows, inputs = target
+        for first, some in self.pieces(source[0]):
+            place = slice(rows.start + first, rows.start + first + len(some.values))
+            format.take(weight, (*lead, place, inputs), *some.inputs(source[1]))
 
     @contextmanager
     def opened(self) -> Iterator[Reader]:
-        yield lambda one, _, part: _read(one, part)
+        yield lambda one, _, part: one.widened(part)  # type: ignore[attr-defined]
 
-    def integers(self) -> Integers:
-        """Reads it. CheckpointError for parts that do not fit one another."""
-        (outputs, width), bits = self.shape, self.packing.bits
+    def widened(self, part: Slices | None) -> Tensor:
+        """The weight, or a part of it, in float32."""
+        rows, inputs = part or (slice(0, self.shape[0]), slice(0, self.shape[1]))
+        whole = torch.empty(rows.stop - rows.start, inputs.stop - inputs.start)
+        for first, some in self.pieces(rows):
+            whole[first : first + len(some.values)] = some.widened()[:, inputs]
+        return whole
+
+    def pieces(self, rows: slice) -> Iterator[tuple[int, Integers]]:
+        """Reads it and unpacks these outputs, some at a time: unpacked they take many times their bytes.
+
+        With each piece comes its place among the outputs. CheckpointError for parts that do not fit one another.
+        """
+        width, bits, method = self.shape[1], self.packing.bits, self.packing.method
         roles = {own: role for role, (own, _) in self.parts.items()}
         found = {roles[own]: tensor for own, tensor in read(dict(self.parts.values()))}
-        values, scale, zero = found["values"], found["scale"], found.get("zero")
+        words, scale, zero = found["values"], found["scale"], found.get("zero")
         middle = 1 << (bits - 1)
-        if self.packing.method == "compressed-tensors":
-            values, zero = unpacked(values, bits), None if zero is None else unpacked(zero.T, bits).T
-        elif self.packing.method == "gptq":
-            values, scale = unpacked(values.T, bits), scale.T
-            zero = None if zero is None else unpacked(zero, bits).T + self.packing.lag
+        if method == "compressed-tensors":
+            zero = None if zero is None else unpacked(zero.T, bits).T
         else:
-            values, scale, zero = _awq(values).T, scale.T, None if zero is None else _awq(zero).T
+            unpack = _awq if method == "awq" else partial(unpacked, bits=bits)
+            scale, zero = scale.T, None if zero is None else unpack(zero).T + self.packing.lag
         zero = torch.full(scale.shape, middle, dtype=torch.int16) if zero is None else zero
         group_K = found.get("index")
         if group_K is None:
-            group_K = torch.arange(width) // (width // scale.shape[1])
+            group_K = torch.arange(width) // self.group
         if (
-            values.shape != self.shape or zero.shape != scale.shape or scale.shape[0] != outputs
-            or scale.shape[1] * self.group != width or group_K.shape != (width,)
+            zero.shape != scale.shape or scale.shape != (self.shape[0], -(-width // self.group))
+            or width % self.group or group_K.shape != (width,)
             or not 0 <= int(group_K.min()) <= int(group_K.max()) < scale.shape[1]
         ):  # fmt: skip
             raise CheckpointError(
-                f"{self.name}: values {tuple(values.shape)}, scales {tuple(scale.shape)} and zeros {tuple(zero.shape)} "
+                f"{self.name}: values {self.shape}, scales {tuple(scale.shape)} and zeros {tuple(zero.shape)} "
                 f"do not fit {self.packing}"
             )
         if self.packing.symmetric and not bool((zero == middle).all()):
             raise CheckpointError(f"{self.name}: config.json calls it symmetric, but its zeros are not all {middle}")
-        return Integers(values, scale, zero, group_K.long())
+        many = max(PIECE // width, 1)
+        for first in range(rows.start, rows.stop, many):
+            at = slice(first, min(first + many, rows.stop))
+            yield first - rows.start, Integers(self._values(words, at), scale[at], zero[at], group_K.long())
 
-
-def _read(weight: Stored, part: tuple[slice, ...] | None) -> Tensor:
-    assert isinstance(weight, PackedWeight)
-    whole = weight.integers().widened()
-    return whole if part is None else whole[part]
+    def _values(self, words: Tensor, rows: slice) -> Tensor:
+        """The values of some outputs. int16 [O, K]"""
+        if self.packing.method == "compressed-tensors":
+            return unpacked(words[rows], self.packing.bits)
+        if self.packing.method == "gptq":
+            return unpacked(words[:, rows].T, self.packing.bits)
+        many = WORD // self.packing.bits  # outputs in an int32
+        first = rows.start // many
+        values = _awq(words[:, first : -(-rows.stop // many)]).T
+        return values[rows.start - first * many : rows.stop - first * many]
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

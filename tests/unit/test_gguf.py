@@ -19,7 +19,7 @@ from dinfer.core.registry import MODELS
 from dinfer.core.spec import Rank
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.gguf_file import TYPES
+from dinfer.loading.gguf_file import BLOCKS, TYPES
 from dinfer.loading.hub import locate
 from dinfer.loading.inspect import inspect
 
@@ -96,7 +96,10 @@ def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) 
     assert torch.equal(down, values["blk.0.ffn_down.weight"])
     assert torch.equal(qkv[512:], values["blk.0.attn_v.weight"])
     assert network(path).dtype == torch.bfloat16
-    assert inspect(path, {"checkpoint": str(path)}).types == {name: 9, "F32": 3}
+    seen = inspect(path, {"checkpoint": str(path)})
+    assert seen.types == {name: 9, "F32": 3}
+    held = sum(one.nbytes for one in (*found.parameters(), *found.buffers()))
+    assert seen.memory.get("blocks", held) == held and ("blocks" in seen.memory) == (name in BLOCKS)
 
 
 def test_shards_are_one_model(golden: Any, tmp_path: Path) -> None:

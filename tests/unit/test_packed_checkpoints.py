@@ -29,6 +29,12 @@ GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, 
 W4A16 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": GROUPS}}}
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of tests are unpacked some outputs at a time, as large ones are."""
+    monkeypatch.setattr("dinfer.loading.packed.PIECE", 1300)  # 10 outputs, so that AWQ's int32 are cut
+
+
 def scheme(**fields: Any) -> dict[str, Any]:
     return W4A16 | {"config_groups": {"g": {"weights": GROUPS | fields}}}
 
@@ -130,6 +136,9 @@ def test_symmetric_groups_of_4_bits_stay(how: dict[str, Any], tmp_path: Path, ca
     linear = network.blocks[1].mlp.gate_up
     values, scale = linear.weight_of("weight")
     assert values.dtype == torch.uint8 and torch.equal(unpack(values, scale), joined(weights, "ff_proj", "up_proj"))
+    table = load(tmp_path, dtype=torch.float16).embedding.weight
+    assert network.embedding.weight.dtype == torch.float16, "a table stays narrow beside weights in few bits"
+    assert torch.equal(network.embed(torch.tensor([[3]]))[0, 0], table[3].float())
     share = load(tmp_path, rank=Rank(1, 2)).blocks[1].mlp.down
     got = unpack(*share.weight_of("weight"))
     assert torch.equal(got, joined(weights, "ff_out")[:, 128:])

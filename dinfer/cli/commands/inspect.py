@@ -173,7 +173,8 @@ def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:
     if found.memory:
         dtype = str(found.dtype).removeprefix("torch.")
         sizes = [f"{kind} {decimal(size)}" for kind, size in found.memory.items() if size is not None]
-        yield "memory", f"{', '.join(sizes)} (by quantize; none is {dtype})"
+        blocks = "; blocks: none on a CPU" if "blocks" in found.memory else ""
+        yield "memory", f"{', '.join(sizes)} (by quantize; none is {dtype}{blocks})"
     if (spec := found.spec) is not None:
         yield "attention", sight(spec) + ("; logits predict the next token" if spec.shift else "")
         yield "positions", f"{spec.max_length:,}"

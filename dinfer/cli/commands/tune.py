@@ -80,7 +80,8 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
             else:
                 tried.append(one)
                 say(f"{len(tried):>3}  {told(one, goal)}")
-                progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
+                measured = sum(other.refused is None for other in tried)
+                progress.at("searching" if measured < trials else "checking on held-out problems", measured, trials)
     if found is None:
         raise NothingFound("the search ended without a recipe")
     finish(config, found, path, command)
