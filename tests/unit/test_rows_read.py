@@ -16,6 +16,7 @@ from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import compose
+from dinfer.core.registry import CACHES, ITERATIONS
 from dinfer.core.window import places_read
 from dinfer.engine.request import Request
 
@@ -62,12 +63,10 @@ def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypa
 
 
 def test_experts_that_a_block_shares_see_all_its_tokens() -> None:
-    model: Any = type("Model", (), {"spec": None})()
+    _, spec = shape("small-llada2")
+    assert spec.experts is not None
+    wide, logits_RL = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2), torch.zeros(4, 32, dtype=torch.int64)
     for capacity in (None, 4):
-        _, spec = shape("small-llada2")
-        assert spec.experts is not None
-        model.spec = replace(spec, experts=replace(spec.experts, capacity=capacity))
-        recipe = compose(model, iteration="block_diffusion", decoder="threshold", cache="block")
-        wide = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2)
-        read_BX = places_read(recipe, wide, torch.zeros(4, 32, dtype=torch.int64))
+        shared = replace(spec, experts=replace(spec.experts, capacity=capacity))
+        read_BX = places_read(CACHES.build("block"), ITERATIONS.build("block_diffusion"), shared, wide, logits_RL)
         assert (read_BX is None) == (capacity is not None)
