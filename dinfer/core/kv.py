@@ -4,7 +4,7 @@ A page holds a fixed number of positions. A page table says which pages a slot's
 bounded by tokens, requests may share pages, and nothing moves when rows come and go. Keys are stored after RoPE.
 
 Two pages are never handed out: NULL, which is all zeros and which unused entries of the table name, so that keys
-outside a row's interval are finite; and SCRATCH, where padding is written and which nobody reads.
+outside a row's interval are finite; and SCRATCH, where padding is written and which no row reads.
 
 Pools in float8 hold what the model computes rounded to the nearest number of e4m3, without scales; what exceeds its
 largest, 448, becomes 448.
@@ -33,7 +33,7 @@ Slot = TypeVar("Slot", int, Tensor)
 
 
 def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
-    """What `runtime.kv` keeps keys and values in. ValueError for float8 on a GPU that does not know it."""
+    """The dtype of keys and values that `runtime.kv` asks for. ValueError for float8 on a GPU without it."""
     if kv == "model":
         return model
     check_float8(device, "runtime.kv=fp8", "runtime.kv=model")
@@ -58,7 +58,7 @@ class KVPool:
         cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device,
         candidates: int = 0, window: int = 0, ranks: Ranks = ALONE,
     ) -> Self:  # fmt: skip
-        """`pages` for requests, and as many beside as `candidates` of each slot need for a window of `window`."""
+        """`pages` for requests, and as many more as the `candidates` of each slot need for a window of `window`."""
         fork = min(-(-(window - 1) // page) + 1, -(-length // page)) if candidates else 0
         pages += (slots + 1) * candidates * fork
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
@@ -87,7 +87,7 @@ class KVPool:
             upload(self.table_NP[index], row)
 
     def twin(self, slot: Slot) -> Slot:
-        """The slot of the second branch of a guided request, which has pages and nothing else."""
+        """The slot of a guided request's second branch. It has pages and nothing else."""
         return slot + self.table_NP.shape[0] // 2
 
     def of(self, layer: int) -> tuple[Tensor, Tensor, bool]:

@@ -63,15 +63,15 @@ class Model(Protocol):
 
 
 class SelfConditioned(Protocol):
-    """What a `Model` with `spec.self_conditioning` can do beside."""
+    """What a `Model` with `spec.self_conditioning` also defines."""
 
     def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
-        """Embeddings with what the step before expected there, as `Model.mix` gives it; zeros: nothing. [B, W, D]"""
+        """Embeddings with the expected embeddings of the step before, as `Model.mix` gives them, or zeros. [B, W, D]"""
 
 
 @runtime_checkable
 class Divided(Protocol):
-    """What a `Model` can do beside whose weights ranks may divide among them."""
+    """What a `Model` also defines if ranks may divide its weights."""
 
     ranks: Ranks
 

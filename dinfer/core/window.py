@@ -1,4 +1,4 @@
-"""The window of a step, as the plan of the cache policy says it."""
+"""The window of a step, made from the plan of the cache policy."""
 
 from dataclasses import dataclass
 
