@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.core.stats import TokenStats
-from dinfer.kernels.thresholding import Decoded
 from dinfer.kernels.timesteps import Quota
 from dinfer.kernels.triton.launch import early, follow
 
@@ -71,9 +70,9 @@ def _score(confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, at, insid
 
 def confident(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, least: Tensor | Quota | int, *, above: bool,
-    decoded: Decoded | None = None,
+    decoded: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The fields of `dinfer.kernels.thresholding.Changes`, of which without `decoded` the first alone is written."""
+    """The fields of `dinfer.kernels.thresholding.Changes`. Without `decoded`, the fields of `Decoded`, the first alone."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
     remask_RL, busy_R, full_R = out_RL, out_RL, out_RL
