@@ -58,10 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loading.inspect": {
         "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
-        "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io", "loading.token_ids",
+        "loading.gguf_blocks", "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io",
+        "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
-    "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
+    "core.speculation": CORE | {"core.commits", "core.recipe", "core.registry", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
         "core.branches",

@@ -64,7 +64,14 @@ class Combination:
     def recipe(self, model: Any = None, **model_fields: Any) -> Recipe:
         model = tiny_model(self.variant, **model_fields) if model is None else model
         model = fitted(model, dict(self.decoder)["name"])
-        return compose(model, iteration=dict(self.iteration), decoder=dict(self.decoder), cache=dict(self.cache))
+        axes = (ITERATIONS, self.iteration), (DECODERS, self.decoder), (CACHES, self.cache)
+        return compose(model, **{registry.kind: built(registry, setting) for registry, setting in axes})
+
+
+@cache
+def built(registry: Registry, setting: tuple[tuple[str, Any], ...]) -> Any:
+    """A component, which owns no tensor: all recipes may share it."""
+    return registry.build(dict(setting))
 
 
 def _label(config: tuple[tuple[str, Any], ...]) -> str:
@@ -116,9 +123,14 @@ def legal() -> list[Combination]:
     return [combination for combination in COMBINATIONS if refusal(combination) is None]
 
 
+def over_shared_model(combination: Combination) -> Recipe:
+    """To ask what a recipe is, without a model of its own. Who runs it leaves the model as it is."""
+    return combination.recipe(_model_of(combination.variant))
+
+
 def refusal(combination: Combination) -> str | None:
     try:
-        combination.recipe(_model_of(combination.variant))
+        over_shared_model(combination)
     except IncompatibleRecipe as error:
         return str(error)
     return None
@@ -143,6 +155,11 @@ def covering(points: list[Combination]) -> list[Combination]:
 LEGAL = legal()
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
+
+
+def thinned(points: Sequence[Combination]) -> Sequence[Any]:
+    """All of them with the matrix, and every second one by default."""
+    return [pytest.param(point, marks=[pytest.mark.matrix] if i % 2 else []) for i, point in enumerate(points)]
 
 
 def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
