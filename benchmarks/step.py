@@ -53,7 +53,11 @@ def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
 
     Experts.route = counted  # type: ignore[method-assign]
     try:
-        run = Pipeline(recipe, None, Runtime(rows=len(prompts), graphs=False, tensor_parallel=recipe.ranks.size))
+        rank = recipe.ranks.rank
+        runtime = Runtime(
+            rows=len(prompts), graphs=False, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel
+        )
+        run = Pipeline(recipe, None, runtime)
         run.generate_ids(prompts, max_new_tokens=2 * recipe.iteration.block)
     finally:
         Experts.route = route  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from support import selection
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whichever test
@@ -26,7 +27,8 @@ SEED = "DINFER_HYPOTHESIS_SEED"  # in the environment, which the workers of pyte
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed for all workers of a run that explores."""
+    """One seed for all workers of a run that explores; and no thousands of cases that `-m` would leave out."""
+    selection.matrix = "not matrix" not in config.option.markexpr
     if config.option.hypothesis_profile == "explore" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
 

@@ -5,6 +5,7 @@ second branch is a second lane of the same forward, with keys and values in page
 it does for the first. Steps in which no row is guided have one lane a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dinfer.core.canvas import Status
 from dinfer.core.kv import PagedAttend
-from dinfer.core.protocols import Attend, Model, ModelSpec
+from dinfer.core.protocols import Attend, Divided, Model, ModelSpec
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 
@@ -47,7 +48,15 @@ class Guided:
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[R, L, 2 D] -> [R, L, V]"""
-        told_RLV, bare_RLV = self.model.logits(torch.cat(h_BLD.chunk(2, -1))).chunk(2)
+        return self._guided(self.model.logits, h_BLD)
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """See `dinfer.core.model.Divided`: guidance looks at each token by itself. [R, L, 2 D] -> [R, L, own]"""
+        assert isinstance(self.model, Divided)
+        return self._guided(self.model.own_logits, h_BLD)
+
+    def _guided(self, logits: Callable[[Tensor], Tensor], h_BLD: Tensor) -> Tensor:
+        told_RLV, bare_RLV = logits(torch.cat(h_BLD.chunk(2, -1))).chunk(2)
         scale_R11 = self.scale_B.repeat_interleave(h_BLD.shape[0] // self.scale_B.shape[0])[:, None, None]
         wide = torch.promote_types(told_RLV.dtype, torch.float32)
         bare = bare_RLV.to(wide)

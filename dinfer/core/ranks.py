@@ -1,4 +1,4 @@
-"""The processes that divide one model among them (tensor parallelism), and what they tell each other.
+"""The processes that divide one model (tensor parallelism), and their collectives.
 
 Each rank runs the same steps on the same requests. Sums and gathers leave the same bits on every rank, so all ranks
 commit the same tokens and take the same decisions without asking each other.
@@ -62,7 +62,8 @@ class Ranks:
     def columns(self, vocab: int) -> Columns:
         """What this rank's own logits stand for."""
         first, end = self.vocabulary(vocab)
-        return Columns(first, end - first, -(-vocab // self.size), None if self.size == 1 else self.all_gather)
+        gather = None if self.size == 1 else self.all_gather
+        return Columns(first, end - first, -(-vocab // self.size), gather, self.index)
 
     def vocabularies(self, vocab: int) -> list[int]:
         """How many tokens each rank holds."""
@@ -73,6 +74,10 @@ class Ranks:
         """How many of so many key heads this rank holds."""
         first, end = Section("kv_heads", kv_heads).share(self.rank)
         return end - first
+
+    def first_expert(self, experts: int) -> int | None:
+        """The first of those that this rank has of so many, where they are dealt out whole; None: a part of each."""
+        return Section("experts", experts).share(self.rank)[0] if self.rank.expert_parallel else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, rounded to the dtype of `x`. It may be written over `x`."""

@@ -137,7 +137,7 @@ class ModelSpec:
 
     @property
     def moving_ids(self) -> tuple[int, ...]:
-        """The tokens that are no text but move others: delete and split; none of them, or both."""
+        """The delete and the split token, which stand for operations; empty if the model has none."""
         return tuple(token for token in (self.delete_id, self.split_id) if token is not None)
 
     @property
@@ -168,11 +168,11 @@ another (dInfer's converter); or a tensor for each of the three, with all expert
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of `ranks` processes this is, that divide the tensors of one model among them (tensor parallelism)."""
+    """The number of this process among the `ranks` that divide the tensors of one model (tensor parallelism)."""
 
     rank: int = 0
     ranks: int = 1
-    whole_experts: bool = False  # experts are dealt out whole; otherwise each rank has a part of every expert
+    expert_parallel: bool = False  # experts are dealt out whole; otherwise each rank has a part of every expert
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -247,7 +247,7 @@ class Placement:
         """How the parameter is divided; None: every rank holds it whole."""
         if rank.ranks == 1:
             return None
-        return Split(0, (Section("experts", self.experts),)) if self.experts and rank.whole_experts else self.split
+        return Split(0, (Section("experts", self.experts),)) if self.experts and rank.expert_parallel else self.split
 
     def pieces(self, rank: Rank = WHOLE) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """What a rank reads: slices of the tensor, and the part of the rank's own parameter that they fill."""

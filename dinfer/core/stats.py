@@ -1,4 +1,4 @@
-"""What a step knows of the logits: the statistics that decoders read, and what a sampler draws tokens by. Plain data.
+"""The statistics of logits that decoders read, and the data by which a sampler draws tokens.
 
 Shape suffixes: R rows of blocks, L block length, V vocabulary.
 """
@@ -64,11 +64,21 @@ class Columns:
     count: int
     most: int  # that any rank has
     all_gather: Callable[[Tensor], Tensor] | None = None  # what all ranks have, in order of rank; None: all are here
+    rank: int = 0  # the place of this rank in that order
 
-    def fill(self, logits: Tensor, token: int, value: float = float("-inf")) -> None:
-        """Sets the logits of a token, in place, where they are here."""
-        if self.first <= token < self.first + self.count:
-            logits[..., token - self.first].fill_(value)
+    def part(self, x_V: Tensor) -> Tensor:
+        """The entries of these tokens, of one for each token of the vocabulary. [..., V] -> [..., count]"""
+        return x_V[..., self.first : self.first + self.count]
+
+    def of(self, logits: Tensor, *tokens: int) -> list[Tensor]:
+        """The logits of each of the tokens that is here, as views."""
+        places = (token - self.first for token in tokens)
+        return [logits[..., place] for place in places if 0 <= place < self.count]
+
+    def fill(self, logits: Tensor, *tokens: int, value: float = float("-inf")) -> None:
+        """Sets the logits of each of the tokens that is here, in place."""
+        for own in self.of(logits, *tokens):
+            own.fill_(value)
 
 
 @dataclass(frozen=True, slots=True)

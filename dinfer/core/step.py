@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.core.branches import Branches, branching
 from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
-from dinfer.core.guidance import guided
+from dinfer.core.guidance import Guided, guided
 from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import Candidates, deciding, longest_chain
@@ -22,11 +22,11 @@ from dinfer.core.state import BatchState
 from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
 from dinfer.core.verification import postpone, verified
-from dinfer.core.window import window
+from dinfer.core.window import places_read, window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
-from dinfer.kernels.rows import take
+from dinfer.kernels.rows import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 
 Interval = tuple[Tensor, Tensor]
@@ -78,7 +78,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
-    h_BWD = model.forward(x_BWD, fed)
+    read_BX = places_read(cache, iteration, model.spec, shape, computed.logits_RL)
+    h_BWD = model.forward(x_BWD, fed.reading(read_BX))
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     if cache.follows:
@@ -91,14 +92,16 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         if shape.phase == Phase.PREFILL:  # it computes keys only: no LM head, nothing to decode
             return
         lanes.live_B = lanes.live_B & ~settled_B
-    lanes.kept_B = kept_B
+    lanes.kept_B, logits_RL = kept_B, computed.logits_RL
+    if read_BX is not None and h_BWD.shape[1] == read_BX.shape[1]:  # the model has left out what nobody reads
+        logits_RL = torch.arange(h_BWD.shape[1], device=slot_B.device).view(-1, shape.block).repeat(shape.lanes, 1)
 
     if candidates is None:
-        left = Hidden(model, h_BWD, pos_BW, computed.logits_RL)
+        left = Hidden(model, h_BWD, pos_BW, logits_RL)
         decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
         return
     count = shape.candidates + 1
-    lanes_GWD = take(h_BWD, computed.logits_RL.repeat(count, 1))
+    lanes_GWD = take(h_BWD, logits_RL.repeat(count, 1))
     logits_CRLV = read_logits(recipe, shape, model, lanes_GWD).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     if branches is not None:
@@ -262,19 +265,21 @@ def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor,
     return passed.live_B
 
 
-def own_columns(recipe: Recipe, shape: StepShape) -> Columns | None:
-    """Which tokens' logits a rank computes, where it need not see those of the others: only statistics read them."""
-    reads = recipe.decoder.reads_logits or recipe.iteration.scores != "block" or shape.told == Told.LOGPROBS
-    if recipe.ranks.size == 1 or reads or shape.sampled or shape.guided:
-        return None
-    return recipe.ranks.columns(recipe.model.spec.vocab)
+def own_columns(recipe: Recipe, shape: StepShape) -> Columns:
+    """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
+    decoder, vocab = recipe.decoder, recipe.model.spec.vocab
+    own = recipe.ranks.columns(vocab)
+    reads = decoder.reads_logits or decoder.verifies or recipe.iteration.scores != "block"
+    # As many candidates as a rank has tokens are no fewer numbers than the logits.
+    draws = shape.sampled and (not recipe.sampling.by_parts or shape.top_candidates >= own.most)
+    return Columns(0, vocab, vocab) if reads or draws or shape.told == Told.LOGPROBS else own
 
 
 def read_logits(recipe: Recipe, shape: StepShape, model: Model, h_RLD: Tensor) -> Tensor:
-    """The logits of the whole vocabulary or of `own_columns`. `model`: of this step. [R, L, V]"""
-    if own_columns(recipe, shape) is None or not isinstance(recipe.model, Divided):
+    """The logits of `own_columns`. `model`: of this step. [R, L, V]"""
+    if own_columns(recipe, shape).all_gather is None or not isinstance(model, Divided | Guided):
         return model.logits(h_RLD)
-    return recipe.model.own_logits(h_RLD)
+    return model.own_logits(h_RLD)
 
 
 def block_view(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> BlockView:
@@ -311,16 +316,16 @@ def proposed_tokens(
     And the logits, as they were adjusted.
     """
     decoder, sampling, spec, draw = recipe.decoder, recipe.sampling, recipe.model.spec, None
+    columns = own_columns(recipe, shape)
     if shape.sampled:
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
-        seen_RV = rows_of(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id), shape.blocks)
-        logits_RLV = sampling.adjust(logits_RLV, options, seen_RV, spec)
+        seen_BV = columns.part(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id))
+        logits_RLV = sampling.adjust(logits_RLV, options, rows_of(seen_BV, shape.blocks), spec, columns)
     if decoder.reads_logits and shape.phase != Phase.VERIFY:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    columns = own_columns(recipe, shape)
     logits_RLV = offered(recipe, logits_RLV, columns)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates)
+        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates, columns)
     wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
     return statistics(recipe, logits_RLV, wanted_RL, draw, columns), logits_RLV
 
@@ -346,18 +351,16 @@ def open_stats(
     return stats.each(placed), lanes.live_B & fits_B
 
 
-def offered(recipe: Recipe, logits_RLV: Tensor, columns: Columns | None) -> Tensor:
+def offered(recipe: Recipe, logits_RLV: Tensor, columns: Columns) -> Tensor:
     """The logits, in place without the tokens that the decoder does not take."""
     spec, decoder = recipe.model.spec, recipe.decoder
-    columns = columns or Columns(0, spec.vocab, spec.vocab)
     masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
-    for token in (*masks, *(() if decoder.moves else spec.moving_ids)):
-        columns.fill(logits_RLV, token)
+    columns.fill(logits_RLV, *masks, *(() if decoder.moves else spec.moving_ids))
     return logits_RLV
 
 
 def statistics(
-    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns | None
+    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns
 ) -> TokenStats:
     """What the decoder needs to know of the logits."""
     decoder, needs = recipe.decoder, (*recipe.decoder.needs, *recipe.iteration.needs)
@@ -393,8 +396,3 @@ def fresh_rows(moved: Moved) -> Tensor:
     blocks = moved.entered_BK.shape[1]
     block_BK = (torch.arange(blocks, device=moved.left_B.device) - moved.left_B[:, None]) % blocks
     return moved.entered_BK.gather(1, block_BK).flatten()
-
-
-def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
-    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
-    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)

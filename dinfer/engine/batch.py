@@ -1,4 +1,4 @@
-"""The rows that run, and their place on the device: slots, pages, and the state of every component."""
+"""The rows that run, with their slots, their pages and the state of every component."""
 
 import time
 from itertools import accumulate
@@ -18,7 +18,7 @@ class Batch:
         """`worker` has opened that room."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state
-        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker.wait)
+        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
 
@@ -56,6 +56,8 @@ class Batch:
 
     def publish(self, row: Row) -> None:
         """Lets others share the pages of a prompt whose keys have just been computed."""
+        if row.published == len(row.prefix_keys):
+            return
         ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))
         for i in range(row.published, ready):
             self.pages.publish(row.prefix_keys[i], row.pages[i])
@@ -75,6 +77,11 @@ class Batch:
         for i in range(row.published, len(keys)):
             self.pages.publish(keys[i], row.pages[i])
 
+    def leave(self, row: Row) -> None:
+        """Takes a row that is done out of the batch. Its canvas is known."""
+        self.publish_answer(row)
+        self.release(row)
+
     def release(self, row: Row) -> None:
         """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""
         if row.slot is not None and self.rows.get(row.slot) is row:
@@ -91,6 +98,8 @@ class Batch:
             end = recipe.cache.prefilled(spec, first)
             row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)
         pages = self.pages.published(row.prefix_keys)
+        if not row.prefix_keys:
+            return pages
         computing = [other for other in self.rows.values() if common(row.prefix_keys, other.prefix_keys) > len(pages)]
         for other in computing:
             other.awaited = True

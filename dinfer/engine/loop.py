@@ -1,13 +1,14 @@
-"""Rounds of steps: admit requests, launch what the scheduler plans, take over where it leaves them. One thread."""
+"""Rounds of steps: admit requests, launch the planned steps, read where they leave the rows. One thread."""
 
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from dinfer.core.canvas import ACTIVE
+from dinfer.core.canvas import ACTIVE, Cursors
 from dinfer.core.speculation import widest
 from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Seen
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Loop:
     """The requests that wait, the batch that runs, and the updates of both.
 
-    An error in what is done for one request ends that request. An error in a step ends the requests of that step.
+    An error in work for one request ends that request. An error in a step ends the requests of that step.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -59,7 +60,10 @@ class Loop:
     @torch.inference_mode()
     def round(self) -> None:
         """Every row that is ready takes a step, and waiting requests enter."""
-        if not self._flights:
+        self._deliver()  # what an interrupt has left
+        if self._flights:
+            self._admit()  # while the device is busy
+        else:
             self._launch()
         if self.ahead and len(self._flights) == 1 and not self.waiting:
             self._each(self.running, self.scheduler.prepare)
@@ -67,6 +71,10 @@ class Loop:
         self._take()
         if self.ahead and not self._flights:  # the device is then busy while the host and the caller do the rest
             self._launch()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Tells the caller what the last round has brought."""
         while self._moved:
             if self._moved[0].error is None:
                 self._each([self._moved[0]], self._tell)
@@ -83,7 +91,17 @@ class Loop:
             self._grow()
         if self.batch is None:
             return
-        while self.waiting:
+        self._admit()
+        self._each(self.running, self.scheduler.update)
+        rows = self.running
+        steps = self.scheduler.plan(rows)
+        if rows and not steps:
+            self._blame(rows, StalledRow("no step was planned for the requests that run"))
+        self._each(self._start(steps), self.scheduler.prepare)
+
+    def _admit(self) -> None:
+        """Gives slots to the requests that wait, in their order, as long as there is room."""
+        while self.waiting and self.batch is not None:
             row, admitted = self.waiting[0], False
             try:
                 admitted = row.cancelled or row.slot is not None or self.batch.admit(row)
@@ -92,12 +110,6 @@ class Loop:
             if not admitted and row.error is None:
                 break
             self.waiting.popleft()
-        self._each(self.running, self.scheduler.update)
-        rows = self.running
-        steps = self.scheduler.plan(rows)
-        if rows and not steps:
-            self._blame(rows, StalledRow("no step was planned for the requests that run"))
-        self._each(self._start(steps), self.scheduler.prepare)
 
     def _start(self, steps: Iterable[Step]) -> list[Row]:
         """Launches steps as a round, and returns its rows. An error in a step ends its rows."""
@@ -123,7 +135,7 @@ class Loop:
         return launched
 
     def _take(self) -> None:
-        """Waits for the oldest round, and takes over where it has left its rows."""
+        """Waits for the oldest round, and reads where it has left its rows."""
         if self.batch is None or not self._flights:
             return
         try:
@@ -135,33 +147,42 @@ class Loop:
             self._close()
             return
         rows = self._flights.popleft()
-        self._each(rows, lambda row: self._move(row, seen))
+        self._each(rows, partial(self._move, seen))
+        self._end([row for row in self._moved if row.cursors.phase not in ACTIVE])
         clock = self.worker.runner.clock
         self.scheduler.observe(rows, [] if clock is None else clock.read())
 
-    def _move(self, row: Row, seen: Seen) -> None:
-        """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""
+    def _move(self, seen: Seen, row: Row) -> None:
+        """Notes where a round has left a row, if that still runs. Raises the reason why it cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(seen.cursors[row.slot])
+        moved = row.advance(Cursors._make(seen.cursors_NC[row.slot]))
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
         if moved:
             self.batch.publish(row)
-            ended = row.cursors.phase not in ACTIVE
             if row.followed:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
                 row.hear(self.batch.state.tellings)
-            elif ended:
-                row.canvas = self.batch.state.canvas.row(row.slot, row.request.length)
-            if ended:
-                self.batch.publish_answer(row)
-                self.batch.release(row)
             self._moved.append(row)
 
+    def _end(self, rows: Sequence[Row]) -> None:
+        """Frees the slots of rows that are done. Their canvases are read together, since each read waits."""
+        if self.batch is None or not rows:
+            return
+        unread = [row for row in rows if not row.followed]
+        try:
+            canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
+        except Exception as error:
+            self._blame(rows, error)
+            return
+        for row, tokens_S in zip(unread, canvases, strict=True):
+            row.canvas = tokens_S[: row.request.length].tolist()
+        self._each(rows, self.batch.leave)
+
     def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
-        """Does some work for each row. An error ends the row that it comes from."""
+        """Does some work for each row. An error ends that row alone."""
         for row in rows:
             try:
                 work(row)
@@ -169,7 +190,7 @@ class Loop:
                 self._blame([row], error)
 
     def _blame(self, rows: Iterable[Row], error: BaseException) -> None:
-        """Ends rows with an error. What is no error but an interrupt, within a step, is raised again."""
+        """Ends rows with an error. An interrupt within a step is raised again."""
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of a forward that ran out of memory
         for row in rows:
             if row.error is None:

@@ -1,20 +1,20 @@
-"""Reads what the host needs to know of every slot: the one place where the host waits for the device."""
+"""Reads the cursors of every slot: the one place where the host waits for the device."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import CURSORS, Canvas, Cursors
+from dinfer.core.canvas import CURSORS, Canvas
 from dinfer.core.told import Tellings
+from dinfer.engine.worker import Worker
 
 
 class Seen(NamedTuple):
     """Every slot after a round. Good until the next copy is asked for."""
 
-    cursors: list[Cursors]
+    cursors_NC: list[list[int]]  # the fields of `Cursors`
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
@@ -36,11 +36,9 @@ class CanvasReader:
     Two copies may be under way.
     """
 
-    def __init__(
-        self, canvas: Canvas, tellings: Tellings, block: int, wait: Callable[[torch.cuda.Event], None]
-    ) -> None:
-        """`wait` returns when the device is as far as an event."""
-        self._canvas, self._tellings, self._block, self._wait = canvas, tellings, block, wait
+    def __init__(self, canvas: Canvas, tellings: Tellings, block: int, worker: Worker) -> None:
+        """`worker` says when the device is as far as the end of a copy."""
+        self._canvas, self._tellings, self._block, self._worker = canvas, tellings, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
         slots, columns = canvas.cursors_NC.shape
         cuda = canvas.cursors_NC.is_cuda
@@ -49,7 +47,7 @@ class CanvasReader:
             return torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda)
 
         active = (columns - len(CURSORS)) // 2 * block
-        self._spare = [_Copy(host(columns), host(active), host(active), event(cuda)) for _ in range(2)]
+        self._spare = [_Copy(host(columns), host(active), host(active), worker.event()) for _ in range(2)]
         self._asked: deque[_Copy] = deque()
 
     def begin(self) -> None:
@@ -77,12 +75,6 @@ class CanvasReader:
         """Waits for the oldest copy that was asked for."""
         copy = self._asked[0]
         if copy.done is not None:
-            self._wait(copy.done)  # an interrupt comes here, and the copy is still asked for
+            self._worker.wait(copy.done)  # an interrupt comes here, and the copy is still asked for
         self._spare.append(self._asked.popleft())
-        cursors = [Cursors._make(row) for row in copy.cursors_NC[:, : len(CURSORS)].tolist()]
-        return Seen(cursors, copy.active_NX, copy.drafts_NX)
-
-
-def event(cuda: bool) -> torch.cuda.Event | None:
-    """What says that a copy is there. On a CPU it is there at once."""
-    return torch.cuda.Event() if cuda else None
+        return Seen(copy.cursors_NC[:, : len(CURSORS)].tolist(), copy.active_NX, copy.drafts_NX)

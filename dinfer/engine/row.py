@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -80,34 +80,35 @@ class Row:
         return self.open_before[self.cursors.end] - self.cursors.committed
 
     def advance(self, now: Cursors) -> bool:
-        """Takes the cursors after a step that was launched for the row. False: the step left the row as it was."""
-        old = self.cursors
-        progress = (now.committed, now.block, now.kept) != (old.committed, old.block, old.kept)
-        self.idle, self.since = (0, now.forwards) if progress else (self.idle + 1, self.since)
+        """Takes the cursors after a step that was launched for the row. False: the step did not change the row."""
+        old, gained = self.cursors, now.committed - self.cursors.committed
+        self.idle += 1
         if now.forwards == old.forwards:
             return False
-        self.drafted = now.steps > old.steps and (now.start, now.end) == (old.start, old.end)
         self.steady = now[:PLACE] == old[:PLACE]
-        self.fastest = max(self.fastest, now.committed - old.committed)
+        if gained or (not self.steady and (now.block, now.kept) != (old.block, old.kept)):
+            self.idle, self.since = 0, now.forwards
+        self.drafted = now.steps > old.steps and (self.steady or (now.start, now.end) == (old.start, old.end))
+        self.fastest = max(self.fastest, gained)
         self.before, self.cursors = old, now
         return True
 
     def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
-        """Why the row cannot go on after its last step; None: it can."""
+        """Why the row cannot continue after its last step; None: it can."""
+        if (self.cursors.phase in ACTIVE and self.idle < STALL_LIMIT) or self.cursors.phase == Phase.IDLE:
+            return None
         step, block = self.cursors.forwards, f"block at positions {self.before.start} to {self.before.end - 1}"
         if self.cursors.phase == Phase.FAULT:
             return NonFiniteLogits(
                 f"request {self.index}: the model's logits are not finite (NaN or infinite) at denoise step {step}, "
                 f"in the {block}. Check the checkpoint, or load the model in a wider dtype."
             )
-        if self.cursors.phase in ACTIVE and self.idle >= STALL_LIMIT:
-            decoder, cache = type(recipe.decoder).__name__, type(recipe.cache).__name__
-            why = f"decoder {decoder} keeps the row busy" if step > self.since else f"window of {cache} fits no step"
-            return StalledRow(
-                f"request {self.index}: {STALL_LIMIT} steps without a commit or a new block, at step {step}, in the "
-                f"{block}: the {why}."
-            )
-        return None
+        decoder, cache = type(recipe.decoder).__name__, type(recipe.cache).__name__
+        why = f"decoder {decoder} keeps the row busy" if step > self.since else f"window of {cache} fits no step"
+        return StalledRow(
+            f"request {self.index}: {STALL_LIMIT} steps without a commit or a new block, at step {step}, in the "
+            f"{block}: the {why}."
+        )
 
     @property
     def told(self) -> Told:
@@ -136,9 +137,9 @@ class Row:
     def update(self, recipe: Recipe) -> Update:
         """What the caller hears of the last step, or of the error that ended the row."""
         step, now = self.before, self.cursors
-        said = Update(self.index, now.forwards, Phase(step.phase), (step.start, step.end), blocks=now.block)
+        where = self.index, now.forwards, Phase(step.phase), (step.start, step.end)
         if self.error is not None:
-            return replace(said, error=self.error)
+            return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None
         tokens, masked, new, logprobs = None, None, None, None
         if self.snapshots:
@@ -149,8 +150,8 @@ class Row:
             if self.logprobs:
                 logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
             self.output += len(new)
-        said = replace(said, tokens=tokens, masked=masked, completion=done, new=new, logprobs=logprobs)
-        return replace(said, active=self.active, offers=self.offers) if self.drafts else said
+        active, offers = (self.active, self.offers) if self.drafts else (None, None)
+        return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers)
 
     def _output_positions(self, first: int, count: int) -> list[int]:
         """Where tokens of the output stand."""
@@ -159,7 +160,7 @@ class Row:
         return [at for at, masked in enumerate(self.request.masked) if masked][first : first + count]
 
     def _settle(self, recipe: Recipe) -> list[int]:
-        """The output that no later step changes, from where the last call has ended. Not for a row that is done."""
+        """The output that no later step changes, beyond that of earlier calls. Not for a row that is done."""
         whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
         end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
         while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:

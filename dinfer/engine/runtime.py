@@ -8,7 +8,7 @@ from dinfer.core.speculation import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES = 8  # where `speculate` is auto, at most
+AUTO_CANDIDATES = 7  # where `speculate` is auto, at most
 LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
 
 
@@ -29,6 +29,7 @@ class Runtime:
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
     tensor_parallel: int = 1  # cards that divide the model among them, one process each
+    expert_parallel: bool = False  # each card has some experts whole, not a part of each
     check_ranks: bool = False  # after every round, compare where the rows are on all ranks: finds a rank that strays
 
     def __post_init__(self) -> None:
@@ -37,6 +38,11 @@ class Runtime:
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "runtime.expert_parallel=true deals experts out to several cards, and runtime.tensor_parallel=1 is one "
+                "card: raise that, or leave expert_parallel out"
+            )
         if self.tensor_parallel > 1 and self.compile != "none":
             raise ValueError(
                 f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "

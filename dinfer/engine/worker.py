@@ -1,9 +1,10 @@
-"""What one rank does for an engine: it owns the state of a batch on its device, and changes it as it is told.
+"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it as it is told.
 
-A worker decides nothing and reads nothing back. So each rank of tensor parallelism has one, and all of them go through
-the same states if they are told the same (`dinfer.engine.leading`).
+A worker decides nothing and reads nothing back. Each rank of tensor parallelism has one. All of them go through the
+same states, because they are told the same (`dinfer.engine.leading`).
 """
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.engine.clock import StepClock
+from dinfer.engine.compile_ahead import COMPILE_AHEAD, KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
@@ -63,11 +65,17 @@ class Worker:
 
     def open(self, room: Room) -> None:
         """Allocates the state. Raises what the device raises where memory is short."""
-        state = BatchState.alloc(
-            self.recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
-            device=self.recipe.model.device, block=room.block, candidates=candidates_of(self.runtime),
-        )  # fmt: skip
-        self.runner.open(state)
+
+        def alloc(recipe: Recipe, device: torch.device) -> BatchState:
+            return BatchState.alloc(
+                recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
+                device=device, block=room.block, candidates=candidates_of(self.runtime),
+            )  # fmt: skip
+
+        device = self.recipe.model.device
+        self.runner.open(alloc(self.recipe, device))
+        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD, "1") != "0":
+            self.runner.compiler = KernelCompiler(self.recipe, alloc)
 
     def close(self) -> None:
         """Frees the state and the graphs of its steps."""
@@ -93,7 +101,7 @@ class Worker:
         self.runner.launch(shape, slots)
 
     def compare_ranks(self) -> None:
-        """Raises RuntimeError where a rank's cursors or tokens are not those of rank 0. Waits for the device."""
+        """Raises RuntimeError if a rank's cursors or tokens differ from those of rank 0. Waits for the device."""
         canvas, ranks = self.state.canvas, self.recipe.ranks
         for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
             all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
@@ -103,8 +111,12 @@ class Worker:
                 raise RuntimeError(f"rank {rank} has other {name} in slot {slot} than rank 0: the ranks have parted")
 
     def working(self) -> AbstractContextManager[object]:
-        """What a thread is in while it runs a round."""
+        """The context in which a thread runs a round."""
         return nullcontext()
+
+    def event(self) -> torch.cuda.Event | None:
+        """What says how far the device is. None: what is asked of it is done at once, as on a CPU."""
+        return torch.cuda.Event() if self.recipe.model.device.type == "cuda" else None
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Waits until the device is as far as this event."""

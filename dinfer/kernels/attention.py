@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu import float as native
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8
 
@@ -91,6 +92,14 @@ def paged_attention(
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
         return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW)
+    size = q_BWHE.shape[-1]
+    if (
+        own_BW is None
+        and size % native.TILE == 0
+        and size <= native.WIDEST
+        and native.able("attention", q_BWHE, k_PTGE)
+    ):
+        return native.attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
     lanes, found = pages_BP.shape[0], neighbours(pages_BP)
     k_BSGE, v_BSGE = (
         (taken(pool, pages_BP) if found is None else pool[found]).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype)

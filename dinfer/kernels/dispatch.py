@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, get_args
 
@@ -20,10 +21,28 @@ Group = Literal[
 """Kernels that are switched off together, to measure what they gain (`benchmarks.ablation`)."""
 GROUPS: tuple[str, ...] = get_args(Group)
 WIDEST_HEAD = 256  # the tiles are made for heads up to this size
+_COMPILING_FOR: ContextVar[torch.device | None] = ContextVar("compiling_for", default=None)
+
+
+def card(device: torch.device) -> torch.device | None:
+    """The CUDA device that kernels on tensors of `device` are for; None: there are no kernels for these."""
+    if device.type == "meta":
+        return _COMPILING_FOR.get()
+    return device if device.type == "cuda" else None
+
+
+@contextmanager
+def compiling_for(device: torch.device) -> Iterator[None]:
+    """Within, tensors of the meta device take the kernels of this CUDA device (`triton.ahead`)."""
+    before = _COMPILING_FOR.set(device)
+    try:
+        yield
+    finally:
+        _COMPILING_FOR.reset(before)
 
 
 def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
-    """True on CUDA, unless the kernels cannot: gradients, float64, head sizes that are no power of two, 16 to 256.
+    """True on a `card`, unless the kernels cannot: gradients, float64, head sizes that are no power of two, 16 to 256.
 
     `DINFER_KERNELS` in the environment turns groups off: `torch` all of them, `triton,-canvas,-commit` these two.
     torch.compile makes kernels of its own of the references. Raises ValueError for a name that is not known.
@@ -31,7 +50,7 @@ def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
     if torch.compiler.is_compiling():
         return False
     able = 16 <= head_dim <= WIDEST_HEAD and head_dim & (head_dim - 1) == 0
-    wanted = group not in groups_off(os.environ.get(VARIABLE, "triton")) and tensor.is_cuda
+    wanted = group not in groups_off(os.environ.get(VARIABLE, "triton")) and card(tensor.device) is not None
     if wanted and not able:
         _tell(head_dim)
     return wanted and able and tensor.dtype != torch.float64 and not torch.is_grad_enabled()

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import Part, float_linear, native_linear, use_float, use_native
+from dinfer.kernels.cpu import float as native
+from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
@@ -54,8 +55,8 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     """
     x = close(x)
     if not (few(x) and use_triton(x, "linear")):
-        if use_float(x) and weight_OK.dtype == torch.float32:
-            out = float_linear(x, weight_OK)
+        if native.able_linear(x, weight_OK):
+            out = native.linear(x, weight_OK)
             return out if bias_O is None else out + bias_O
         return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
     from dinfer.kernels.triton.linear import linear as kernel

@@ -19,7 +19,7 @@ from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.norm import geglu, swiglu
-from dinfer.kernels.types import Deferred, Inputs, Matrices, Parts, Plan, Rounded
+from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Parts, Plan, Rounded
 
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
@@ -188,16 +188,20 @@ class Shared(NamedTuple):
 
 def expert_mixture(
     x: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight,
-    gated: Gate = swiglu, shared: Shared | None = None,
+    gated: Gate = swiglu, shared: Shared | None = None, dealt: Dealt | None = None,
 ) -> Tensor | Parts:  # fmt: skip
     """The outputs of each token's experts times its weights, added up, and that of the shared one. [..., D] -> [N, D]
 
     `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D], `down` is [X, D, M], and `gated` comes
     between. Pairs of token and expert are sorted by expert and cut into tiles of one expert each. So the shapes do not
     depend on the choice, and no expert meets tokens of another. The values between are rounded in pieces of
-    `down.piece`, each with a scale.
+    `down.piece`, each with a scale. `dealt`: the X experts are some of those that tokens choose from, and the sum is
+    over them alone.
     """
-    tokens, chosen = experts_NC.shape
+    tokens, pairs_per_expert = len(experts_NC), experts_NC.numel() / len(gate_up.each)
+    if dealt is not None:
+        pairs_per_expert = experts_NC.numel() / dealt.experts
+        experts_NC, weights_NC = own_pairs(experts_NC, weights_NC, dealt, len(gate_up.each))
     flat = rows_of(x)
     wide_ND = close(flat)
     if not use_triton(wide_ND, "experts"):
@@ -213,12 +217,18 @@ def expert_mixture(
             gate_up, down, joined = more, wider, True
         else:
             plus_ND = shared.mlp(wide_ND)
-    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(tokens * chosen / len(gate_up.each)), joined)
+    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
     hidden_PM = gate_up.gated_rows(flat, made, gated, down.piece)
     out_PD = down.mixed_rows(hidden_PM, made)
     if plus_ND is None and tokens <= TOGETHER:  # of more, the rows would take up memory until they are read
         return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
     return combine(out_PD, weights_NC, plus_ND)
+
+
+def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) -> tuple[Tensor, Tensor]:
+    """The chosen experts as numbers among the `count` that are here. The others get `count` + 1, and no weight."""
+    here_NC = (experts_NC >= dealt.first) & (experts_NC < dealt.first + count)
+    return torch.where(here_NC, experts_NC - dealt.first, count + 1), weights_NC.masked_fill(~here_NC, 0)
 
 
 def _mixed_rows(
@@ -228,9 +238,11 @@ def _mixed_rows(
 
     Shapes depend on the choice, so no CUDA graph can hold it.
     """
-    flat_P = experts_NC.flatten().long()
-    order_P = flat_P.argsort(stable=True)
-    count_X = flat_P.bincount(minlength=len(gate_up.each))
+    flat_P, experts = experts_NC.flatten().long(), len(gate_up.each)
+    count_X = flat_P.bincount(minlength=experts)[:experts]
+    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts that are elsewhere have the largest numbers
+    if not len(order_P):
+        return torch.zeros_like(x_ND)
     token_P = order_P // experts_NC.shape[1]
     hidden_PM = close(gated(_sorted_rows(x_ND.index_select(0, token_P), gate_up, count_X), "plain"))
     out_PD = _sorted_rows(hidden_PM, down, count_X)
@@ -251,7 +263,8 @@ def _mixed_tiles(
 ) -> Tensor:
     """`expert_mixture` in torch, without the shared expert."""
     (_, chosen), pairs, experts = experts_NC.shape, experts_NC.numel(), len(gate_up.each)
-    flat = experts_NC.flatten().long()  # the router's kernel counts in int32
+    # The router's kernel counts in int32. What the last expert makes of pairs that are elsewhere has no weight.
+    flat = experts_NC.flatten().long().clamp_max(experts - 1)
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
     tiles_X = -(-count_X // TILE)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
@@ -46,8 +47,12 @@ def add_rms_norm(
         if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
             exchange, delta_BWD = found, delta_BWD.value
         return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs, exchange)
-    if delta_BWD is not None:
-        x_BWD = add(x_BWD, delta_BWD)
+    delta = None if delta_BWD is None else close(delta_BWD)
+    if native.able("norm", x_BWD, weight_D, delta):
+        x_BWD, normed_BWD = native.add_rms_norm(x_BWD, delta, weight_D, eps)
+        return x_BWD, _as(normed_BWD, inputs)
+    if delta is not None:
+        x_BWD = x_BWD + delta.view_as(x_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
     return x_BWD, _as(normed_BWD, inputs)
 
@@ -61,6 +66,8 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
         from dinfer.kernels.triton.norm import swiglu as kernel
 
         return kernel(gate_up_BWX, inputs)
+    if native.able("gate", gate_up_BWX):
+        return _as(native.swiglu(gate_up_BWX), inputs)
     gate, up = gate_up_BWX.chunk(2, -1)
     return _as(F.silu(gate) * up, inputs)
 

@@ -3,25 +3,35 @@
 import torch
 from torch import Tensor
 
+from dinfer.core.stats import Columns
 
-def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, top: int) -> Tensor:
+
+def nucleus(
+    logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, top: int, columns: Columns
+) -> Tensor:
     """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`.
 
     The nucleus is the fewest most likely tokens whose probabilities sum to at least `top_p`; equals from the lowest
     id on. The mask token, if there is one, counts in neither, and is left as it is. [R, L, V]
 
     `top`: how many of the most likely tokens are sorted. The cut of every row must be among them. 0: no row has a cut.
+    `columns`: which tokens the logits are of. If they are a rank's own, `top` is less than `columns.most`. Each rank
+    then tells the others `top` + 1 numbers a position: its largest logits, and the logarithm of its mass.
     """
     if not top:
         return logits_RLV
-    others_RLV = logits_RLV.clone()
-    if mask_id is not None:
-        others_RLV[..., mask_id].fill_(float("-inf"))
+    others_RLV, masks = logits_RLV.clone(), () if mask_id is None else (mask_id,)
+    columns.fill(others_RLV, *masks)
     if top < others_RLV.shape[-1]:
         best_RLX = others_RLV.topk(top, -1).values
     else:
         best_RLX = others_RLV.sort(dim=-1, descending=True).values
-    prob_RLX = (best_RLX - others_RLV.logsumexp(-1, keepdim=True)).exp()
+    mass_RL1, told_NRLX = others_RLV.logsumexp(-1, keepdim=True), best_RLX[None]
+    if columns.all_gather is not None:
+        told_NRLX, mass_NRL1 = columns.all_gather(torch.cat((best_RLX, mass_RL1), -1)).tensor_split((top,), -1)
+        best_RLX = told_NRLX.movedim(0, -2).flatten(-2).topk(top, -1).values
+        mass_RL1 = mass_NRL1.logsumexp(0)
+    prob_RLX = (best_RLX - mass_RL1).exp()
     before_RLX = prob_RLX.cumsum(-1) - prob_RLX
     place_X = torch.arange(best_RLX.shape[-1], device=logits_RLV.device)
     top_k_R11, top_p_R11 = top_k_R1[..., None], top_p_R1[..., None]
@@ -30,9 +40,10 @@ def nucleus(logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int
     count_RL1 = (keep_RLX & ((place_X < top_k_R11) | (top_k_R11 == 0))).sum(-1, keepdim=True)
     least_RL1 = best_RLX.gather(-1, count_RL1 - 1)
     above_RLV, equal_RLV = others_RLV > least_RL1, others_RLV == least_RL1
-    room_RL1 = count_RL1 - above_RLV.sum(-1, keepdim=True)
+    # What is above the cut is among the best of its rank. Of equals, those of earlier ranks come first.
+    room_RL1 = count_RL1 - (told_NRLX > least_RL1).sum((0, -1))[..., None]
+    room_RL1 = room_RL1 - (told_NRLX[: columns.rank] == least_RL1).sum((0, -1))[..., None]
     kept_RLV = above_RLV | (equal_RLV & (equal_RLV.cumsum(-1) <= room_RL1))
     kept_RLV = kept_RLV | ((top_k_R11 == 0) & (top_p_R11 >= 1))
-    if mask_id is not None:
-        kept_RLV[..., mask_id].fill_(True)
+    columns.fill(kept_RLV, *masks, value=True)
     return logits_RLV.masked_fill(~kept_RLV, float("-inf"))

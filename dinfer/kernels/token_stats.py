@@ -1,5 +1,7 @@
 """What decoders need to know of the logits, in one pass over the vocabulary."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +19,8 @@ def token_stats(
 
     With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
     is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0. `columns`: the logits
-    are a rank's own, and the statistics those of all ranks, which tell each other eight numbers a position. Without a
-    `draw` only.
+    are a rank's own, and the statistics those of all ranks, which tell each other eight numbers a position, and four
+    more of a `draw`.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
@@ -28,12 +30,13 @@ def token_stats(
             columns=columns,
         )  # fmt: skip
         return TokenStats(*found)  # type: ignore[arg-type]
-    if columns is not None and columns.all_gather is not None:
-        own_RLS = own_numbers(logits_RLV.to(torch.promote_types(logits_RLV.dtype, dtype)), mask_id, columns)
-        stats = joined(columns.all_gather(own_RLS), entropy, margin, best)
-        return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
+    if columns is not None and columns.all_gather is not None:
+        told_NRL8 = columns.all_gather(own_numbers(logits_RLV.to(dtype), mask_id, columns))
+        drawn = None if draw is None else (columns.all_gather(own_draw(draw, mask_id, columns)), draw.noisy_R1)
+        stats = joined(told_NRL8, entropy, margin, best, drawn)
+        return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
     logits_RLV = logits_RLV.to(dtype, copy=True)
     prob_RLV = logits_RLV.softmax(-1)
     entropy_RL = torch.special.entr(prob_RLV).sum(-1) if entropy else None
@@ -41,7 +44,7 @@ def token_stats(
     if margin:
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
-    score_RLV = logits_RLV if draw is None else _scores(draw)
+    score_RLV = logits_RLV if draw is None else _scores(draw, 0)
     mask_score_RL = None if mask_id is None else score_RLV[..., mask_id].clone()
     if mask_id is not None:
         for scores in (score_RLV, logits_RLV) if best and draw is not None else (score_RLV,):
@@ -73,19 +76,39 @@ def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Te
     shift_RLO = logits_RLO - torch.where(top_RL == float("-inf"), 0, top_RL)[..., None]
     power_RLO = shift_RLO.exp()
     slope_RL = torch.where(shift_RLO == float("-inf"), 0, shift_RLO * power_RLO).sum(-1)
-    mask_RL = torch.full_like(top_RL, float("-inf"))
-    if mask_id is not None and columns.first <= mask_id < columns.first + columns.count:
-        mask_RL = logits_RLO[..., mask_id - columns.first]
-        logits_RLO = logits_RLO.clone()
-        columns.fill(logits_RLO, mask_id)
-    index_RL = logits_RLO.argmax(-1)
-    best_RL, token_RL = logits_RLO.gather(-1, index_RL[..., None])[..., 0], (index_RL + columns.first).to(top_RL.dtype)
-    whole_RL = top_RL.masked_fill(broken_RL, float("nan"))
+    mask_RL, best_RL, index_RL = _best(logits_RLO, mask_id, columns)
+    whole_RL, token_RL = top_RL.masked_fill(broken_RL, float("nan")), (index_RL + columns.first).to(top_RL.dtype)
     return torch.stack((whole_RL, power_RLO.sum(-1), slope_RL, best_RL, top_RL, second_RL, mask_RL, token_RL), -1)
 
 
-def joined(numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool) -> TokenStats:
-    """The statistics of a vocabulary from those of its parts, in order; of equal tokens the first wins."""
+def own_draw(draw: Draw, mask_id: int | None, columns: Columns) -> Tensor:
+    """What a draw needs to know of a part of the vocabulary. float64 [R, L, 4]
+
+    The best score of a token, which token that is, its logit in the belief, and the mask token's score.
+    """
+    score_RLO = _scores(draw, columns.first)
+    mask_RL, best_RL, index_RL = _best(score_RLO.masked_fill(score_RLO.isnan(), float("-inf")), mask_id, columns)
+    belief_RL = draw.belief_RLV.gather(-1, index_RL[..., None])[..., 0].to(torch.float64)
+    return torch.stack((best_RL, (index_RL + columns.first).to(torch.float64), belief_RL, mask_RL), -1)
+
+
+def _best(value_RLO: Tensor, mask_id: int | None, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask token's value, or -inf where it is not here, the largest of the others, and where that is. [R, L]"""
+    masks, mask_RL = () if mask_id is None else (mask_id,), torch.full_like(value_RLO[..., 0], float("-inf"))
+    for own_RL in columns.of(value_RLO, *masks):
+        mask_RL, value_RLO = own_RL, value_RLO.clone()
+    columns.fill(value_RLO, *masks)
+    index_RL = value_RLO.argmax(-1)
+    return mask_RL, value_RLO.gather(-1, index_RL[..., None])[..., 0], index_RL
+
+
+def joined(
+    numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool, drawn: tuple[Tensor, Tensor] | None = None
+) -> TokenStats:
+    """The statistics of a vocabulary from those of its parts, in order; of equal tokens the first wins.
+
+    `drawn`: `own_draw` of the parts, [N, R, L, 4], and the rows whose mask token wins by its score.
+    """
     whole, total, slope, highest, top, second, mask, token = numbers_NRL8.unbind(-1)
     peak_RL = top.amax(0)
     spoilt_RL = whole.isnan().any(0)
@@ -106,11 +129,22 @@ def joined(numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool) -> Tok
         second_RL = top.scatter(0, first_1RL, second.gather(0, first_1RL)).amax(0)
         margin_RL = ((1 - (second_RL - peak_RL).exp()) / total_RL).masked_fill(spoilt_RL, float("nan"))
     token_RL = token.gather(0, winner_1RL)[0].long()
-    return TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    if drawn is None:
+        return stats
+    score, token, belief, lure = drawn[0].unbind(-1)
+    winner_1RL = score.argmax(0, keepdim=True)
+    score_RL, belief_RL = (each.gather(0, winner_1RL)[0] for each in (score, belief))
+    confidence_RL = ((belief_RL.to(peak_RL.dtype) - peak_RL).exp() / total_RL).masked_fill(
+        spoilt_RL | (score_RL == float("-inf")), float("nan")
+    )
+    declined_RL = torch.where(drawn[1], lure.amax(0) > score_RL, mask_RL > confidence_RL)
+    token_RL = token.gather(0, winner_1RL)[0].long()
+    return replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
 
 
-def _scores(draw: Draw) -> Tensor:
-    """The largest is the token that was drawn. float64 [R, L, V]"""
-    token_V = torch.arange(draw.logits_RLV.shape[-1], device=draw.logits_RLV.device)
+def _scores(draw: Draw, first: int) -> Tensor:
+    """The largest is the token that was drawn. `first`: the token of the first column. float64 [R, L, V]"""
+    token_V = torch.arange(draw.logits_RLV.shape[-1], device=draw.logits_RLV.device) + first
     counters = draw.seed_R[:, None, None], draw.pos_RL[..., None], draw.step_R[:, None, None], token_V
     return draw.logits_RLV.to(torch.float64) + draw.scale_R1[..., None] * gumbel(*counters)

@@ -86,18 +86,27 @@ class Matrices(NamedTuple):
     shared_scale: Tensor | None = None
 
 
+class Dealt(NamedTuple):
+    """Which experts are here, where ranks deal them out: those from `first` on, of so many in all."""
+
+    first: int
+    experts: int
+
+
 class Plan(NamedTuple):
     """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
 
     `pairs_XN`: their numbers, ascending, counted token by token, and for each in the order of its experts. A shared
     expert is each token's last and the last of all, but its tiles come first: they are the most. A tile: its expert, or
     -1 if it is none, the first of its pairs among those of the expert and in the order of tiles, and how many they are.
+    Where it is not `whole`, some pairs belong to experts that are elsewhere, and no tile has them.
     """
 
     pairs_XN: Tensor
     tile_I4: Tensor
     rows: int
     pairs: int
+    whole: bool = True
 
 
 Inputs = Literal["plain", "rounded", "both"]

@@ -9,7 +9,7 @@ from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.types import Deferred, Inputs, Summing
+from dinfer.kernels.types import Dealt, Deferred, Inputs, Summing
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 
@@ -37,6 +37,12 @@ class GatedMLP(nn.Module):
         return self.down.deferred(self.gated(self.gate_up(x_BWD), self.down.takes), parts=False)
 
 
+def dealt_to(ranks: Ranks, experts: int) -> Dealt | None:
+    """Which of so many experts a rank has; None: a part of each."""
+    first = ranks.first_expert(experts)
+    return None if first is None else Dealt(first, experts)
+
+
 class Experts(Formatted):
     """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
 
@@ -55,10 +61,11 @@ class Experts(Formatted):
         self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
         self.ranks: Summing | None = None
+        self.dealt: Dealt | None = None
 
     def join(self, ranks: Ranks) -> None:
-        """Each rank has a part of every expert, the shared one included, so one sum over ranks is enough."""
-        self.ranks = ranks
+        """Each rank has some experts, or a part of each, and a part of the shared one: one sum over ranks is enough."""
+        self.ranks, self.dealt = ranks, dealt_to(ranks, self.experts.experts)
 
     @property
     def takes(self) -> Inputs:
@@ -73,7 +80,8 @@ class Experts(Formatted):
         if mlp is not None:
             shared = Shared(lambda x_ND: close(mlp(x_ND)), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
         weights = self.expert("gate_up"), self.expert("down")
-        return share(expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared), self.ranks)
+        mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared, dealt=self.dealt)
+        return share(mixed, self.ranks)
 
     def route(self, logits_NX: Deferred, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and mixing weights of each token. [N, C] each"""

@@ -19,7 +19,7 @@ def embed(tokens_BW: Tensor, rows: Callable[[Tensor], Tensor], ranks: Ranks, voc
     first, end = ranks.vocabulary(vocab)
     own_BW = (tokens_BW >= first) & (tokens_BW < end)
     x_BWD = rows((tokens_BW - first).clamp(0, end - first - 1))
-    return ranks.all_reduce(x_BWD * own_BW[..., None])
+    return ranks.all_reduce(x_BWD.masked_fill(~own_BW[..., None], 0))  # a product would keep NaN of another row
 
 
 def whole(own_BLO: Tensor, ranks: Ranks, vocab: int) -> Tensor:

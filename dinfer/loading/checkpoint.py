@@ -23,11 +23,13 @@ from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
+from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
+
+TABLE = "embedding.weight"  # the parameter that holds the embedding, in every network
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def load_network(
     wanted = None if quantize is None else linear.format_of(quantize)
     if wanted is not None:
         wanted.check(device, f"quantize={quantize}")
-    network = empty_network(family, spec, dtype, device, held, rank, wanted)
+    table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
+    network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
     parameters, weights = dict(network.named_parameters()), linear.formatted(network, embeddings=True)
     scale_of, wide = scales.read(), set()
     every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
@@ -178,6 +181,22 @@ def formats_of(
         if weight.dtype in takes:
             found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
     return found
+
+
+def narrow_table(
+    spec: ModelSpec, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], dtype: torch.dtype,
+    changed: Collection[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The format of an embedding that a checkpoint has in floats of fewer bits than `dtype`: it stays in these.
+
+    Rows are widened as they are looked up. Beside weights in few bits a wide table would be a large part of the model.
+    A table that is the head too is widened, for speed. `changed`: as in `formats_of`.
+    """
+    from dinfer.layers.formats.plain import Plain  # only here: networks are heavy to import
+
+    own = next((name for name, place in placements.items() if place.parameter == TABLE), None)
+    found = None if own is None or own in changed or spec.tied_head else FLOATS.get(tensors[own].dtype)
+    return {} if found is None or found.itemsize >= dtype.itemsize else {TABLE: Plain(found)}
 
 
 def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
@@ -310,6 +329,8 @@ def differences(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
 ) -> Iterator[str]:
     """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):
+        yield f"config.json has no {FIELD}, but {words} is packed: say there how (quant_method, bits, group_size)"
     yield from (f"missing: {name}" for name in placements if name not in tensors)
     yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():

@@ -1,6 +1,6 @@
-"""What the small files of a checkpoint say, without its weights: what the model is, and whether it would load.
+"""Says what a checkpoint is and whether it loads, from its small files, without its weights.
 
-All of it comes from the functions that load a checkpoint. Only the values of tensors are not read.
+It calls the functions that load a checkpoint, and reads all but the values of tensors.
 """
 
 import math
@@ -26,6 +26,7 @@ from dinfer.loading.checkpoint import (
     family_of,
     formats_of,
     layout,
+    narrow_table,
     read_spec,
     small_files,
     tensors_of,
@@ -60,7 +61,7 @@ class Token:
 
 @dataclass(slots=True)
 class Inspection:
-    """What the files say of a checkpoint; None and empty where they are silent."""
+    """What the files say of a checkpoint; None or empty where they do not say."""
 
     folder: Path  # or a GGUF file
     files: Folder | None = None  # the small files; None: they cannot be read
@@ -70,7 +71,8 @@ class Inspection:
     packing: str | None = None  # how several of them are packed in an integer
     parameters: int | None = None
     active: int | None = None  # parameters that one token meets
-    memory: dict[str, int | None] = field(default_factory=dict)  # bytes of the loaded network, by `quantize`
+    # Bytes of the loaded network, by `quantize`; `blocks`: of a GGUF file on a CPU, without `quantize`.
+    memory: dict[str, int | None] = field(default_factory=dict)
     expected: int | None = None  # how many tensors the family wants
     stored: int | None = None  # how many tensors the files or their index name
     types: dict[str, int] = field(default_factory=dict)  # how many of these are of each type, where the files are here
@@ -262,6 +264,12 @@ def _memory(
     """Bytes of the network as loading makes it, by `quantize`; None where its layers cannot be rounded so."""
     assert found.spec is not None and found.dtype is not None
     memory: dict[str, int | None] = {}
+    if found.folder.suffix == GGUF:
+        from dinfer.loading.gguf_blocks import blocks_of  # slow to import
+
+        if blocks := blocks_of(tensors, placements, ()):
+            held = narrow_table(found.spec, tensors, placements, torch.float32) | blocks
+            memory["blocks"] = _bytes(empty_network(family, found.spec, torch.float32, torch.device("meta"), held))
     network: Any = None
     now = None
     for name in ("none", *roundings()):
@@ -270,7 +278,7 @@ def _memory(
         if kept != now:
             now = kept
             network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
-        size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+        size = _bytes(network)
         try:
             for module, own in formatted(network).values() if name != "none" else ():
                 if module.formats[own] is PLAIN:
@@ -281,6 +289,10 @@ def _memory(
             memory[name] = None
             found.unknown.append(str(error))
     return memory
+
+
+def _bytes(network: Any) -> int:
+    return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
 
 def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:

@@ -332,7 +332,8 @@ def load(
         folder = locate(family.checkpoint, family.revision)
     run = runtime or Runtime(graphs=where.type == "cuda")
     if run.tensor_parallel > 1:
-        network = divided(Source(family, folder, dtype, quantize), run.tensor_parallel, where)
+        source = Source(family, folder, dtype, quantize)
+        network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
@@ -359,7 +360,11 @@ def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | 
         # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
         from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
 
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        except Exception as error:  # the tokenizers package raises bare ones
+            read_object(folder / "tokenizer.json")  # says it if this is not even JSON
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     if not (folder / "tokenizer_config.json").is_file():
         return None
     import transformers

@@ -91,7 +91,7 @@ class Source:
         })  # fmt: skip
 
 
-def check(source: Source, size: int, device: torch.device) -> None:
+def check(source: Source, size: int, device: torch.device, expert_parallel: bool = False) -> None:
     """Raises ValueError if so many ranks cannot run this model here. Reads no weight and starts no process."""
     what = f"{FIELD}={size}"
     if device.index is not None:
@@ -108,14 +108,17 @@ def check(source: Source, size: int, device: torch.device) -> None:
         raise ValueError(f"{what} needs {backend}, and torch {torch.__version__} was built without it")
     if dist.is_initialized() and leader() is None:
         raise ValueError(f"{what}: this process has a process group of torch.distributed already. Load it in another")
+    spec, rank = source.spec, Rank(0, size, expert_parallel)
+    if expert_parallel and spec.experts is None:
+        raise ValueError(f"runtime.expert_parallel=true, and {spec.family} has no experts: leave it out")
     try:
-        for split in divisions(source.family, source.spec, Rank(0, size)).values():
-            split.ranges(Rank(0, size))
+        for split in divisions(source.family, spec, rank).values():
+            split.ranges(rank)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 
 
-def divided(source: Source, size: int, device: torch.device) -> Any:
+def divided(source: Source, size: int, device: torch.device, expert_parallel: bool = False) -> Any:
     """Rank 0's share of a network whose other shares `size` - 1 other processes have loaded.
 
     Raises ValueError, RankFailed, and what loading raises. A process that torchrun has started as another rank does not
@@ -123,7 +126,7 @@ def divided(source: Source, size: int, device: torch.device) -> Any:
     """
     if follows(size):
         serve_torchrun()
-    check(source, size, device)
+    check(source, size, device, expert_parallel)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     ranks = started(size, lambda path: torchrun_store().set(PLACE, path))
@@ -145,8 +148,8 @@ def divided(source: Source, size: int, device: torch.device) -> Any:
             ranks.check()
         ranks.joined = own
         ranks.leave, ranks.motion.computes = leave, device.type == "cpu"
-    number, load_here = ranks.number(), partial(share, source, ranks.joined)
-    network, _ = ranks.together("load", number, source.spelled(), work=load_here, patience=LONG)
+    number, load_here = ranks.number(), partial(share, source, ranks.joined, expert_parallel)
+    network, _ = ranks.together("load", number, source.spelled(), expert_parallel, work=load_here, patience=LONG)
     ranks.models[number] = network.ranks
     weakref.finalize(network, _forget, ranks, number).atexit = False
     return network
@@ -200,11 +203,12 @@ def leave() -> None:
         cast(dist.ProcessGroup, dist.group.WORLD).abort()
 
 
-def share(source: Source, ranks: Ranks) -> Any:
+def share(source: Source, ranks: Ranks, expert_parallel: bool) -> Any:
     """This rank's share of a network, which computes with those of the others. No rank waits for another here."""
+    own = replace(ranks, rank=replace(ranks.rank, expert_parallel=expert_parallel))  # each model is known by its own
     cuda = dist.get_backend() == "nccl"
-    network = source.network(torch.device("cuda", ranks.index) if cuda else torch.device("cpu"), ranks.rank)
-    network.join(replace(ranks))  # each model has its own, by which it is known
+    network = source.network(torch.device("cuda", ranks.index) if cuda else torch.device("cpu"), own.rank)
+    network.join(own)
     return network
 
 
@@ -225,8 +229,8 @@ class Hands:
                 torch.set_num_threads(threads)
                 self._ranks = join(dist.TCPStore(HERE, port, is_master=False), self._rank, size, device)
                 return self._ranks.small is not None
-            case "load", [number, source]:
-                self._networks[number] = share(Source.read(source), self._ranks)
+            case "load", [number, source, expert_parallel]:
+                self._networks[number] = share(Source.read(source), self._ranks, expert_parallel)
             case "forget", [number]:
                 del self._networks[number]
             case "engine", [number, model, parts, runtime]:

@@ -8,14 +8,14 @@ Whatever is asked for, the mask token takes part in the draw; where it is drawn,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Draw, ModelSpec, Options, Sampling
+from dinfer.core.protocols import BlockView, Columns, Draw, ModelSpec, Options, Sampling
 from dinfer.core.registry import SAMPLINGS, option
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import noise
@@ -30,6 +30,7 @@ class GumbelSampling(Sampling):
     neutral: ClassVar[dict[str, float]] = {
         "temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "ban_eos": 0, "eos_last": 0,
     }  # fmt: skip
+    by_parts = True
 
     temperature: float = option(0.0, "0: take the most likely token; else draw", per_request=True)
     seed: int = option(0, "seed of the random numbers", per_request=True)
@@ -74,23 +75,24 @@ class GumbelSampling(Sampling):
             "which is never committed anyway. Leave it out."
         )
 
-    def adjust(self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec) -> Tensor:
+    def adjust(
+        self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec, columns: Columns
+    ) -> Tensor:
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
         logits_RLV = torch.where(seen_RV[:, None], lowered_RLV, logits_RLV)
-        for token in self.suppress:
-            logits_RLV[..., token].fill_(float("-inf"))
-        _rule_out(logits_RLV, options["ban_eos"], (spec.eos_id,))
+        columns.fill(logits_RLV, *self.suppress)
+        _rule_out(columns.of(logits_RLV, spec.eos_id), options["ban_eos"])
         return logits_RLV
 
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         return noise(seed, pos, step, vocab)
 
     def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
-               spec: ModelSpec) -> Draw:  # fmt: skip
+               spec: ModelSpec, columns: Columns) -> Draw:  # fmt: skip
         """argmax of the logits plus so much noise; probabilities are those of `belief`."""
         belief_RLV = belief_RLV.clone()
-        _rule_out(belief_RLV, options["eos_last"], spec.stop_ids)
+        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
         noisy_R1 = (options["temperature"] > 0) | (options["eos_last"] > 0)
         return Draw(belief_RLV, logits_RLV, scale_R1, noisy_R1, view.seed_R, view.pos_RL, view.forward_R)
 
@@ -122,14 +124,16 @@ class StandardSampling(GumbelSampling):
             return min(int(options["top_k"]), vocab)
         return vocab if options["top_p"] < 1 else 0
 
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
+    def draw(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
+    ) -> Draw:
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         temperature_R1 = options["temperature"]
         divisor_R1 = torch.where(temperature_R1 > 0, temperature_R1, 1.0).to(logits_RLV.dtype)
         logits_RLV = logits_RLV / divisor_R1[..., None]
-        logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, top)
+        logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, top, columns)
         noisy_R1 = (temperature_R1 > 0).to(torch.float64)
-        return self._drawn(logits_RLV, noisy_R1, view, logits_RLV, options, spec)
+        return self._drawn(logits_RLV, noisy_R1, view, logits_RLV, options, spec, columns)
 
 
 @SAMPLINGS.register("llada")
@@ -143,11 +147,13 @@ class LladaSampling(GumbelSampling):
 
     paper = "LLaDA, arXiv:2502.09992"
 
-    def draw(self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int) -> Draw:
-        return self._drawn(logits_RLV, options["temperature"], view, logits_RLV, options, spec)
+    def draw(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
+    ) -> Draw:
+        return self._drawn(logits_RLV, options["temperature"], view, logits_RLV, options, spec, columns)
 
 
-def _rule_out(logits_RLV: Tensor, flag_R1: Tensor, tokens: tuple[int, ...]) -> None:
-    """Gives the tokens probability 0 in the rows that ask for it, in place."""
-    for token in tokens:
-        logits_RLV[..., token].masked_fill_(flag_R1 > 0, float("-inf"))
+def _rule_out(tokens: Iterable[Tensor], flag_R1: Tensor) -> None:
+    """Gives tokens probability 0 in the rows that ask for it: their logits [R, L] change in place."""
+    for logits_RL in tokens:
+        logits_RL.masked_fill_(flag_R1 > 0, float("-inf"))

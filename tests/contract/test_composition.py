@@ -22,6 +22,7 @@ from support.matrix import (
     outcome,
     refusal,
     requests_for,
+    thinned,
 )
 from support.models import MASK, tiny_model
 
@@ -63,7 +64,7 @@ def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combinatio
     assert host.addresses() == before
 
 
-@pytest.mark.parametrize("combination", SAMPLE[::13], ids=str)
+@pytest.mark.parametrize("combination", thinned(SAMPLE[::13]), ids=str)
 @pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_size_changes_nothing(combination: Combination, page: int) -> None:
     recipe = combination.recipe()
@@ -72,7 +73,7 @@ def test_page_size_changes_nothing(combination: Combination, page: int) -> None:
 
 def test_the_matrix_is_not_trivial() -> None:
     """The tests above mean something only if recipes differ, commits come in parallel and answers are not constant."""
-    found = {str(c): alone(c) for c in SAMPLE if c.variant == "bidirectional"}
+    found = {str(c): alone(c) for c in [c for c in SAMPLE if c.variant == "bidirectional"][::3]}
     assert len({str(rows) for rows in found.values()}) > len(found) // 2
     threshold = alone(next(c for c in LEGAL if str(c) == "bidirectional-blockwise-threshold-none"))
     forwards, committed = sum(row[3] for row in threshold), sum(row[5] for row in threshold)

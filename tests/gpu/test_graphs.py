@@ -7,7 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.matrix import LEGAL, SAMPLE, Combination, completions, engine_for, outcome, requests_for
+from support.matrix import (
+    LEGAL,
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    every_recipe,
+    outcome,
+    over_shared_model,
+    requests_for,
+)
 from support.models import tiny_model
 
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
@@ -32,9 +42,7 @@ def recipe_for(combination: Combination):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "combination", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.matrix) for c in LEGAL], ids=str
-)
+@every_recipe(SAMPLE)
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,9 +86,7 @@ def test_graphs_tell_what_eager_steps_tell(combination: Combination) -> None:
     assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
-@pytest.mark.parametrize(
-    "combination", [c for c in SAMPLE if refusal(c.recipe(tiny_model(c.variant))) is None][::6], ids=str
-)
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if refusal(over_shared_model(c)) is None][::6], ids=str)
 def test_speculation_under_graphs_gives_the_tokens_of_plain_steps(combination: Combination) -> None:
     recipe = recipe_for(combination)
     requests = [r for r in requests_for(recipe) if not recipe.guided(r.options)]

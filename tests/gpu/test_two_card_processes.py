@@ -18,9 +18,10 @@ pytestmark = [
 TEXTS = ["Tom has 3 apples and buys 5 more. How many apples does he have?", "What is 7 + 8?"]
 
 
+@pytest.mark.parametrize("stage", ["start", "loading", "capturing", "running"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_while_graphs_run_ends_the_other(victim: int) -> None:
-    kill(Program("tiny", 2, "cuda"), "running", victim, signal.SIGKILL)
+def test_a_rank_that_is_killed_ends_the_other(victim: int, stage: str) -> None:
+    kill(Program("tiny", 2, "cuda"), stage, victim, signal.SIGKILL)
 
 
 def test_two_cards_say_what_one_does() -> None:

@@ -11,7 +11,7 @@ from dinfer.kernels.linear import linear, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, Gate, ScaledExperts, Shared, expert_mixture
 from dinfer.kernels.norm import swiglu
 from dinfer.kernels.packed import PackedExperts
-from dinfer.kernels.types import FLOAT8, Matrices
+from dinfer.kernels.types import FLOAT8, Dealt, Matrices
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -49,8 +49,8 @@ def shared_of(gate_up: torch.Tensor, down: torch.Tensor, scales: Scales = (None,
 
 def expert_mlps(
     x_ND: Any, experts_NC: torch.Tensor, weights_NC: torch.Tensor, gate_up_XMD: torch.Tensor, down_XDM: torch.Tensor,
-    gated: Gate = swiglu, scales: Scales = (None, None), shared: Shared | None = None,
+    gated: Gate = swiglu, scales: Scales = (None, None), shared: Shared | None = None, dealt: Dealt | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`expert_mixture`, closed, of weights and their scales."""
     weights = experts_of(gate_up_XMD, scales[0]), experts_of(down_XDM, scales[1])
-    return close(expert_mixture(x_ND, experts_NC, weights_NC, *weights, gated, shared))
+    return close(expert_mixture(x_ND, experts_NC, weights_NC, *weights, gated, shared, dealt))

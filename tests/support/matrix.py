@@ -22,6 +22,7 @@ from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
+from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 BLOCK = 8
@@ -63,7 +64,14 @@ class Combination:
     def recipe(self, model: Any = None, **model_fields: Any) -> Recipe:
         model = tiny_model(self.variant, **model_fields) if model is None else model
         model = fitted(model, dict(self.decoder)["name"])
-        return compose(model, iteration=dict(self.iteration), decoder=dict(self.decoder), cache=dict(self.cache))
+        axes = (ITERATIONS, self.iteration), (DECODERS, self.decoder), (CACHES, self.cache)
+        return compose(model, **{registry.kind: built(registry, setting) for registry, setting in axes})
+
+
+@cache
+def built(registry: Registry, setting: tuple[tuple[str, Any], ...]) -> Any:
+    """A component, which owns no tensor: all recipes may share it."""
+    return registry.build(dict(setting))
 
 
 def _label(config: tuple[tuple[str, Any], ...]) -> str:
@@ -115,9 +123,14 @@ def legal() -> list[Combination]:
     return [combination for combination in COMBINATIONS if refusal(combination) is None]
 
 
+def over_shared_model(combination: Combination) -> Recipe:
+    """To ask what a recipe is, without a model of its own. Who runs it leaves the model as it is."""
+    return combination.recipe(_model_of(combination.variant))
+
+
 def refusal(combination: Combination) -> str | None:
     try:
-        combination.recipe(_model_of(combination.variant))
+        over_shared_model(combination)
     except IncompatibleRecipe as error:
         return str(error)
     return None
@@ -144,13 +157,19 @@ SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 
+def thinned(points: Sequence[Combination]) -> Sequence[Any]:
+    """All of them with the matrix, and every second one by default."""
+    return [pytest.param(point, marks=[pytest.mark.matrix] if i % 2 else []) for i, point in enumerate(points)]
+
+
 def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
     """`make test-all` runs every legal combination, `make test` those that are `quick`.
 
     Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
     """
     chosen = {*quick}
-    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in LEGAL]
+    among = LEGAL if selection.matrix else quick
+    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in among]
     return pytest.mark.parametrize("combination", params, ids=str)
 
 

@@ -48,19 +48,20 @@ class Program:
         )  # fmt: skip
 
     def ranks(self, stage: str) -> list[int]:
-        """All ranks, in order, as soon as the program is so far."""
+        """All ranks, in order, as soon as the program is so far: start, loading, capturing (on a GPU) or running."""
         if stage == "start":
             assert until(lambda: len(children(self.process.pid)) == self.count - 1, 60)
             return [self.process.pid, *children(self.process.pid)]
         assert self.process.stdout is not None
         ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
-        if stage == "running":
-            assert self.process.stdout.readline().startswith("running")
+        while stage != "loading" and (line := self.process.stdout.readline().strip()) != stage:
+            assert line == "capturing"
         return ranks
 
 
 def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
     """Sends a signal to a rank. The others end in time, and rank 0 says which it was."""
+    ranks: list[int] = []
     try:
         ranks = program.ranks(stage)
         os.kill(ranks[victim], by)
@@ -68,8 +69,11 @@ def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
         assert until(lambda: not any(map(runs, others)))
     finally:
         program.process.kill()
-        _, errors = program.process.communicate()
-    assert until(lambda: not any(map(runs, ranks)), 2)
+        ended = until(lambda: not any(map(runs, ranks)), 2)
+        for process in filter(runs, ranks):  # one that is left would keep the pipes open
+            os.kill(process, signal.SIGKILL)
+        _, errors = program.process.communicate(timeout=LIMIT)
+    assert ended
     if victim:
         assert program.process.returncode == 1
         assert errors.count(f"RankFailed: rank {victim} (process {ranks[victim]})") == 1

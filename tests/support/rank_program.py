@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
+
+import torch
 
 import dinfer
 import dinfer.pipeline.ranks
@@ -13,6 +16,19 @@ from dinfer.distributed.started import leader
 
 def say(*words: Any) -> None:
     print(*words, flush=True)
+
+
+def tell_of_captures() -> None:
+    """Says when the first capture of a CUDA graph has begun, and stays in it for a while."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def told(graph: torch.cuda.CUDAGraph, *given: Any, **named: Any) -> None:
+        torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign]
+        begin(graph, *given, **named)
+        say("capturing")
+        time.sleep(2)
+
+    torch.cuda.CUDAGraph.capture_begin = told  # type: ignore[method-assign]
 
 
 def main(folder: str, ranks: str, device: str) -> None:
@@ -24,6 +40,8 @@ def main(folder: str, ranks: str, device: str) -> None:
         return share(*given)
 
     dinfer.pipeline.ranks.share = told
+    if device == "cuda":
+        tell_of_captures()
     runtime = dinfer.Runtime(tensor_parallel=int(ranks), graphs=device == "cuda")
     pipe = dinfer.load(folder, device=device, dtype="float32", runtime=runtime)
     for _ in range(3):  # the steps of the last time are CUDA graphs

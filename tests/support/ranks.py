@@ -25,6 +25,8 @@ HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each famil
 SIZES = {"head_dim": 8, "rotary_dim": 4, "hidden_size": 48, "moe_intermediate_size": 12, "expert_intermediate_size": 12}
 
 
+VOCAB = 200
+SIZE_OF_VOCABULARY = ("vocab_size", "embedding_size")
 WIDE = ("llada", "llada2")
 ROUNDED = ("fp8", "int8", "int4")
 
@@ -39,6 +41,7 @@ def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, 
 def models() -> dict[str, tuple[ModelFamily, dict[str, Any]]]:
     found = {name: (family_for(config), divisible(config, 1, 6)) for name, config in CONFIGS.items()}
     found["llada, 6 key heads"] = family_for(CONFIG), divisible(CONFIG, 6, 0)
+    found["llada, many tokens"] = family_for(CONFIG), divisible(CONFIG, 1, 0) | dict.fromkeys(SIZE_OF_VOCABULARY, VOCAB)
     for name in WIDE:  # a rank's share of every width holds whole groups of 32 inputs
         config, wide = found[name][1], {"n_kv_heads": 6, "num_key_value_heads": 6, "head_dim": 32}
         wide |= dict.fromkeys(("d_model", "hidden_size", "mlp_hidden_size", "moe_intermediate_size"), 192)
@@ -77,18 +80,31 @@ class Case:
     sampling: Any = "standard"
     options: dict[str, Any] = field(default_factory=dict)
     runtime: dict[str, Any] = field(default_factory=dict)
+    expert_parallel: bool = False
 
 
 CAUSAL = {"cache": "block", "iteration": {"name": "block_diffusion", "block": 8}}
 DRAWN = {"name": "standard", "temperature": 0.8, "seed": 5}
+PENALTIES = {"name": "standard", "repetition_penalty": 1.3, "ban_eos": 1, "eos_last": 1, "suppress": [3, 70, 150]}
+MANY_TOKENS = [
+    Case(f"llada, {name}", "llada, many tokens", **given)
+    for name, given in {
+        "draws": {"sampling": DRAWN},
+        "top-k": {"sampling": DRAWN | {"top_k": 9, "top_p": 0.9}},
+        "penalties": {"sampling": PENALTIES},
+        "LLaDA's draws": {"sampling": DRAWN | {"name": "llada", "eos_last": 1}, "decoder": "fixed"},
+        "guidance": {"sampling": {"name": "standard", "guidance": 1.0}, "decoder": "entropy_bound"},
+        "guided draws": {"sampling": DRAWN | {"guidance": 0.5}, "cache": "prefix"},
+        "draws of candidates": {"sampling": DRAWN | {"top_k": 12}, "runtime": {"speculate": 3}},
+        "a nucleus of many": {"sampling": DRAWN | {"top_p": 0.8}},
+    }.items()
+]
 CASES = [
     Case("llada, no cache", "llada", cache="none"),
     Case("llada, prefix", "llada", cache="prefix", decoder={"name": "entropy_bound"}),
     Case("llada, dual", "llada, 6 key heads", decoder="factor"),
-    Case("llada, draws", "llada", sampling=DRAWN),
     Case("llada, nucleus and penalty", "llada", sampling=DRAWN | {"top_p": 0.8, "repetition_penalty": 1.3}),
-    Case("llada, LLaDA's draws", "llada", sampling=DRAWN | {"name": "llada", "eos_last": 1}, decoder="fixed"),
-    Case("llada, guidance", "llada", sampling={"name": "standard", "guidance": 1.0}),
+    *MANY_TOKENS,
     Case("llada, whole logits", "llada", decoder="klass"),
     Case("llada, expectations", "llada", iteration={"name": "smooth", "block": 8}),
     Case("llada, values of all heads", "llada, 6 key heads", cache="adaptive"),
@@ -110,15 +126,22 @@ CASES = [
         iteration={"name": "self_conditioned", "block": 8},
     ),
 ]  # fmt: skip
+CASES += [
+    replace(case, name=f"{case.name}, experts dealt out", expert_parallel=True)
+    for case in CASES if case.name in ("llada2", "sdar_moe", "diffusion_gemma")
+]  # fmt: skip
 PROMPTS = [[1, 5, 9, 2, 7], [4, 4, 8]]
 
 
 def decode(case: Case, folder: Path, ranks: Ranks = ALONE) -> list[Any]:
     """The canvas of each request, its forwards and the steps without one, as one rank of these has them."""
+    if case.expert_parallel and ranks.size > 1:
+        ranks = replace(ranks, rank=replace(ranks.rank, expert_parallel=True))
     network = load_network(folder / case.model, MODELS[case.model][0], dtype=torch.float64, device=CPU, rank=ranks.rank)
     network.join(ranks)
     parts = {"iteration": case.iteration, "decoder": case.decoder, "cache": case.cache, "sampling": case.sampling}
-    runtime = Runtime(tensor_parallel=ranks.size, check_ranks=ranks.size > 1, page=4, **case.runtime)
+    divided: dict[str, Any] = {"tensor_parallel": ranks.size, "expert_parallel": ranks.rank.expert_parallel}
+    runtime = Runtime(check_ranks=ranks.size > 1, page=4, **divided, **case.runtime)
     pipe = Pipeline(compose(network, **parts), None, runtime)
     done = pipe.generate_ids(PROMPTS, max_new_tokens=[16, 12], options=case.options)
     return [(result.canvas, result.counts.forwards, result.counts.hits) for result in done]

@@ -16,7 +16,9 @@ from support.matrix import (
     engine_for,
     launched_ahead,
     outcome,
+    over_shared_model,
     requests_for,
+    thinned,
     watching,
 )
 from support.models import tiny_model, tiny_spec
@@ -27,7 +29,7 @@ from dinfer.core.spec import ExpertSpec
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.engine.row import Need
-from dinfer.engine.runner import bucket
+from dinfer.engine.runner import SPARE, bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
 
 POISON = 37
@@ -59,7 +61,7 @@ def serve(engine: Engine) -> dict[int, Completion]:
     return done
 
 
-@pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
+@pytest.mark.parametrize("combination", thinned(SAMPLE[::7]), ids=str)
 def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     recipe, random = combination.recipe(), Random(len(str(combination)))
     requests = requests_for(recipe)
@@ -93,7 +95,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.parametrize("combination", [c for c in SAMPLE if c.recipe().scores_open][::3], ids=str)
+@pytest.mark.parametrize("combination", thinned([c for c in SAMPLE if over_shared_model(c).scores_open][::3]), ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(
     combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch
@@ -352,6 +354,22 @@ def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: 
     lanes = [bucket(shape, 16, 128, 2048, 40).lanes for shape in shapes]
     assert all(n <= got <= n * (1 + padding) for n, got in enumerate(lanes, 1))
     assert len({*lanes}) <= 6
+
+
+def test_a_captured_shape_stands_in_where_it_does_the_same_and_hardly_more() -> None:
+    shape = StepShape(Phase.WINDOW, 16, 32, 1, 32, 8, scored=64)
+    able = [dataclasses.replace(shape, **more) for more in ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"scored": 0})]
+    assert all(holds(other, shape) and not holds(shape, other) for other in able)
+    unable = [
+        dataclasses.replace(shape, **other)
+        for other in ({"lanes": 8, "width": 64}, {"scored": 32}, {"sampled": True}, {"phase": Phase.FULL}, {"told": 1})
+    ]
+    assert not any(holds(other, shape) for other in unable)
+    assert stand_in(shape, unable) == shape
+    assert stand_in(shape, [able[0], able[2]]) == able[2]
+    assert stand_in(shape, [dataclasses.replace(shape, lanes=int(16 * SPARE) + 1)]) == shape
+    narrow = dataclasses.replace(shape, settles=True)
+    assert not holds(dataclasses.replace(narrow, width=40), narrow), "wider rows would decode"
 
 
 def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:

@@ -20,7 +20,6 @@ from support.models import tiny_model
 import dinfer.kernels.dispatch
 from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
-from dinfer.core.canvas import Canvas
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.state import BatchState
@@ -88,7 +87,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "plan": (Scheduler, "update", lambda scheduler, row: row.request.length == BAD),
     "plan ahead": (Scheduler, "prepare", lambda scheduler, row: row.request.length == BAD),
     "publication": (Batch, "publish", lambda batch, row: row.request.length == BAD),
-    "last look": (Canvas, "row", lambda canvas, slot, length: length == BAD),
+    "departure": (Batch, "leave", lambda batch, row: row.request.length == BAD),
     "answer": (Request, "answer", lambda request, *given: request.length == BAD),
 }
 

@@ -1,8 +1,9 @@
-"""Linear maps in C on a CPU: as near as rounded inputs allow, rows by themselves, and torch without a compiler."""
+"""Kernels in C on a CPU: as near as rounded inputs allow, rows by themselves, and torch without a compiler."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels import packed
+from dinfer.kernels.attention import paged_attention
 from dinfer.kernels.blocks import widened
+from dinfer.kernels.cpu import float as floats
 from dinfer.kernels.cpu import linear as native
 from dinfer.kernels.cpu.linear import Part
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
+from dinfer.kernels.norm import add_rms_norm, swiglu
+from dinfer.kernels.rotary import projections, rotary_table, rotate_and_store
+from dinfer.kernels.types import HeadNorm
 from dinfer.loading.gguf_file import dequantised
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
@@ -90,18 +96,88 @@ def test_experts() -> None:
     assert torch.equal(got[3:], native.native_linear(x[3:], [Part("Q4_K", part.values[2])]))
 
 
-@pytest.mark.skipif(not native.half_used(), reason="torch's own is as fast here")
-@pytest.mark.parametrize("shape", [(8, 16, 1), (13, 272, 40), (29, 528, 71)])
+@pytest.mark.parametrize("shape", [(8, 16, 1), (13, 272, 40), (29, 528, 71), (201, 64, 33)])
 def test_float32(shape: tuple[int, int, int]) -> None:
-    """Whole tiles and the rest; rows are as alone, and training keeps to torch."""
+    """Whole tiles and the rest; rows are as alone."""
     rows, width, outputs = shape
-    x, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
+    x, weight = torch.randn(rows, width), torch.randn(outputs, width)
+    got = floats.linear(x[None], weight)[0]
+    assert error(got, x.double() @ weight.double().T) < 1e-6
+    assert torch.equal(floats.linear(x[3:], weight), got[3:])
+
+
+@pytest.mark.skipif(not floats.slow_blas(), reason="torch's own is as fast here")
+def test_where_float32_is_ours() -> None:
+    x, weight, bias = torch.randn(13, 272), torch.randn(40, 272), torch.randn(40)
+    assert not floats.able_linear(x, weight), "training keeps to torch"
     with torch.no_grad():
-        got = linear(x[None], weight, bias)
-        assert native.use_float(x) and torch.equal(got[0] - bias, native.float_linear(x, weight) + bias - bias)
-    assert error(got[0], x.double() @ weight.double().T + bias) < 1e-6
-    assert torch.equal(native.float_linear(x[3:], weight), native.float_linear(x, weight)[3:])
-    assert not native.use_float(x)
+        assert floats.able_linear(x, weight) and not floats.able_linear(x[:2], weight)
+        assert torch.equal(linear(x, weight, bias), floats.linear(x, weight) + bias)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Holds what the kernels find to what torch does, without gradients."""
+    with torch.no_grad():
+        got = work()
+        monkeypatch.setenv("DINFER_KERNELS", "torch")
+        want = work()
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert error(one, other.double()) < 1e-6
+
+
+@pytest.mark.parametrize(("heads", "size", "queries"), [((4, 4), 64, 5), ((6, 2), 32, 70), ((2, 1), 256, 1)])
+def test_attention_over_pages(
+    heads: tuple[int, int], size: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Intervals that begin and end within pages, one of a single key, and one that reaches behind the pages."""
+    query_heads, key_heads = heads
+    pages = torch.randperm(9)[None].expand(2, -1).reshape(3, 6)
+    k, v = torch.randn(2, 9, 16, key_heads, size)
+    q, first = torch.randn(3, queries, query_heads, size), torch.randint(40, (3, queries))
+    last = first + torch.randint(1, 80, (3, queries))
+    last[0, 0] = first[0, 0] + 1
+    both(monkeypatch, lambda: (paged_attention(q, k, v, pages, (first, last)),))
+    with torch.no_grad():
+        monkeypatch.delenv("DINFER_KERNELS")
+        alone = paged_attention(q[1:2, :1], k, v, pages[1:2], (first[1:2, :1], last[1:2, :1]))
+        assert torch.equal(alone, paged_attention(q, k, v, pages, (first, last))[1:2, :1])
+
+
+def test_numbers_that_are_none_stay_in_their_row() -> None:
+    q, pages = torch.randn(2, 3, 2, 32), torch.arange(4).view(2, 2)
+    k, v = torch.randn(2, 4, 16, 2, 32)
+    k[3, 15, 0, 7] = torch.nan
+    with torch.no_grad():
+        got = paged_attention(q, k, v, pages, (torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), 32)))
+        rows = got.flatten(2), add_rms_norm(got.flatten(2), None, torch.ones(64), 1e-5)[1], swiglu(got)[:, :, 0]
+    for row in rows:
+        assert row[0].isfinite().all() and row[1].isnan().any(-1).all()
+
+
+def test_norms_and_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, delta, weight = torch.randn(2, 5, 144), torch.randn(2, 5, 144), torch.randn(144)
+    large = torch.cat((x * 100, x), -1)
+
+    def work() -> tuple[Tensor, ...]:
+        plain, summed = add_rms_norm(x, None, weight, 1e-5), add_rms_norm(x, delta, weight, 1e-5)
+        return *plain, *summed, swiglu(large)  # type: ignore[return-value]
+
+    both(monkeypatch, work)
+
+
+@pytest.mark.parametrize(("dim", "normed"), [(64, True), (64, False), (24, False)])
+def test_rotation(dim: int, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole heads and of a part of them, with QK-norm and without; places of other rows stay as they are."""
+    qkv, write = torch.randn(2, 3, 8, 64), torch.tensor([5, 0, 7, 1, 2, 9])
+    table = rotary_table(torch.randint(99, (2, 3)), dim, 1e4, torch.float32)
+    norm = HeadNorm(torch.randn(128), 1e-5) if normed else None
+
+    def work() -> tuple[Tensor, ...]:
+        k, v = torch.ones(2, 10, 2, 64)
+        return rotate_and_store(projections(qkv.flatten(2), 64, 4, table, norm), k, v, write), k, v
+
+    both(monkeypatch, work)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

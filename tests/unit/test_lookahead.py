@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
+from support.matrix import (
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    thinned,
+)
 from support.models import tiny_model
 
+from dinfer.core.canvas import Cursors
+from dinfer.core.protocols import CachePolicy
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
+from dinfer.engine.worker import Worker
 
 BLOCK = 8
 
@@ -77,7 +89,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
 
 
-@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
+@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::8]), ids=str)
 def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = combination.recipe(tiny_model(combination.variant))
     requests = requests_for(recipe)
@@ -98,6 +110,33 @@ def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatc
     engine.step()
     engine.step()
     assert late in {update.index for update in engine.step()}
+
+
+def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    engine, read, running = launched_ahead(engine_for(recipe, rows=2, max_length=64)), CanvasReader.read, list[int]()
+
+    def noted(reader: CanvasReader) -> Any:
+        running.append(engine.occupancy()["running"])
+        return read(reader)
+
+    monkeypatch.setattr(CanvasReader, "read", noted)
+    for tokens in ([5, 6], [8]):
+        engine.add(Request(tokens, 2 * BLOCK, recipe.resolve({})))
+        engine.step()
+    assert running == [1, 2]  # when the host begins to wait
+
+
+def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, width, planned = recipe_of(name="fixed", steps=BLOCK), CachePolicy.width, list[tuple[int, ...]]()
+
+    def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
+        planned.append((now.phase, *now.place))
+        return width(cache, spec, now)
+
+    monkeypatch.setattr(CachePolicy, "width", noted)
+    run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
+    assert 0 < len(planned) == len({*planned})
 
 
 def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +165,7 @@ class Interrupted:
 def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Interrupted, "waits", 0)
     patch.setattr(Interrupted, "at", frozenset(waits))
-    patch.setattr("dinfer.engine.reader.event", lambda cuda: Interrupted())
+    patch.setattr(Worker, "event", lambda worker: Interrupted())
 
 
 @pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])

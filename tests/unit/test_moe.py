@@ -14,6 +14,7 @@ from support.models import tiny_spec
 
 from dinfer.core.spec import ExpertSpec
 from dinfer.kernels.moe import block_experts, route
+from dinfer.kernels.types import Dealt
 from dinfer.layers.mlp import Experts, blocks_of
 
 
@@ -36,6 +37,24 @@ def test_the_tiles_are_the_sum_over_each_tokens_experts(tokens: int, experts: in
             gate, up = (gate_up[e] @ x[t]).split(5)
             want[t] += w * (down[e] @ (gate / (1 + (-gate).exp()) * up))
     torch.testing.assert_close(expert_mlps(x, ids, weights, gate_up, down), want)
+
+
+@examples(30)
+@given(st.integers(1, 20), st.sampled_from([(6, 2), (6, 3), (4, 4)]), st.integers(1, 3), st.integers(0, 99))
+def test_parts_of_the_experts_add_up_to_all(tokens: int, sizes: tuple[int, int], chosen: int, seed: int) -> None:
+    """Some part may have no token at all."""
+    (experts, ranks), g = sizes, rng(seed)
+    x = torch.randn(tokens, 6, generator=g, dtype=torch.float64)
+    gate_up = torch.randn(experts, 10, 6, generator=g, dtype=torch.float64)
+    down = torch.randn(experts, 6, 5, generator=g, dtype=torch.float64)
+    ids = torch.rand(tokens, experts, generator=g).topk(chosen, -1).indices
+    weights = torch.rand(tokens, chosen, generator=g, dtype=torch.float64)
+    want, each = expert_mlps(x, ids, weights, gate_up, down), experts // ranks
+    parts = [
+        expert_mlps(x, ids, weights, gate_up[i : i + each], down[i : i + each], dealt=Dealt(i, experts))
+        for i in range(0, experts, each)
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(0), want)
 
 
 def test_every_token_may_go_to_one_expert() -> None:

@@ -28,6 +28,7 @@ from dinfer.core.registry import option
 from dinfer.decoders.threshold import Threshold
 from dinfer.distributed.leader import RankFailed
 from dinfer.distributed.started import leader
+from dinfer.engine.request import NonFiniteLogits
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.ranks import everywhere
 from dinfer.serving.errors import ApiError
@@ -75,7 +76,22 @@ def test_two_processes_do_what_one_does_until_one_is_killed(capsys: pytest.Captu
     answers = capsys.readouterr().out.splitlines()
     assert answers[0] == answers[1] != ""
 
+    broken(pipe, alone)
+    same(pipe, alone)
     killed(pipe)
+
+
+def broken(pipe: Pipeline, alone: Pipeline) -> None:
+    """A row of rank 0's embedding makes NaN of one request, which fails alone on both ranks."""
+    row = pipe.model.embedding.weight[9].clone()
+    engine, [good, bad] = pipe.engine, pipe.requests([[5, 6, 7], [9, 5]], 32, None)
+    pipe.model.embedding.weight[9] = float("nan")
+    names, found = [engine.add(request) for request in (good, bad)], {}
+    while engine.busy:
+        found |= {u.index: u for u in engine.step() if u.completion is not None or u.error is not None}
+    pipe.model.embedding.weight[9] = row
+    assert isinstance(found[names[1]].error, NonFiniteLogits)
+    assert found[names[0]].completion.canvas == alone.generate_ids([[5, 6, 7]], max_new_tokens=32)[0].canvas
 
 
 def killed(pipe: Pipeline) -> None:
@@ -121,6 +137,8 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("given", "environment", "said"),
     [
         ({"ranks": 0}, {}, r"runtime\.tensor_parallel=0 must be at least 1"),
+        ({"ranks": 2, "expert_parallel": True}, {}, r"expert_parallel=true, and llada has no experts: leave it out"),
+        ({"ranks": 1, "expert_parallel": True}, {}, r"expert_parallel=true .* runtime.tensor_parallel=1 is one card"),
         ({"ranks": 3}, {}, r"tensor_parallel=3: heads=4 cannot be divided among ranks=3"),
         ({"ranks": 2, "device": "cuda"}, {}, r"tensor_parallel=2: torch .* finds 1 CUDA devices"),
         ({"ranks": 2, "device": "cuda:0"}, {}, r"tensor_parallel=2 and device='cuda:0' contradict each other"),
@@ -136,7 +154,9 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
-        dinfer.load("tiny", device=given.get("device", "cpu"), runtime=dinfer.Runtime(tensor_parallel=given["ranks"]))
+        dealt = given.get("expert_parallel", False)
+        runtime = dinfer.Runtime(tensor_parallel=given["ranks"], expert_parallel=dealt)
+        dinfer.load("tiny", device=given.get("device", "cpu"), runtime=runtime)
 
 
 def test_a_missing_nccl_is_named(untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +197,8 @@ def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: py
     monkeypatch.setattr(dinfer.pipeline.ranks.Source, "read", lambda told: told)
     hands = dinfer.pipeline.ranks.Hands(1)
     assert hands("join", [4711, 2, device, 1]) is False
-    hands("load", [0, "source"])
-    assert done == [(4711, 1, 2, device), ("source", ALONE)]
+    hands("load", [0, "source", True])
+    assert done == [(4711, 1, 2, device), ("source", ALONE, True)]
 
 
 # What follows starts up to three processes a case, which takes some ten seconds.

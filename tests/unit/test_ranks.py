@@ -19,8 +19,8 @@ RANKS = [(2, False), (3, False), (3, True)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "whole_experts"), RANKS)
-def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, whole_experts: bool) -> None:
+@pytest.mark.parametrize(("ranks", "expert_parallel"), RANKS)
+def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, expert_parallel: bool) -> None:
     """Once what is divided, once a rank what is not, and key heads that are too few for all ranks repeatedly."""
     family, config = MODELS[name]
     spec = family.spec(config)
@@ -29,11 +29,11 @@ def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, whole_
         times = torch.zeros(place.shape)
         for rank in range(ranks):
             own = torch.zeros(place.shape)
-            for source, _ in place.pieces(Rank(rank, ranks, whole_experts)):
+            for source, _ in place.pieces(Rank(rank, ranks, expert_parallel)):
                 own[source] += 1
             assert own.max() <= 1, tensor
             times += own
-        if place.division(Rank(0, ranks, whole_experts)) is None:
+        if place.division(Rank(0, ranks, expert_parallel)) is None:
             assert (times == ranks).all(), tensor
             continue
         divided += 1
@@ -46,8 +46,8 @@ def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, whole_
 
 
 @pytest.mark.parametrize("name", [*EXPERTS, "dream", "fast_dllm_v2", "llada, 6 key heads", "diffusion_gemma"])
-@pytest.mark.parametrize(("ranks", "whole_experts"), RANKS)
-def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, whole_experts: bool) -> None:
+@pytest.mark.parametrize(("ranks", "expert_parallel"), RANKS)
+def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, expert_parallel: bool) -> None:
     """The same numbers as the whole network has there, and no more bytes than its parameters hold."""
     family, config = MODELS[name]
     spec = family.spec(config)
@@ -56,7 +56,7 @@ def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, who
     save_network(whole, family, tmp_path, config)
     names, places = stored(tmp_path), family.weights(spec)
     for index in range(ranks):
-        rank = Rank(index, ranks, whole_experts)
+        rank = Rank(index, ranks, expert_parallel)
         network = load_network(tmp_path, family, dtype=None, device=CPU, rank=rank)
         torch.manual_seed(0)
         made = random_network(family, spec, dtype=torch.float32, device=CPU, rank=rank)

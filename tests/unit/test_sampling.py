@@ -17,6 +17,7 @@ from support.scripted import Scripted
 
 from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import SAMPLINGS
+from dinfer.core.stats import Columns
 from dinfer.engine.request import Request
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
@@ -121,7 +122,7 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
     options = torch.full((3, 1), top_k), torch.full((3, 1), top_p, dtype=torch.float64)
     least = top_k or (12 if top_p < 1 else 0)
     for most in {least, max(least, 9), 12}:
-        got = nucleus(logits, *options, mask_id, most)
+        got = nucleus(logits, *options, mask_id, most, Columns(0, 12, 12))
         near = ((prob.cumsum(-1) - prob - top_p).abs() < 1e-12).any() and top_p < 1
         assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
 
@@ -137,7 +138,7 @@ def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
 def test_the_nucleus_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(4, 1, 5)  # the last one is the mask
     top_k, top_p = torch.tensor([[0], [2], [0], [3]]), torch.tensor([[1.0], [1.0], [0.7], [0.5]])
-    kept = nucleus(logits, top_k, top_p, 4, 5).isfinite()[:, 0].tolist()
+    kept = nucleus(logits, top_k, top_p, 4, 5, Columns(0, 5, 5)).isfinite()[:, 0].tolist()
     assert kept == [[True] * 5, [True, True, False, False, True], [True, True, False, False, True],
                     [True, False, False, False, True]]  # fmt: skip
 
@@ -204,7 +205,7 @@ def test_repetition_penalty_lowers_positive_and_negative_logits(name: str) -> No
     logits_RLV = torch.tensor([3.0, -3.0]).repeat(VOCAB // 2)[None, None]
     seen_RV = torch.arange(VOCAB)[None] < 2
     given = {"repetition_penalty": torch.tensor([[1.5]]), "ban_eos": torch.tensor([[0]])}
-    adjusted_RLV = SAMPLINGS.build(name).adjust(logits_RLV, given, seen_RV, tiny_model().spec)
+    adjusted_RLV = SAMPLINGS.build(name).adjust(logits_RLV, given, seen_RV, tiny_model().spec, Columns(0, VOCAB, VOCAB))
     assert adjusted_RLV[0, 0, :4].tolist() == [2.0, -4.5, 3.0, -3.0]
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
+from support.matrix import (
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    thinned,
+)
 from support.models import tiny_model
 
 from dinfer.core.canvas import Canvas, Status
@@ -28,7 +37,7 @@ def recipe_of(decoder: Any = "threshold") -> Recipe:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::12], ids=str)
+@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::12]), ids=str)
 def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> None:
     """The snapshots of the same run say that what was told is decided."""
     recipe = combination.recipe()
@@ -65,7 +74,7 @@ def test_gaps_are_told_in_order() -> None:
     assert [token for update in updates for token in update.new or []] == updates[-1].completion.output
 
 
-@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
+@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::8]), ids=str)
 def test_snapshots_are_what_the_canvas_holds(combination: Combination) -> None:
     """Noise, drafts and edits included, though no row is read for it."""
     recipe = combination.recipe()

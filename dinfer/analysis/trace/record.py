@@ -113,7 +113,8 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     offers: list[Offer] = []  # of the step under way
     watch = Watched(recipe.model)
     watched = replace(recipe, model=watch, decoder=_shown(recipe.decoder, offers))
-    runtime = Runtime(rows=1, kv=pipe.engine.runtime.kv, tensor_parallel=recipe.ranks.size)
+    kv, rank = pipe.engine.runtime.kv, recipe.ranks.rank
+    runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
     engine = Engine(watched, runtime, plain=recipe)
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked

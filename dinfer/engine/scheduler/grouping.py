@@ -24,7 +24,7 @@ class Group:
 
 
 def free_positions(spec: ModelSpec) -> int:
-    """Positions that take as long as one more step. Many where a token uses few of the weights that a step reads."""
+    """The number of positions that takes as long as one more step. It is high if a token uses few of the weights."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if (experts := spec.experts) is None:
         return FREE
@@ -57,10 +57,10 @@ def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:
     A step computes as many positions for each row as for its widest one. A row that enters a block may need twice the
     width of the others. Few rows share a step anyway; many do not.
     """
-    order = sorted(widths, key=widths.__getitem__)
-    narrow, widest = (widths[slot] for slot in (order[0], order[-1]))
-    if (widest - narrow) * len(order) <= free:
+    narrow, widest = min(widths.values()), max(widths.values())
+    if (widest - narrow) * len(widths) <= free:
         return [list(widths)]
+    order = sorted(widths, key=widths.__getitem__)
     saved = [count * (widest - widths[order[count - 1]]) for count in range(len(order))]
     count = max(range(len(order)), key=saved.__getitem__)
     if saved[count] <= free:

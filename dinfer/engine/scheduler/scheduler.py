@@ -16,7 +16,6 @@ from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
-DECIDING = PLACE + 1  # the cursors before this one decide what the next step of a row computes
 
 
 class Step(NamedTuple):
@@ -34,6 +33,9 @@ class Scheduler:
         self.block = 0  # L of the batch
         self.widest = 0  # most positions of a row in a step with candidates
         self.lookahead = Lookahead()
+        # What a row computes depends on where it is, and for some caches on how many forwards it has had.
+        self._counts_forwards = any(recipe.cache.plan(phase).every for phase in recipe.phases)
+        self._deciding = PLACE + self._counts_forwards  # the cursors before this one decide it
         self._free = free_positions(recipe.model.spec)
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
@@ -44,16 +46,16 @@ class Scheduler:
     def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
         """The steps of the next round, for rows in order of admission that have been through `update`.
 
-        `in_flight`: a round is under way, and where it leaves the rows is not known. Then these are its steps once
-        more, if they will most likely be needed, else none. A step leaves rows as they are that it does not fit, so a
-        wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
+        `in_flight`: a round is under way, and the host does not know yet where it leaves the rows. Then the plan is to
+        repeat its steps if they will most likely be needed, else none. A step does not change rows that it does not
+        fit, so a wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
         """
         self._repeatable = in_flight and self._repeats(rows)
         if in_flight:
             return self._steps if self._repeatable and self.lookahead.pays else []
         phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
-            phases[Phase(row.cursors.phase)].append(row)
+            phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
         self._steps = [
@@ -71,10 +73,11 @@ class Scheduler:
 
     def prepare(self, row: Row) -> None:
         """Works out what a launched row needs next if it stays in its block, while the device is busy."""
-        self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+        if self._counts_forwards:
+            self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
     def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
-        """Learns where a round has left its rows, and what steps took, in seconds."""
+        """Learns where a round has left its rows, and how long steps took, in seconds."""
         for shape, seconds in measured:
             if shape.phase == deciding(self.recipe) and not shape.settles:
                 self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
@@ -86,9 +89,10 @@ class Scheduler:
 
     def _plan(self, row: Row, now: Cursors) -> None:
         """Plans a row as if these were its cursors, unless that has been done."""
-        if row.need_at == now[:DECIDING]:
+        at = now[: self._deciding]
+        if row.need_at == at:
             return
-        cache, spec, at = self.recipe.cache, self.recipe.model.spec, now[:DECIDING]
+        cache, spec = self.recipe.cache, self.recipe.model.spec
         if self.recipe.iteration.branches:  # one may open a block that the present state does not
             most = now.start + self.recipe.iteration.blocks * self.block
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
@@ -152,6 +156,8 @@ class Scheduler:
         if len(self._steps) != 1:
             return False
         shape, slots = self._steps[0]
-        if shape.phase != Phase.WINDOW or shape.settles or shape.scored or {row.slot for row in rows} != {*slots}:
+        if shape.phase != Phase.WINDOW or shape.settles or shape.scored or len(rows) != len(slots):
+            return False
+        if {row.slot for row in rows} != {*slots}:
             return False
         return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)

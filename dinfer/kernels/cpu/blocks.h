@@ -4,15 +4,7 @@
    bits have u around 0, a d for each 32 inputs and no m. The layouts are those of the GGUF specification (ggml-common.h in
    ggml), and our own two: an int8 weight with a scale an output, and an int4 weight as `dinfer.kernels.packed.pack` has it. */
 
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
-#ifdef __AVX512BW__
-#define LANES 16 /* outputs of a tile: the 32-bit lanes of a vector */
-#else
-#define LANES 8
-#endif
+#include "vectors.h"
 
 static inline float half_at(const uint8_t *p) {
     uint16_t bits;

@@ -1,25 +1,30 @@
-/* Linear maps in float32 for CPUs with AVX-512 whose BLAS leaves half of it unused: MKL takes AVX2 on AMD.
+/* Float32 on a CPU: linear maps, and what stands between them in a block: attention, norms, rotation, activation.
 
-   A tile is 32 outputs and up to DEEP inputs, transposed to the first-level cache, and all rows pass over it, ROWS at a
-   time. Sums of a row do not depend on its neighbours.
+   Torch takes several passes over its tensors for each of the latter, and copies keys. Here each is one pass.
 
-   Shapes: R rows, K inputs, O outputs. K is a multiple of 16. */
+   A tile of a matrix is WIDE columns and up to DEEP rows, in the first-level cache. Rows of inputs pass over it, TALL at a
+   time. Results of a row do not depend on its neighbours.
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+   Functions return 0, or 1 where there is no memory.
 
-#define ROWS 8
-#define LANES 16
-#define WIDE 32 /* outputs of a tile: two vectors */
+   Shapes: R rows, K inputs, O outputs; B lanes, W queries, H query heads, G key heads, E head size, P pages of T keys. */
+
+#include <math.h>
+
+#include "vectors.h"
+
+#ifdef __AVX512BW__
+#define TALL 8
+#else
+#define TALL 6
+#endif
+#define WIDE (2 * LANES)
 #define DEEP 256
+#define PANEL 512  /* rows of inputs that stay in the second-level cache while tiles pass */
+#define QUERIES 64 /* that share the transposed keys of a tile */
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Eight rows of eight floats become eight columns: to[i][0..7] of rows[0..7][i]. */
-static inline void transpose(const float *const *rows, int64_t k, float *to) {
+/* Eight rows of eight floats become eight columns: to[i][0..7] of rows[0..7][k + i]. */
+INLINE void transpose(const float *const *rows, int64_t k, float *to) {
     __m256 a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i] + k);
     for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
@@ -34,64 +39,201 @@ static inline void transpose(const float *const *rows, int64_t k, float *to) {
     }
 }
 
-/* ROWS rows times a tile over n inputs: x[n][ROWS], w[n][WIDE], added to out[ROWS][O] unless it is the `first`. */
-static inline void multiply(const float *x, const float *w, int64_t n, float *out, int64_t O, int64_t rows, int64_t lanes,
-                            int first) {
-    __m512 low[ROWS], high[ROWS];
-    __mmask16 left = lanes >= LANES ? 0xFFFF : (__mmask16)((1 << lanes) - 1);
-    __mmask16 right = lanes >= WIDE ? 0xFFFF : lanes > LANES ? (__mmask16)((1 << (lanes - LANES)) - 1) : 0;
+/* WIDE rows of n floats as a tile w[n][WIDE]. */
+INLINE void arrange(const float *const *rows, int64_t n, float *tile) {
+    for (int64_t part = 0; part < WIDE; part += 8)
+        for (int64_t i = 0; i < n; i += 8) transpose(rows + part, i, tile + i * WIDE + part);
+}
+
+/* Up to TALL rows times WIDE columns over n inputs. Row k of the matrix is at w + at[k], or at w + k * WIDE.
+
+   `lanes`: columns that are stored. The products are added to what is there, unless they are the `first`. */
+INLINE void multiply(const float *x, int64_t x_row, int64_t rows, const float *w, const int64_t *at, int64_t n, float *out,
+                     int64_t out_row, int64_t lanes, int first) {
+    const float *from[TALL];
+    Floats low[TALL], high[TALL];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_ps();
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < n; k++, x += ROWS, w += WIDE) {
-        __m512 a = _mm512_loadu_ps(w), b = _mm512_loadu_ps(w + LANES);
+    for (int r = 0; r < TALL; r++) from[r] = x + least(r, rows - 1) * x_row, low[r] = high[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < n; k++) {
+        const float *here = at ? w + at[k] : w + k * WIDE;
+        Floats a = LOAD_FLOATS(here), b = LOAD_FLOATS(here + LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            __m512 each = _mm512_set1_ps(x[r]);
-            low[r] = _mm512_fmadd_ps(a, each, low[r]), high[r] = _mm512_fmadd_ps(b, each, high[r]);
+        for (int r = 0; r < TALL; r++) {
+            Floats each = EACH_FLOAT(from[r][k]);
+            low[r] = MULTIPLY_ADD(a, each, low[r]), high[r] = MULTIPLY_ADD(b, each, high[r]);
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < TALL; r++) {
         if (r >= rows) break;
-        float *to = out + r * O;
-        if (!first) {
-            low[r] = _mm512_add_ps(low[r], _mm512_maskz_loadu_ps(left, to));
-            high[r] = _mm512_add_ps(high[r], _mm512_maskz_loadu_ps(right, to + LANES));
+        float *to = out + r * out_row;
+        if (lanes >= WIDE) {
+            STORE_FLOATS(to, first ? low[r] : ADD_FLOATS(low[r], LOAD_FLOATS(to)));
+            STORE_FLOATS(to + LANES, first ? high[r] : ADD_FLOATS(high[r], LOAD_FLOATS(to + LANES)));
+            continue;
         }
-        _mm512_mask_storeu_ps(to, left, low[r]);
-        _mm512_mask_storeu_ps(to + LANES, right, high[r]);
+        float some[WIDE];
+        STORE_FLOATS(some, low[r]), STORE_FLOATS(some + LANES, high[r]);
+        for (int64_t i = 0; i < lanes; i++) to[i] = first ? some[i] : to[i] + some[i];
     }
 }
 
-/* out[R, O] = x[R, K] times the transpose of w[O, K]. Returns 0, or 1 without memory. */
-int dinfer_float_linear(const float *x, int64_t R, int64_t K, const float *w, float *out, int64_t O, int64_t threads) {
-    int64_t blocks = (R + ROWS - 1) / ROWS;
-    float *side = aligned_alloc(64, blocks * ROWS * K * sizeof(float)); /* ROWS rows side by side, zeros behind the last */
+/* out[R, O] = x[R, K] times the transpose of w[O, K]; K is a multiple of 8. */
+int dinfer_linear_float(const float *x, const float *w, float *out, int64_t R, int64_t K, int64_t O, int64_t threads) {
     static const float nothing[DEEP];
-    if (!side) return 1;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int64_t b = 0; b < blocks; b++)
-            for (int64_t k = 0; k < K; k++)
-                for (int64_t r = 0; r < ROWS; r++)
-                    side[(b * K + k) * ROWS + r] = b * ROWS + r < R ? x[(b * ROWS + r) * K + k] : 0;
+    int64_t panels = (R + PANEL - 1) / PANEL, tiles = (O + WIDE - 1) / WIDE;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t task = 0; task < panels * tiles; task++) {
         float tile[DEEP * WIDE] __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic)
-        for (int64_t o = 0; o < O; o += WIDE)
-            for (int64_t k = 0; k < K; k += DEEP) {
-                int64_t n = least(DEEP, K - k);
-                for (int64_t part = 0; part < WIDE; part += 8) {
-                    const float *rows[8];
-                    for (int64_t i = 0; i < 8; i++) rows[i] = o + part + i < O ? w + (o + part + i) * K + k : nothing;
-                    for (int64_t i = 0; i < n; i += 8) transpose(rows, i, tile + i * WIDE + part);
-                }
-                for (int64_t b = 0; b < blocks; b++)
-                    multiply(side + (b * K + k) * ROWS, tile, n, out + b * ROWS * O + o, O, least(ROWS, R - b * ROWS), O - o, !k);
-            }
+        int64_t first = task / tiles * PANEL, end = least(R, first + PANEL), o = task % tiles * WIDE;
+        for (int64_t k = 0; k < K; k += DEEP) {
+            const float *rows[WIDE];
+            int64_t n = least(DEEP, K - k);
+            for (int64_t i = 0; i < WIDE; i++) rows[i] = o + i < O ? w + (o + i) * K + k : nothing;
+            arrange(rows, n, tile);
+            for (int64_t r = first; r < end; r += TALL)
+                multiply(x + r * K + k, K, least(TALL, end - r), tile, 0, n, out + r * O + o, O, O - o, !k);
+        }
     }
-    free(side);
     return 0;
 }
-#endif
+
+/* e to the power of x, to about 1e-7 of it, for x up to 88; NaN stays NaN. (The polynomial of Cephes' expf.) */
+INLINE float power(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f, p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+/* Scores of a query become its weights: those of keys [from, to), 0 for others among n. */
+INLINE void softmax(float *score, int64_t n, int64_t from, int64_t to, float scale) {
+    float most = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t s = from; s < to; s++) most = score[s] > most ? score[s] : most;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t s = from; s < to; s++) sum += score[s] = power((score[s] - most) * scale);
+    float by = 1 / sum;
+    for (int64_t s = from; s < to; s++) score[s] *= by;
+    for (int64_t s = 0; s < n; s++)
+        if (s < from || s >= to) score[s] = 0;
+}
+
+/* Each query of q[B, W, H, E] attends to the keys [from, to) of its lane, in pages[B, P] of k and v[, T, G, E].
+
+   E is a multiple of WIDE, and at most DEEP. */
+int dinfer_attention(const float *q, const float *k, const float *v, const int64_t *pages, const int64_t *from,
+                     const int64_t *to, float *out, int64_t B, int64_t W, int64_t H, int64_t G, int64_t E, int64_t P, int64_t T,
+                     int64_t threads) {
+    static const float nothing[DEEP];
+    int64_t pieces = (W + QUERIES - 1) / QUERIES, most = (P * T + WIDE - 1) / WIDE * WIDE;
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *score = malloc(QUERIES * most * sizeof *score);
+        int64_t *at = malloc(most * sizeof *at);
+        float tile[DEEP * WIDE] __attribute__((aligned(64)));
+        if (!score || !at) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < B * H * pieces; task++) {
+            int64_t piece = task % pieces, h = task / pieces % H, b = task / pieces / H, row = b * W + piece * QUERIES;
+            int64_t queries = least(QUERIES, W - piece * QUERIES), low = P * T, high = 0;
+            if (!score || !at) continue;
+            for (int64_t i = row; i < row + queries; i++) {
+                low = least(low, from[i]);
+                high = to[i] > high ? to[i] : high;
+            }
+            high = least(high, P * T);
+            for (int64_t s = low; s < high; s++) at[s - low] = ((pages[b * P + s / T] * T + s % T) * G + h / (H / G)) * E;
+            const float *own = q + (row * H + h) * E;
+            for (int64_t s = low; s < high; s += WIDE) {
+                const float *keys[WIDE];
+                for (int64_t i = 0; i < WIDE; i++) keys[i] = s + i < high ? k + at[s + i - low] : nothing;
+                arrange(keys, E, tile);
+                for (int64_t i = 0; i < queries; i += TALL)
+                    multiply(own + i * H * E, H * E, least(TALL, queries - i), tile, 0, E, score + i * most + s - low, most,
+                             WIDE, 1);
+            }
+            for (int64_t i = 0; i < queries; i++)
+                softmax(score + i * most, high - low, from[row + i] - low, least(to[row + i], high) - low, 1 / sqrtf(E));
+            for (int64_t e = 0; e < E; e += WIDE)
+                for (int64_t i = 0; i < queries; i += TALL)
+                    multiply(score + i * most, most, least(TALL, queries - i), v + e, at, high - low,
+                             out + ((row + i) * H + h) * E + e, H * E, WIDE, 1);
+        }
+        free(score), free(at);
+    }
+    return failed;
+}
+
+/* What a vector is multiplied with to have a mean square of 1. */
+INLINE float inverse_rms(const float *x, int64_t n, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    return 1 / sqrtf(sum / n + eps);
+}
+
+/* sum[R, D] = x + delta, and out[R, D], its RMSNorm times the weight. Without a delta the sum is x, and not written. */
+int dinfer_add_rms_norm(const float *x, const float *delta, const float *weight, float *sum, float *out, int64_t R, int64_t D,
+                         float eps, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        const float *row = x + r * D;
+        float *to = out + r * D;
+        if (delta) {
+            for (int64_t i = 0; i < D; i++) sum[r * D + i] = row[i] + delta[r * D + i];
+            row = sum + r * D;
+        }
+        float by = inverse_rms(row, D, eps);
+        for (int64_t i = 0; i < D; i++) to[i] = row[i] * by * weight[i];
+    }
+    return 0;
+}
+
+/* out[R, M] = silu(gate) * up of x[R, 2 M], whose halves they are. */
+int dinfer_swiglu(const float *x, float *out, int64_t R, int64_t M, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        const float *gate = x + r * 2 * M, *up = gate + M;
+        float *to = out + r * M;
+#pragma omp simd
+        for (int64_t i = 0; i < M; i++) to[i] = gate[i] / (1 + power(-gate[i])) * up[i];
+    }
+    return 0;
+}
+
+/* Norms (unless `weight` is 0) and rotates the queries and keys of x[R, H + 2 G, E]. Queries go to q[R, H, E], keys and
+   values of row r to place write[r] of k and v[, G, E]. `cosine` and `sine`, signed, are [R, D]; entries behind D stay. */
+int dinfer_rotate_and_store(const float *x, const float *cosine, const float *sine, const float *weight, const int64_t *write,
+                             float *q, float *k, float *v, int64_t R, int64_t H, int64_t G, int64_t E, int64_t D, float eps,
+                             int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        const float *turn = cosine + r * D, *side = sine + r * D;
+        for (int64_t h = 0; h < H + G; h++) {
+            const float *from = x + (r * (H + 2 * G) + h) * E, *scale = weight ? weight + (h < H ? 0 : E) : 0;
+            float *to = h < H ? q + (r * H + h) * E : k + (write[r] * G + h - H) * E, normed[DEEP];
+            if (scale) {
+                float by = inverse_rms(from, E, eps);
+                for (int64_t i = 0; i < E; i++) normed[i] = from[i] * by * scale[i];
+                from = normed;
+            }
+            for (int64_t i = 0; i < D / 2; i++) {
+                int64_t j = i + D / 2;
+                to[i] = from[i] * turn[i] + from[j] * side[i], to[j] = from[j] * turn[j] + from[i] * side[j];
+            }
+            for (int64_t i = D; i < E; i++) to[i] = from[i];
+        }
+        memcpy(v + write[r] * G * E, x + (r * (H + 2 * G) + H + G) * E, G * E * sizeof *v);
+    }
+    return 0;
+}

@@ -12,13 +12,11 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdlib.h>
 
 #include "blocks.h"
 
 #ifdef __AVX512BW__
 typedef __m512i Ints;
-typedef __m512 Floats;
 #define ROWS 8 /* of a tile of registers */
 #define LOAD(p) _mm512_loadu_si512(p)
 #define ZERO _mm512_setzero_si512()
@@ -27,21 +25,12 @@ typedef __m512 Floats;
 #define ADD_16 _mm512_add_epi16
 #define MADD_16 _mm512_madd_epi16
 #define PAIRS_8 _mm512_maddubs_epi16
-#define LOAD_FLOATS _mm512_loadu_ps
-#define STORE_FLOATS _mm512_storeu_ps
-#define FLOAT_ZERO _mm512_setzero_ps()
-#define EACH_FLOAT _mm512_set1_ps
-#define TO_FLOATS _mm512_cvtepi32_ps
-#define ADD_FLOATS _mm512_add_ps
-#define MULTIPLY _mm512_mul_ps
-#define MULTIPLY_ADD _mm512_fmadd_ps
 #ifdef __AVX512VNNI__
 #define DOT_16 _mm512_dpwssd_epi32
 #define DOT_8 _mm512_dpbusd_epi32
 #endif
 #else
 typedef __m256i Ints;
-typedef __m256 Floats;
 #define ROWS 4
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define ZERO _mm256_setzero_si256()
@@ -50,14 +39,6 @@ typedef __m256 Floats;
 #define ADD_16 _mm256_add_epi16
 #define MADD_16 _mm256_madd_epi16
 #define PAIRS_8 _mm256_maddubs_epi16
-#define LOAD_FLOATS _mm256_loadu_ps
-#define STORE_FLOATS _mm256_storeu_ps
-#define FLOAT_ZERO _mm256_setzero_ps()
-#define EACH_FLOAT _mm256_set1_ps
-#define TO_FLOATS _mm256_cvtepi32_ps
-#define ADD_FLOATS _mm256_add_ps
-#define MULTIPLY _mm256_mul_ps
-#define MULTIPLY_ADD _mm256_fmadd_ps
 #ifdef __AVXVNNI__
 #define DOT_16 _mm256_dpwssd_avx_epi32
 #define DOT_8 _mm256_dpbusd_avx_epi32
@@ -69,7 +50,6 @@ typedef __m256 Floats;
 
 #define DEEP 1024 /* inputs of a tile of weights in 8 bits; of one in 16 bits, half as many */
 #define SMALLEST 1e-30f
-#define INLINE static inline __attribute__((always_inline))
 
 /* One weight, or one for each segment, some of whose outputs are of one kind. As `dinfer.kernels.cpu.linear` fills it. */
 typedef struct {
@@ -82,8 +62,6 @@ typedef struct {
     void *values;
     float *scale, *total; /* of each row, or of each group: `total` is the sum of its rounded values */
 } Inputs;
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The largest magnitude. Bits of a float without its sign are in the order of magnitudes, with infinity and NaN above. */
 static float largest(const float *x, int64_t n) {

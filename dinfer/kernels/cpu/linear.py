@@ -1,4 +1,4 @@
-"""Linear maps on a CPU: `linear.c` for weights in few bits and `float.c` for float32, compiled at first use and kept.
+"""Kernels in C for CPUs, compiled at first use and kept, and linear maps with weights in few bits (`linear.c`).
 
 The compiler is that of the system, and the code is for the CPU it runs on. Where there is no compiler, or no x86 CPU
 with AVX2, torch computes the same, with weights widened at every call.
@@ -27,11 +27,10 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import VARIABLE, Group, groups_off
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "float.c", "blocks.h"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "float.c", "blocks.h", "vectors.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 STEP = 32  # widths are multiples of it
-FEWEST = 8  # rows from which the kernel for float32 is the faster one
 KINDS = (
     "int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 )  # fmt: skip
@@ -69,23 +68,12 @@ class Part(NamedTuple):
 def use_native(x: Tensor, group: Group) -> bool:
     """Whether the compiled kernels take these inputs. `DINFER_KERNELS` turns them off, by group."""
     able = x.device.type == "cpu" and x.dtype != torch.float64 and x.shape[-1] % STEP == 0 and x.numel() > 0
-    wanted = able and not x.requires_grad and group not in groups_off(os.environ.get(VARIABLE, "triton"))
-    return wanted and library() is not None
+    return able and not x.requires_grad and wanted(group) and library() is not None
 
 
-def use_float(x: Tensor) -> bool:
-    """Whether the compiled kernel for float32 takes these inputs, and is faster than torch's."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.shape[-1] % 16 or torch.compiler.is_compiling():
-        return False
-    many = x.numel() >= FEWEST * x.shape[-1] and not torch.is_grad_enabled()
-    return many and half_used() and "linear" not in groups_off(os.environ.get(VARIABLE, "triton"))
-
-
-@cache
-def half_used() -> bool:
-    """Whether torch's BLAS uses half of the vectors: MKL takes AVX2 on AMD, AVX-512 or not."""
-    vendor = "AuthenticAMD" in _text(Path("/proc/cpuinfo"))[:1000]
-    return vendor and torch.backends.mkl.is_available() and hasattr(library(), "dinfer_float_linear")
+def wanted(group: Group) -> bool:
+    """Whether `DINFER_KERNELS` leaves kernels of this group on."""
+    return group not in groups_off(os.environ.get(VARIABLE, "triton"))
 
 
 def prepare(device: torch.device) -> None:
@@ -121,25 +109,12 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
     return out
 
 
-def float_linear(x: Tensor, weight_OK: Tensor) -> Tensor:
-    """x times the transpose of a weight in float32. [..., K] -> [..., O]"""
-    found = library()
-    assert found is not None
-    rows_RK, weight_OK = x.reshape(-1, x.shape[-1]).contiguous(), weight_OK.contiguous()
-    out = x.new_empty(*x.shape[:-1], len(weight_OK))
-    sizes = [ctypes.c_int64(n) for n in (*rows_RK.shape, len(weight_OK), torch.get_num_threads())]
-    given = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows_RK, weight_OK, out)]
-    if found.dinfer_float_linear(given[0], *sizes[:2], *given[1:], *sizes[2:]):
-        raise MemoryError(f"a linear map of {len(rows_RK)} rows: no memory for the inputs")
-    return out
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where they cannot be had. A log line says which."""
     cpu = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or not cpu.startswith("AVX"):
-        log.info("linear maps: by torch, as this CPU (%s, %s) has no AVX2", platform.machine(), cpu)
+        log.info("all by torch, as this CPU (%s, %s) has no AVX2", platform.machine(), cpu)
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
@@ -150,7 +125,7 @@ def library() -> ctypes.CDLL | None:
         log.warning("weights in 8 and 4 bits: by torch and slower, as the kernels in C cannot be had: %s", said)
         return None
     log.info(
-        "linear maps of weights in 8 and 4 bits, and of float32 on AMD with AVX-512: kernels in C for %s, %s", cpu, path
+        "weights in 8 and 4 bits, and attention, norms and activations in float32: kernels in C for %s, %s", cpu, path
     )
     return found
 

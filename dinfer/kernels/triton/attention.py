@@ -18,6 +18,22 @@ LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper t
 
 
 @triton.jit
+def key_scores(
+    q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale,
+    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Scores of one tile of keys, -inf where a query does not see the key; where the keys lie, and which exist."""
+    key = tile * KEYS + tl.arange(0, KEYS)
+    there = key < pages * T
+    page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
+    at = ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
+    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+    return tl.where(seen, score, -float("inf")), at, there
+
+
+@triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, own_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
@@ -53,14 +69,7 @@ def _attend(
         total = tl.where(sees, 1.0, total)
         acc = tl.load(v_ptr + own_at, mask=sees[:, None], other=0.0).to(tl.float32)
     for tile in range(first, first + tiles):
-        key = tile * KEYS + tl.arange(0, KEYS)
-        there = key < pages * T
-        page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
-        at = ((page * T + key % T) * G + group)[:, None] * E + entry[None, :]
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-        score = tl.where(seen, score, -float("inf"))
+        score, at, there = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         prob = tl.exp2(score - safe[:, None])

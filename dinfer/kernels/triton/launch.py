@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
+from dinfer.kernels.dispatch import card
+
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
@@ -57,7 +59,8 @@ def let_next(EARLY: tl.constexpr):
 
 def early(tensor: Tensor) -> dict[str, Any]:
     """What a kernel that calls `follow` is launched with. `DINFER_EARLY=0` in the environment turns it off."""
-    if os.environ.get("DINFER_EARLY", "1") != "0" and tensor.is_cuda and _hopper(tensor.device):
+    device = card(tensor.device)
+    if os.environ.get("DINFER_EARLY", "1") != "0" and device is not None and _hopper(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 
@@ -69,12 +72,12 @@ SHARED = 200_000  # bytes of a multiprocessor's memory that a pipeline may take 
 
 def stages(device: torch.device, each: int, most: int) -> int:
     """How deep a pipeline of stages of so many bytes may be: `most`, or less where shared memory is smaller."""
-    return max(min(_shared(device) // each, most), 1)
+    return max(min(_shared(card(device)) // each, most), 1)
 
 
 @cache
-def _shared(device: torch.device) -> int:
-    if device.type != "cuda":
+def _shared(device: torch.device | None) -> int:
+    if device is None:
         return SHARED
     index = torch.cuda.current_device() if device.index is None else device.index
     return min(max_shared_mem(index) * 7 // 8, SHARED)

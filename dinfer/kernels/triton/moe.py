@@ -22,8 +22,8 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Matrices, Plan, Rounded
 
 @triton.jit
 def _plan(
-    experts_ptr, pairs_ptr, tile_ptr, tokens, experts, C: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    experts_ptr, pairs_ptr, tile_ptr, tokens, experts, tiles, C: tl.constexpr, CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     expert = tl.program_id(0)
@@ -49,6 +49,7 @@ def _plan(
         turn = tl.where(everyone, 0, expert + 1)
     # Room for an expert's tiles, wherever those of the others end: one more than whole tiles, and whole ones add up.
     first, end = before // ROWS + turn, (before + found) // ROWS + turn + 1
+    end = tl.where(expert == experts - 1, tiles, end)  # pairs of experts that are elsewhere leave tiles over
     for start in range(first, end, 32):
         tile = start + tl.arange(0, 32)
         slot = (tile - first) * ROWS
@@ -59,8 +60,8 @@ def _plan(
         tl.store(fields + 3, tl.minimum(found - slot, ROWS), mask=tile < end)
 
 
-def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False) -> Plan:
-    """No expert is in `experts_NC` [N, C] twice for one token."""
+def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False, whole: bool = True) -> Plan:
+    """No expert is in `experts_NC` [N, C] twice for one token. Not `whole`: larger numbers than `experts` are none."""
     (tokens, chosen), device = experts_NC.shape, experts_NC.device
     programs, pairs = experts + shared, tokens * (chosen + shared)
     made = Plan(
@@ -68,10 +69,11 @@ def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False) -> P
         torch.empty(programs + pairs // rows, 4, dtype=torch.int32, device=device),
         rows,
         pairs,
+        whole,
     )
     block, many = min(triton.next_power_of_2(tokens), 1024), triton.next_power_of_2(chosen)
     _plan[(programs,)](
-        experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, experts,
+        experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, experts, len(made.tile_I4),
         C=chosen, CHOSEN=many, SHARED=int(shared), ROWS=rows, BLOCK=block,
         num_warps=min(max(block * many // 1024, 1), 8), **early(experts_NC),
     )  # fmt: skip
@@ -218,13 +220,15 @@ def _product(
     x: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str | None, piece: int | None
 ) -> tuple[Tensor, Tensor | None]:
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
-    (experts, outputs, width), (rows, pairs) = weight.each.shape, plan[2:]
+    (experts, outputs, width), rows, pairs = weight.each.shape, plan.rows, plan.pairs
     outputs = outputs // 2 if gate else outputs
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
     many, depth, warps, most = _shape(rows, values.dtype.itemsize, gate is not None)
     many, depth = piece or many, width // parts if parts > 1 else depth
     each = (many * (2 if gate else 1) * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
-    out = values.new_empty(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
+    # A gate's rows are read by tiles alone. Those of the second product are added up, whoever has written them.
+    make = values.new_empty if gate or plan.whole else values.new_zeros
+    out = make(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
     out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
     _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0],)](
         values, out if x_scale is None else x_scale, *(out if part is None else part for part in weight),

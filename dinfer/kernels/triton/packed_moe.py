@@ -50,7 +50,7 @@ def expert_linear(x: Tensor, weight_XOH: Tensor, scale_XOG: Tensor, plan: Plan, 
     """
     x = x.contiguous()
     (_, outputs, groups), width = scale_XOG.shape, x.shape[-1]
-    out_PO = x.new_empty(plan.pairs, outputs)
+    out_PO = (x.new_empty if by_token or plan.whole else x.new_zeros)(plan.pairs, outputs)
     _packed_expert_linear[(triton.cdiv(outputs, 64) * plan.tile_I4.shape[0],)](
         x, weight_XOH, scale_XOG, plan.pairs_XN, plan.tile_I4, out_PO, plan.pairs_XN.shape[1], width, outputs,
         *scale_XOG.stride(), PER=plan.pairs // x.shape[0] if by_token else 0, ROWS=plan.rows, OUTPUTS=64,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.attention import LOG2_E
+from dinfer.kernels.triton.attention import LOG2_E, key_scores
 
 
 @triton.jit
@@ -31,14 +31,7 @@ def _normalizers(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for tile in range(tl.min(start, 0) // KEYS, tl.cdiv(tl.max(end, 0), KEYS)):
-        key = tile * KEYS + tl.arange(0, KEYS)
-        there = key < pages * T
-        page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
-        at = ((page * T + key % T) * G + group)[:, None] * E + entry[None, :]
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-        score = tl.where(seen, score, -float("inf"))
+        score, _, _ = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)

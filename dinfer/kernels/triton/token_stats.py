@@ -144,5 +144,5 @@ def token_stats(
     )  # fmt: skip
     best_RL, drawn_RL = token_RL if best else None, None
     if draw is not None and norm_R2 is not None:
-        token_RL, confidence_RL, drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL)
+        token_RL, confidence_RL, drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL, columns)
     return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL, drawn_RL

@@ -12,10 +12,13 @@ from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 @FORMATS.register("plain")
 class Plain(Format):
-    """Floats of the model's dtype."""
+    """Floats of the model's dtype, or of one of their own."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        return (torch.empty(shape, dtype=dtype),)
+        return (torch.empty(shape, dtype=self.dtype or dtype),)
 
     def make(self, weight: Tensor) -> Weight:
         return (weight,)

@@ -1,0 +1,145 @@
+"""How long the first block takes, and what for: with nothing compiled before, and once more on the same machine.
+
+    python -m benchmarks.startup --shape llada2-mini --out results.json
+    DINFER_COMPILE_AHEAD=0 python -m benchmarks.startup --shape llada2-mini   # each kernel at its first launch
+    python -m benchmarks.startup --shape small-llada2 --device cpu   # dry run: no kernel is compiled
+
+Each start is a process of its own. The first one finds an empty cache of kernels, the second one that of the first.
+Weights are random; the time begins when they are on the card. A recipe whose decoder commits a fixed number of tokens
+at a step decodes `--blocks` blocks, once alone and once with `--in-flight` requests, which meet other shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.feeds import random_prompts
+from benchmarks.provenance import provenance
+from benchmarks.shapes import SHAPES, shape
+from benchmarks.throughput import Scripted, closed_loop
+from dinfer.core.recipe import compose
+from dinfer.engine.engine import Engine
+from dinfer.engine.request import Request
+from dinfer.engine.runtime import Runtime
+from dinfer.layers.linear import quantize
+from dinfer.loading.checkpoint import random_network
+
+LIMIT = 900.0  # seconds that a start may take
+
+
+class Compilations:
+    """Kernels that are compiled or read from the cache, and what that takes, by who waits for it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bool, bool, float]] = []  # read from the cache, beside the step, seconds
+
+    def listen(self) -> None:
+        from triton import knobs
+
+        def heard(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+            stages = sum(seconds for _, seconds in times.lowering_stages)
+            seconds = (times.ir_initialization + stages + times.store_results) / 1e6
+            self.found.append((cache_hit, threading.current_thread() is not threading.main_thread(), seconds))
+
+        knobs.compilation.listener = heard
+
+    def report(self) -> dict[str, Any]:
+        """Since the last call."""
+        found, self.found = self.found, []
+        beside, cached = [f for f in found if f[1]], [f for f in found if f[0]]
+        return {
+            "kernels": len(found), "of_them_cached": len(cached), "of_them_beside_each_other": len(beside),
+            "compiler_s": round(sum(f[2] for f in found), 3),
+        }  # fmt: skip
+
+
+def start(given: argparse.Namespace) -> dict[str, Any]:
+    """One start: seconds of each phase, and the kernels that were made in it."""
+    began = time.perf_counter()
+    device = torch.device(given.device)
+    cuda = device.type == "cuda"
+    family, spec = shape(given.shape)
+    torch.manual_seed(0)
+    model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
+    if given.quantize:
+        quantize(model, given.quantize)
+    if cuda:
+        torch.cuda.synchronize()
+    phases: list[dict[str, Any]] = [{"phase": "weights on the card", "seconds": time.perf_counter() - began}]
+    compilations = Compilations()
+    if cuda:
+        compilations.listen()
+    causal = spec.causal_block is not None
+    block = given.block or (spec.causal_block if causal and (spec.causal_block or 0) < 32 else 32)
+    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": block, "stop": "off"}
+    recipe = compose(model, iteration=iteration, decoder=Scripted(rate=given.rate), cache="block" if causal else "dual")
+    length = given.prompt + given.blocks * block
+    engine = Engine(recipe, Runtime(rows=given.in_flight, max_length=length, graphs=cuda))
+    prompts = random_prompts(spec, given.in_flight, given.prompt)
+    requests = [Request(prompt, given.blocks * block) for prompt in prompts]
+    for name, some in (("one request", requests[:1]), ("the same again", requests[:1]), ("all in flight", requests)):
+        began = time.perf_counter()
+        result = closed_loop(engine, some, len(some))
+        phases.append(
+            {
+                "phase": name, "seconds": time.perf_counter() - began, "first_block_s": result["first_block_s"]["max"],
+                "graphs": engine.runner.captured, **compilations.report(),
+            }
+        )  # fmt: skip
+    return {"phases": [{k: round(v, 3) if isinstance(v, float) else v for k, v in p.items()} for p in phases]}
+
+
+def child(args: list[str], cache: str) -> dict[str, Any]:
+    """A start in a process of its own. Raises RuntimeError with its last words if it fails."""
+    command = [sys.executable, "-m", "benchmarks.startup", *args, "--child"]
+    began = time.perf_counter()
+    environment = os.environ | {"TRITON_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return {"process_s": round(time.perf_counter() - began, 3)} | json.loads(done.stdout.splitlines()[-1])
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
+    parser.add_argument("--block", type=int)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=2.6, help="tokens a step")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    if given.child:
+        print(json.dumps(start(given)))
+        return
+    words = list(sys.argv[1:] if args is None else args)
+    report: dict[str, Any] = {"setting": vars(given) | {"out": None}}
+    with tempfile.TemporaryDirectory(prefix="dinfer-kernels-") as cache:
+        for name in ("cold", "warm"):
+            report[name] = child(words, cache)
+            print(f"{name}: {report[name]['process_s']} s in all")
+            for phase in report[name]["phases"]:
+                print("   ", phase, flush=True)
+    if given.out:
+        given.out.write_text(json.dumps(report | provenance(torch.device(given.device)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

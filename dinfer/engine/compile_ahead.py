@@ -1,0 +1,81 @@
+"""Compiles the kernels of a step before its first launch, and beside each other.
+
+The step runs on the meta device first, where tensors have a shape and no values. So all its kernels are known before
+the first of them has to run, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend on a model's
+shapes alone, so nothing is computed, and the memory of the card is not touched.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dinfer.core.canvas import Cursors, Phase
+from dinfer.core.protocols import StepShape
+from dinfer.core.recipe import Recipe
+from dinfer.core.state import BatchState
+from dinfer.core.step import denoise_step
+
+META = torch.device("meta")
+COMPILE_AHEAD = "DINFER_COMPILE_AHEAD"  # 0 in the environment: each kernel is compiled at its first launch
+logger = logging.getLogger(__name__)
+
+
+class KernelCompiler:
+    """Compiles what steps of a kind launch, once for each kind. If it cannot, the first launch compiles as ever."""
+
+    def __init__(self, recipe: Recipe, alloc: Callable[[Recipe, torch.device], BatchState]) -> None:
+        """`alloc`: makes the state that the steps run on, on another device."""
+        self._recipe, self._alloc = recipe, alloc
+        self._twin: tuple[Recipe, BatchState] | None = None
+        self._known: set[StepShape] = set()
+        self._able = isinstance(recipe.model, nn.Module) and recipe.ranks.size == 1
+
+    def compile(self, shape: StepShape) -> None:
+        """Compiles for a step of this shape and for those of the other phases that its rows will be in."""
+        kind = replace(shape, width=(shape.lanes * shape.width).bit_length(), lanes=0, pages=0, scored=shape.scored > 0)
+        if not self._able or kind in self._known:
+            return
+        self._known.add(kind)
+        began = time.perf_counter()
+        try:
+            self._compile(shape)
+        except Exception as error:  # the launch says it better, if the step itself is at fault
+            self._able = False
+            logger.info("kernels are compiled at their first launch from now on: %s", error)
+        logger.info("kernels of %s: %.1f s", shape, time.perf_counter() - began)
+
+    def _compile(self, shape: StepShape) -> None:
+        from dinfer.kernels.triton.ahead import compiled_beside
+
+        if self._twin is None:
+            recipe = on_meta(self._recipe)
+            self._twin = recipe, self._alloc(recipe, META)
+        recipe, state = self._twin
+        slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
+        with compiled_beside(self._recipe.model.device):
+            for each in dict.fromkeys((shape, *followers(recipe, state, shape))):
+                denoise_step(recipe, state, each, slot_B)
+
+
+def on_meta(recipe: Recipe) -> Recipe:
+    """The recipe with a copy of its network that has shapes and no values."""
+    model: Any = recipe.model
+    memo: dict[int, object] = {id(buffer): buffer.to(META) for buffer in model.buffers()}
+    memo |= {id(weight): nn.Parameter(weight.to(META), requires_grad=False) for weight in model.parameters()}
+    return replace(recipe, model=copy.deepcopy(model, memo))
+
+
+def followers(recipe: Recipe, state: BatchState, shape: StepShape) -> Iterator[StepShape]:
+    """Steps that rows will most likely need after one of this shape: of each phase, as they enter a block and later."""
+    length, spec = state.canvas.capacity, recipe.model.spec
+    start = max(length - shape.blocks * state.block, 0)
+    for phase in set(recipe.phases) - {shape.phase, Phase.PREFILL, Phase.VERIFY}:
+        for kept in (max(start - state.block, 0), start):
+            row = Cursors(phase=phase, prompt=start, length=length, start=start, end=length, kept=kept)
+            yield replace(shape, phase=phase, width=recipe.cache.width(spec, row))

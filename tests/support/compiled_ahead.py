@@ -1,0 +1,100 @@
+"""Compiles the kernels of a recipe ahead, in a process of its own: here Triton's interpreter would take their place."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+COMPILED: list[str] = []  # the thread that compiled each kernel
+LOADED: list[object] = []
+
+
+class Driver:
+    """Stands for the driver of a Hopper card."""
+
+    @property
+    def utils(self) -> Driver:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    @property
+    def run(self) -> Any:
+        LOADED.append(self)
+        return lambda *args: None
+
+
+def compiled(source: Any, **options: Any) -> Compiled:
+    COMPILED.append(threading.current_thread().name)
+    return Compiled()
+
+
+def main() -> None:
+    """Prints what was compiled and loaded: for the first step, for the same kind once more, and by the step itself."""
+    driver.set_active(Driver())
+    triton.compiler.compile = compiled
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    from dinfer.core.canvas import Phase
+    from dinfer.core.protocols import StepShape
+    from dinfer.core.recipe import Recipe, compose
+    from dinfer.core.state import BatchState
+    from dinfer.core.step import denoise_step
+    from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
+    from dinfer.kernels.triton.ahead import compiled_beside
+    from support.models import tiny_model
+
+    recipe = compose(
+        tiny_model(dtype=torch.bfloat16, head_dim=16), iteration={"name": "blockwise", "block": 8}, decoder="threshold",
+        cache="dual",
+    )  # fmt: skip
+
+    def alloc(recipe: Recipe, device: torch.device) -> BatchState:
+        return BatchState.alloc(recipe, 2, 64, page=16, pages=8, dtype=torch.bfloat16, device=device, block=8)
+
+    found: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        found[name] = {"kernels": len(COMPILED), "loaded": len(LOADED), "threads": sorted({*COMPILED})}
+        COMPILED.clear()
+        LOADED.clear()
+
+    compiler = KernelCompiler(recipe, alloc)
+    shape = StepShape(Phase.FULL, 1, 64, 1, 8, 4)
+    with torch.inference_mode():
+        compiler.compile(shape)
+        note("first")
+        compiler.compile(shape)
+        note("again")
+        twin = on_meta(recipe)
+        state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
+        with compiled_beside(torch.device("cuda", 0)):  # what the steps launch
+            for step in (shape, StepShape(Phase.WINDOW, 1, 8, 1, 8, 4)):
+                denoise_step(twin, state, step, slot_B)
+        found["steps"] = len(COMPILED)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Kernels are compiled beside each other before a step launches them; and what cannot be is left to the launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.launches import path
+from support.matrix import completions, engine_for, outcome, requests_for
+from support.models import tiny_model
+
+from dinfer.core.recipe import Recipe, compose
+from dinfer.core.state import BatchState
+from dinfer.engine.compile_ahead import KernelCompiler
+
+pytest.importorskip("triton")
+
+
+def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path()}
+    command = [sys.executable, "-m", "support.compiled_ahead"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["first"]["kernels"] > 10 and found["first"]["loaded"] == found["first"]["kernels"]
+    assert "MainThread" not in found["first"]["threads"]
+    assert found["again"]["kernels"] == 0
+    assert found["steps"] == 0, "a step launches what was not compiled ahead"
+
+
+def refuses(recipe: Recipe, device: torch.device) -> Any:
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("alloc", [refuses, BatchState.alloc])
+def test_what_cannot_be_compiled_ahead_changes_nothing(alloc: Any) -> None:
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
+    requests = requests_for(recipe)
+    want = [outcome(completion) for completion in completions(engine_for(recipe), requests)]
+    engine = engine_for(recipe)
+    engine.runner.compiler = KernelCompiler(recipe, alloc)  # there is no card to compile for
+    assert [outcome(completion) for completion in completions(engine, requests)] == want

@@ -1,0 +1,64 @@
+"""Kernels of experts that ranks deal out, against the torch reference: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.kernels import CLOSE, CUDA, DEVICE, draw, expert_mlps, shared_of
+
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+from dinfer.kernels import moe, norm, packed  # noqa: E402
+from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
+from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
+from dinfer.kernels.types import Dealt, Matrices  # noqa: E402
+
+
+@pytest.fixture
+def nothing_uninitialised() -> Iterator[None]:
+    """Memory that nobody has written holds NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS may not be
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
+    nothing_uninitialised: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights as they are, and in 4 bits; with a shared expert beside, and for ranks that no token goes to."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")  # what the kernels are compared with
+    torch.manual_seed(0)
+    tokens, experts, chosen = 20, 6, 2
+    x_ND = draw(tokens, 64)
+    gate_up_XMD, down_XDM = draw(experts, 64, 64) / 8, draw(experts, 64, 32) / 6
+    experts_NC = 2 + torch.rand(tokens, 4, device=DEVICE).topk(chosen).indices  # no token goes to the first two
+    weights_NC = torch.rand(tokens, chosen, device=DEVICE)
+    for first in (0, 2, 4):
+        own_NC, own_weights_NC = moe.own_pairs(experts_NC, weights_NC, Dealt(first, experts), 2)
+        here = slice(first, first + 2)
+        want_ND = expert_mlps(
+            x_ND, experts_NC, weights_NC, gate_up_XMD[here], down_XDM[here], dealt=Dealt(first, experts)
+        )
+        assert (want_ND.abs().sum() > 0) == (first > 0)
+        for one in (None, (gate_up_XMD[0], down_XDM[0])):
+            gate_up, down = Matrices(gate_up_XMD[here]), Matrices(down_XDM[here])
+            plus_ND = torch.zeros_like(x_ND)
+            if one is not None:
+                gate_up, down = gate_up._replace(shared=one[0]), down._replace(shared=one[1])
+                plus_ND = shared_of(*one).mlp(x_ND)
+            plan = triton_moe.plan(own_NC, 2, 16, one is not None, whole=False)
+            hidden_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
+            got_ND = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down, plan), own_weights_NC)
+            torch.testing.assert_close(got_ND, want_ND + plus_ND, **CLOSE[torch.float32])
+        packs = packed.pack(gate_up_XMD[here]), packed.pack(down_XDM[here])
+        plan = triton_moe.plan(own_NC, 2, 16, whole=False)
+        up_PM = triton_packed_moe.expert_linear(x_ND, *packs[0], plan, by_token=True)
+        out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), *packs[1], plan, by_token=False)
+        scales = packs[0][1], packs[1][1]
+        want_ND = expert_mlps(
+            x_ND, experts_NC, weights_NC, packs[0][0], packs[1][0], scales=scales, dealt=Dealt(first, experts)
+        )
+        torch.testing.assert_close(triton_moe.combine(out_PD, own_weights_NC), want_ND, **CLOSE[torch.float32])
