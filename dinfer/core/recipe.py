@@ -1,4 +1,4 @@
-"""Puts four components together and refuses, before any work, those that do not fit."""
+"""Puts a model and four components together. Refuses those that do not fit, before any work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -38,7 +38,7 @@ class RequestOption:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is decoded: one point of the product of the four registries."""
+    """A model with an iteration, a decoder, a cache and a sampling."""
 
     model: Model
     iteration: Iteration
@@ -168,7 +168,7 @@ class Recipe:
                 )
 
     def check(self, options: Sequence[float]) -> None:
-        """Raises ValueError for a list of options that `resolve` does not return. It may leave out the last ones."""
+        """Raises ValueError unless `resolve` may have returned these options. The last ones may be left out."""
         if type(options) is not list or len(options) > len(self.request_options):
             names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
             raise ValueError(

@@ -58,7 +58,7 @@ class Runner:
         self._pool: Any = None
 
     def open(self, state: BatchState | None) -> None:
-        """Runs the steps of this state from now on. Graphs of the last one are gone. None: its memory is free."""
+        """Runs the steps of this state from now on, and drops the graphs of the last one. None: there is no state."""
         self.state, self._pool = state, None
         for held in (self.refused, self._seen, self._captured):
             held.clear()

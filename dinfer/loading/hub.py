@@ -1,4 +1,4 @@
-"""Where a checkpoint is: in the box, in a folder, or on the Hugging Face hub. Imports no torch, so errors come soon."""
+"""Finds a checkpoint: in the package, in a folder or on the Hugging Face hub. Without torch, so errors come soon."""
 
 import socket
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minut
 
 
 def boxed(needed: str = "config.json") -> list[str]:
-    """Names of the models that come inside the package, or of the adapters: whatever has the file `needed`."""
+    """Names of the models in the package; with `needed` set to an adapter's file, of the adapters."""
     folder = resources.files("dinfer") / "demo" / "checkpoints"
     if not folder.is_dir():
         return []
@@ -38,7 +38,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
     if weights and not path.is_file():
         raise CheckpointError(f"there is no file {path}")
     if path.is_file() and not weights:
-        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a GGUF file")
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a file whose name ends in {GGUF}")
     if revision is not None and (name in boxed(needed) or path.exists()):
         raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
     if weights:
@@ -57,7 +57,9 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
             raise CheckpointError(f"{known} {good}")
         path = download(name, revision, wanted)
     if not (path / needed).is_file():
-        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
+        files = sorted(str(file) for file in path.glob(f"*{GGUF}"))
+        good = f"give one of its GGUF files, such as {files[0]}" if files else "a Hugging Face model folder is needed"
+        raise CheckpointError(f"{path} has no {needed}: {good}")
     return path
 
 
@@ -84,7 +86,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def reachable(url: str) -> bool:
-    """Whether the host of a URL takes connections; with a proxy, that is for the proxy to say."""
+    """Whether the host of a URL takes connections. With a proxy this is True, since the proxy will say."""
     if getproxies():
         return True
     where, answers = urlsplit(url), Queue[bool]()
