@@ -3,7 +3,7 @@
     python -m benchmarks.multi_block --model tiny --adapter dinfer/demo/checkpoints/tiny-d2f --block 32 \
         --device cuda --out benchmarks/results/multi-block-tiny-d2f
 
-Every recipe solves problems of the training split first, by which the best one is chosen, and then the held-out ones.
+Every recipe solves problems of the training split, by which the best one is chosen, and the held-out ones.
 The best: most tokens per forward with an accuracy of at least `--least`. OUT.json has both tables, and the area under
 accuracy and parallelism (`dinfer.analysis.pareto.aup`) of every iteration on the held-out ones.
 """
@@ -48,13 +48,13 @@ MOVES: list[dict[str, Any]] = [
 ]
 
 
-def recipes(spec: ModelSpec, edits: bool) -> Iterator[tuple[Any, Any, Any]]:
+def recipes(spec: ModelSpec, edits: bool, blocks: int = 4) -> Iterator[tuple[Any, Any, Any]]:
     """Iteration, decoder and cache configurations for a model of that kind; `edits`: it was trained to."""
     aligned = spec.causal_block is not None and not spec.prompt_block
     block = spec.causal_block or 32
     cache = "block" if spec.causal_block else "none"
     decoders = SURE + (EDITS if edits else []) + (MOVES if spec.moving_ids else [])
-    several = {"name": "multi_block", "blocks": 4, "block": block, "align": aligned}
+    several = {"name": "multi_block", "blocks": blocks, "block": block, "align": aligned}
     for decoder in decoders:
         mixed = {"name": "dmax"} if decoder["name"] == "dmax" else {}
         yield several | mixed, decoder, cache
@@ -128,24 +128,25 @@ def main() -> None:
     parser.add_argument("--adapter", help="folder of an adapter that is merged into it")
     parser.add_argument("--block", type=int, default=0, help="its attention blocks from the prompt's end (D2F)")
     parser.add_argument("--edits", action="store_true", help="decoders that edit too")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks open at once, at most")
+    parser.add_argument("--heldout", action="store_true", help="the held-out problems alone: nothing is chosen")
     parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     parser.add_argument("--least", type=float, default=95.0, help="accuracy of the recipe that is chosen, in percent")
     given = with_problems(parser).parse_args()
     base = load(given.model, given.adapter, given.block, given.device, given.rows)
-    wanted = (one for one in recipes(base.model.spec, given.edits) if re.search(given.only, line(one)))
+    wanted = (one for one in recipes(base.model.spec, given.edits, given.blocks) if re.search(given.only, line(one)))
     legal, refused = sifted(base.model, wanted)
     sets = {"validation": ("train", given.seed + 987_654), "heldout": ("heldout", given.seed)}
+    if given.heldout:
+        del sets["validation"]
     problems = {name: generate(split, given.count, seed) for name, (split, seed) in sets.items()}
-    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in sets}
+    tables: dict[str, list[dict[str, Any]]] = {"validation": [], "heldout": []}
     for recipe in legal:
-        row, held = lines(base, [*problems.values()], given.new, recipe)
-        tables["validation"].append(row)
-        tables["heldout"].append(held)
-        print(
-            f"{row['iteration']:15} {row['iteration_options']:70} {row['decoder']:15} {row['options']:36} "
-            f"{row['accuracy']:5.1f}% {row['tpf']:6.3f}  held out {held['accuracy']:5.1f}% {held['tpf']:6.3f}",
-            flush=True,
-        )
+        rows = dict(zip(sets, lines(base, [*problems.values()], given.new, recipe), strict=True))
+        for name, row in rows.items():
+            tables[name].append(row)
+        figures = [f"{name} {row['accuracy']:5.1f}% {row['tpf']:6.3f}" for name, row in rows.items()]
+        print(line(recipe), *figures, sep="  ", flush=True)
         about = {
             "setting": vars(given) | {"out": str(given.out)}, "refused": refused,
             "chosen": chosen(tables["validation"], given.least), "areas": areas(tables["heldout"]),

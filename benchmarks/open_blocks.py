@@ -2,6 +2,7 @@
 
     python -m benchmarks.open_blocks --out benchmarks/results/open-blocks-h200.json
     python -m benchmarks.open_blocks --shape small --device cpu --blocks 1,2                      # dry run
+    python -m benchmarks.open_blocks --report     # prints the tables of docs/performance.md, from the files in results
 
 Random weights, one request, the dual cache. Every block commits one token a step, and the next one opens at once, so
 most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time is that of
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
+from benchmarks.open_blocks_table import open_blocks
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import timed_run
@@ -29,12 +31,16 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--blocks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
+    parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[1, 3, 5, 7])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", action="store_true", help="measure nothing: print what was measured")
     given = parser.parse_args(args)
+    if given.report:
+        print(open_blocks(Path(__file__).parent / "results"))
+        return
     device = torch.device(given.device)
     cuda = device.type == "cuda"
     family, spec = shape(given.shape)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality --preset foundation --device cuda --out benchmarks/results/tiny-quality-h200
     python -m benchmarks.quality --model tiny-llada2 --device cuda --out benchmarks/results/tiny-llada2-quality-h200
+    python -m benchmarks.quality --preset further --out benchmarks/results/tiny-further-cpu
 
 Writes OUT.json (with command, commit, hardware, the recipes refused) and OUT.csv. Counts are those of `dinfer.Counts`:
-nothing from the first stop token on counts, forwards are summed over the problems. Every iteration and cache runs once
-before the clock does, so that compiling kernels is nobody's wall time. `docs/metrics.md` defines the columns.
+nothing from the first stop token on counts, forwards are summed over the problems. On a GPU every iteration and cache
+runs once before the clock does, so that compiling kernels is nobody's wall time. `docs/metrics.md` defines the columns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dinfer.core.spec import ModelSpec
 from dinfer.demo.problems import Problem, generate, is_correct
 
 BLOCK = 32
+FREQUENCIES = "benchmarks/results/tiny-token-counts.json"
 FOUNDATION = [
     *({"name": "fixed", "steps": steps} for steps in (32, 16, 8, 4)),
     *({"name": "threshold", "threshold": threshold} for threshold in (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)),
@@ -41,6 +43,27 @@ EDITING = [
     {"name": "joint_threshold", "threshold": threshold, "edit_threshold": edit}
     for threshold, edit in ((0.5, 0.0), (0.7, 0.5), (0.9, 0.5), (0.7, 1.0))
 ]
+# Decoders, caches and settings that "everything" does not have, each at its published or its own default
+SURE = {"name": "threshold", "threshold": 0.9}
+CALIBRATED: list[dict[str, Any]] = [  # as many tokens a step as `fixed` with 16 and with 8 steps
+    {"name": "calibrated", "frequencies": FREQUENCIES, "threshold": 100.0, "least": least} for least in (2, 4)
+]
+
+
+def further(spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
+    """Recipes that need another iteration or cache than most, or options of a cache."""
+    if spec.causal_block is not None:
+        yield {"name": "block_diffusion"}, {"name": "s2d2"}, "block"
+        return
+    block, full = {"name": "blockwise", "block": BLOCK}, {"name": "full"}
+    yield block, SURE, {"name": "prefix", "suffix": 32}
+    yield block, SURE, "d2cache"
+    yield block, {"name": "calibrated"}, "dual"
+    yield block, CALIBRATED[1], "dual"
+    yield full, {"name": "prophet"}, "dual"
+    yield full, {"name": "daedal"}, "none"
+    yield block, {"name": "entropy_bound", "limits": "each", "bound": 0.5}, "dual"
+    yield block, CALIBRATED[0], "dual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +86,14 @@ def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     """Iteration, decoder and cache configurations of a preset.
 
     "foundation": two decoders at several settings, for block-causal models those that edit too. "everything": every
-    decoder at one setting with every iteration and every cache, then the further settings of "foundation".
+    decoder at one setting with every iteration and every cache, then the other settings of "foundation". "further":
+    what `further` yields.
     """
     foundation = product([{"name": "blockwise", "block": BLOCK}], FOUNDATION, ["none", "prefix", "dual"])
     if spec.causal_block is not None:
         foundation = product([{"name": "block_diffusion"}], FOUNDATION + EDITING, ["none", "block"])
-    if preset == "foundation":
-        yield from foundation
+    if preset != "everything":
+        yield from further(spec) if preset == "further" else foundation
         return
     iterations: list[Any] = [
         {"name": name} | ({"block": BLOCK} if name not in ("full", "block_diffusion") else {})
@@ -84,11 +108,26 @@ def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
 def label(recipe: tuple[Any, Any, Any]) -> str:
     """A recipe in words: iteration, decoder, its options, cache."""
     iteration, decoder, cache = recipe
-    return " ".join([iteration["name"], decoder["name"], options_of(decoder), cache])
+    return " ".join([iteration["name"], decoder["name"], options_of(decoder), words(cache)])
 
 
-def options_of(decoder: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in decoder.items() if key != "name")
+def words(cache: Any) -> str:
+    """A cache, by its name or as name and options."""
+    return cache if isinstance(cache, str) else f"{cache['name']} {options_of(cache)}"
+
+
+def options_of(part: dict[str, Any]) -> str:
+    """The options of a component, files by name."""
+    return " ".join(
+        f"{key}={Path(value).name if key == 'frequencies' else value}" for key, value in part.items() if key != "name"
+    )
+
+
+def token_counts(pipe: dinfer.Pipeline) -> dict[str, Any]:
+    """How often each token occurs in 2,000 solutions of the training split, as decoder.frequencies reads it."""
+    texts = [problem.solution for problem in generate("train", 2000, 987_654)]
+    counts = Counter(token for text in texts for token in pipe.tokenizer.encode(text, add_special_tokens=False))
+    return {"total": counts.total(), "counts": {str(token): count for token, count in sorted(counts.items())}}
 
 
 def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], dict[str, int]]:
@@ -123,7 +162,7 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
         iteration=iteration["name"],
         decoder=decoder["name"],
         options=options_of(decoder),
-        cache=cache,
+        cache=words(cache),
         metrics=metrics_of(samples_of(problems, results), seconds),
     )
 
@@ -142,23 +181,27 @@ def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
-    parser.add_argument("--preset", choices=("foundation", "everything"), default="foundation")
+    parser.add_argument("--preset", choices=("foundation", "everything", "further"), default="foundation")
     parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     given = with_problems(parser).parse_args()
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
     base = dinfer.load(given.model, device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
+    if given.preset == "further" and base.model.spec.causal_block is None:
+        Path(FREQUENCIES).write_text(json.dumps(token_counts(base)) + "\n")
     wanted = (recipe for recipe in recipes(given.preset, base.model.spec) if re.search(given.only, label(recipe)))
     legal, refused = sifted(base.model, wanted)
-    for iteration, cache in {(json.dumps(recipe[0]), recipe[2]) for recipe in legal}:
-        measure(base, problems, given.new, (json.loads(iteration), {"name": "threshold", "threshold": 0.5}, cache))
+    if device.type == "cuda":
+        for parts in {json.dumps((recipe[0], recipe[2])) for recipe in legal}:
+            iteration, cache = json.loads(parts)
+            measure(base, problems, given.new, (iteration, {"name": "threshold", "threshold": 0.5}, cache))
     rows = []
     for recipe in legal:
         row = measure(base, problems, given.new, recipe)
         rows.append(row)
         print(
-            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:9} {row.metrics.accuracy:5.1f}% "
+            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:18} {row.metrics.accuracy:5.1f}% "
             f"NFE {row.metrics.nfe:6.2f}  TPF {row.metrics.tpf:6.3f}  {row.metrics.seconds:6.2f} s",
             flush=True,
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.ablation_table import ablation
 from benchmarks.capacity import table as scaling
+from benchmarks.open_blocks_table import open_blocks
 from benchmarks.peers import table
 from benchmarks.several_table import repair, several
 from dinfer.cli.catalog import catalog
@@ -349,6 +350,7 @@ def rendered_performance(page: str) -> str:
         "quantized": quantized(),
         "throughput": throughput(),
         "ablation": ablation(RESULTS),
+        "open-blocks": open_blocks(RESULTS),
     }.items():
         page = _with_section(page, body + "\n", name)
     return page

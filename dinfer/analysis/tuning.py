@@ -196,11 +196,11 @@ def tune(
         key = json.dumps(parts, sort_keys=True)
         again = key in seen
         one = None if again else tried(parts, "calibration")
-        if one is None or one.speed is None or one.drop is None:
+        if one is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            trial.set_constraint("drop", one.drop.points - max_drop)
-            study.tell(trial, one.speed)
+        else:  # a refused recipe counts as one that loses everything, so that the sampler turns to others
+            trial.set_constraint("drop", 100.0 if one.drop is None else one.drop.points - max_drop)
+            study.tell(trial, one.speed or 0.0)
         if one is not None:
             seen[key] = one
             yield one

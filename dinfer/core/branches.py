@@ -3,7 +3,7 @@
 Each step proposes tokens that it does not commit. A branch is the present state with one of the surest of these filled
 in. A forward evaluates all branches of a row, as lanes with keys of their own. The iteration says what each is worth.
 The best one gives the logits of the step: its token is committed, and its keys are the row's from then on. The others
-are forgotten. Not lossless: a token of a branch is committed because of what it makes of the rest.
+are forgotten. This is not lossless: a branch's token is committed because it makes other positions surer.
 
 Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C branches, the
 present state first, J the others, G = C * B lanes of the forward.
@@ -27,7 +27,7 @@ from dinfer.kernels.window import span
 
 
 class Branching(Protocol):
-    """What an `Iteration` with `branches` above 0 has beside."""
+    """What an `Iteration` must also define if its `branches` is above 0."""
 
     branches: int  # J
 
@@ -179,7 +179,7 @@ class Branches:
 
 
 def branching(iteration: Iteration) -> Branching:
-    """The iteration as what it is if it has `branches`. Raises TypeError if it lacks what that takes."""
+    """The iteration, which has `branches`, as a `Branching`. Raises TypeError if it lacks a method of that."""
     missing = [name for name in ("value", "worth", "opens", "present") if not hasattr(iteration, name)]
     if missing:
         raise TypeError(f"{type(iteration).__name__} has branches={iteration.branches}: define {missing[0]} too")

@@ -106,7 +106,7 @@ class RowCursors:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """All that a decoder may see: rows of blocks. Tensors of shape [R, L], or [R] / [R, 1] where named so."""
+    """All that a decoder may see of the active blocks. Names end in the shape: [R, L], [R] or [R, 1]."""
 
     pos_RL: Tensor  # absolute positions, -1 past the end of a short last block
     tokens_RL: Tensor
@@ -123,7 +123,7 @@ class BlockView:
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
 
     def at_least(self, count: Tensor | int) -> Tensor | int:
-        """So many positions where the row must progress, else none. [R, 1], or one number for all rows"""
+        """`count` in rows that must progress, and 0 in others. [R, 1], or one number for all rows"""
         return count if self.must_progress_R is None else count * self.must_progress_R[:, None]
 
     def bar(self, threshold_R1: Tensor) -> Tensor:
@@ -178,11 +178,11 @@ class Canvas:
     ) -> tuple[Cursors, list[int]]:
         """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
 
-        `blank_S` is what stands at those until then: the mask token, or a token for each position of the request;
-        `prompt` is the length of the part that is not generated, `region` the first active region `[start, end)`,
-        `phase` what the row needs first; `kept` up to where its pages hold the keys already; `stops` whether a stop
-        token ends it; `beginning` up to where the canvas exists at first, None: as a whole. Returns the row's cursors
-        and its tokens, ~token where it is open.
+        `blank_S`: the mask token, or a token for each position, which open positions hold until they are decoded.
+        `prompt`: length of the part that is not generated. `region`: the first active region `[start, end)`.
+        `phase`: what the row needs first. `kept`: keys of the positions before this are in its pages already.
+        `stops`: a stop token ends the request. `beginning`: length of the canvas at first; None: all of it. Returns the
+        row's cursors and its tokens, ~token at open positions.
         """
         length = len(tokens)
         masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
@@ -214,7 +214,7 @@ class Canvas:
     def active(self, columns_CN: Tensor, block: int) -> Tensor:
         """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
 
-        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Behind the end of a row stands anything.
+        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Values behind the end of a row are undefined.
         """
         blocks = (columns_CN.shape[0] - len(CURSORS)) // 2
         cursors_CN, step_KN, quota_KN = columns_CN.split((len(CURSORS), blocks, blocks))
@@ -291,7 +291,7 @@ class Canvas:
         return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
 
     def enter(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Leaves rows that do not fit their window out of the step: they are not live any more.
+        """Takes rows that do not fit their window out of the step: they are no longer live.
 
         Returns the positions of the rows that are, -1 in others, and the tokens and statuses there.
         """

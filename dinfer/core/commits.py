@@ -1,6 +1,6 @@
-"""What a step writes: the decoder's proposal, less what may not be written, and whatever keeps the loop from hanging.
+"""What a step writes: the decoder's proposal without forbidden writes, and a commit where the row must progress.
 
-Every decoder may rely on these promises, so they are kept here and not in the decoders. `dinfer.core.step` says when.
+The rules hold for every decoder, so they are here and not in the decoders. `dinfer.core.step` says when they apply.
 """
 
 from dataclasses import dataclass, replace
@@ -90,8 +90,7 @@ def allowed_commits(
     row must progress but chose none. A decoder that drafts or moves may choose none.
 
     That commit is at the most confident masked position, if possible one where the model prefers a token to the mask.
-    So no decoder can hang the loop, whatever the logits. What is no token of the vocabulary, or the mask, is not
-    written.
+    So no decoder can hang the loop, whatever the logits. The mask, and numbers outside the vocabulary, are not written.
     """
     commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
     token_RL = stats.token_RL

@@ -1,7 +1,7 @@
-"""What components say of themselves, without importing torch: their class statements, run without their methods.
+"""Reads names, options and docstrings of components without importing torch: it runs class statements, not methods.
 
-The source stays the one place where options are written, so nothing can be out of date. A module that cannot be read
-so, since its classes need more than annotated fields, is imported instead.
+So the source is the one place that states them. If the classes of a module need more than annotated fields, the module
+is imported instead.
 """
 
 from __future__ import annotations  # `compile` inherits it, so that no type of a class has to be there

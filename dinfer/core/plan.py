@@ -1,4 +1,4 @@
-"""The plan of a window: which positions a step computes for each row, said once, as data.
+"""The plan of a window: which positions a step computes for each row, stated once, as data.
 
 A cache policy returns a `WindowPlan`, a handful of integers. `window_bounds` turns them into positions. The host calls
 it on Python integers, to know how wide a step must be; the reference of `kernels.window` calls it on tensors; its
@@ -21,8 +21,8 @@ Place = tuple[Position, Position, Position, Position, Position]  # cursors of a 
 def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN):
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
-    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.frame`; the others are those of a `WindowPlan`, -1 for None. Three languages
-    run this source, so minima and maxima are products with comparisons.
+    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.frame`; the others are those of a `WindowPlan`, -1 for None. Python, torch
+    and Triton all run this source, so minima and maxima are products with comparisons.
     """
     grain = BLOCK + (BLOCK == 0)
     query = (start - SHIFT) * (start > SHIFT)  # the first one that decodes a position of the region

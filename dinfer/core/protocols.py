@@ -40,7 +40,7 @@ Options = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Everything about a step that is not device data: hashable, known to the host, the CUDA-graph key."""
+    """All that the host decides about a step. It is hashable, and the key of a CUDA graph."""
 
     phase: Phase
     lanes: int  # B
@@ -107,12 +107,12 @@ class Moved:
 
 
 class Component(ABC):
-    """What all components but models share."""
+    """What all components but models have in common."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
-        """Why it cannot be used with a model, and what to use instead; None: it can. Says so before any work."""
+        """Why it cannot be used with a model, and what to use instead; None: it can. Called before any work."""
         return None
 
 
@@ -141,7 +141,7 @@ class ModelFamily(Component):
         """Every tensor the checkpoint must have, and where it goes."""
 
     def copies(self, spec: ModelSpec) -> dict[str, str]:
-        """Tied weights under other names, which some programs save too, and the names in `weights` that they repeat."""
+        """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
         return {}
 
 
@@ -184,7 +184,7 @@ class Decoder(Component):
     def refuses(self) -> tuple[str, ...]:
         """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
 
-        A decoder that edits compares decoded tokens with proposed ones: drawn anew at every step, they never settle.
+        A decoder that edits compares decoded tokens with proposed ones. Tokens drawn anew at every step never settle.
         """
         return ("temperature", "repetition_penalty", "eos_last") if self.edits else ()
 
@@ -204,9 +204,9 @@ class Decoder(Component):
 
 
 class Sampling(Component):
-    """Decides which token each position is offered. Only asked in steps where some row wants more than the best.
+    """Decides which token each position is offered, in steps where some row does not take the most likely one.
 
-    And, for models without a mask token, what open positions hold.
+    For models without a mask token it also decides what open positions hold.
     """
 
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
@@ -241,11 +241,11 @@ class Sampling(Component):
 
     @abstractmethod
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
-        """Uniform tokens: what stands at open positions, after `step` denoising steps of the request. int64"""
+        """Uniform random tokens, which open positions hold after `step` denoise steps of the request. int64"""
 
 
 class CachePolicy(Component):
-    """Decides which positions to recompute, which to see, and when the cache is stale. Stores no keys."""
+    """Decides which positions to recompute, which keys to see, and when keys are out of date. Stores no keys."""
 
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
@@ -289,9 +289,9 @@ class CachePolicy(Component):
         return plan.width(now.place, now.forwards, spec.frame)
 
     def narrow(self, spec: ModelSpec, now: Cursors) -> int | None:
-        """Width of a WINDOW step with `settles` that brings a row on; None: only one of its own `width`. Host side.
+        """Width of a WINDOW step with `settles` in which a row progresses; None: its own `width`. Host side.
 
-        A row that has more to compute than what it decodes computes that first, in a pass of its own.
+        In such a step a row computes what it does not decode in a pass of its own, which comes first.
         """
         if not (plan := self.plan(Phase.WINDOW)).keeps:
             return None
@@ -299,15 +299,15 @@ class CachePolicy(Component):
         return max(stop - settled, spec.attention_block or 1)
 
     def prefilled(self, spec: ModelSpec, start: int) -> int:
-        """Up to where a prefill computes the keys of a request whose active region begins at `start`. Host side.
+        """The end of the positions that a prefill computes, if the active region begins at `start`. Host side.
 
-        They are functions of the tokens before them alone: requests whose prompts begin alike may share them.
+        These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
         """
         plan, place = self.plan(Phase.PREFILL), (start, start, start, 0, start)
         return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
 
     def first_phase(self, spec: ModelSpec, start: int) -> Phase:
-        """What a request needs first whose active region begins at `start`. Host side."""
+        """The first phase of a request, if its active region begins at `start`. Host side."""
         if not self.plan(Phase.PREFILL).keeps:
             return Phase.FULL
         return Phase.PREFILL if self.prefilled(spec, start) else Phase.WINDOW
@@ -357,7 +357,7 @@ class Iteration(Component):
 
     @property
     def reads_stability(self) -> bool:
-        """Reads `BlockAfter.stable_BK`: the share of a block's decoded tokens that this step predicted again."""
+        """Whether it reads `BlockAfter.stable_BK`, the share of decoded tokens that this step predicts again."""
         return False
 
     @property

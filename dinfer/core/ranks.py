@@ -1,4 +1,4 @@
-"""The processes that divide one model among them (tensor parallelism), and what they tell each other.
+"""The processes that divide one model (tensor parallelism), and their collectives.
 
 Each rank runs the same steps on the same requests. Sums and gathers leave the same bits on every rank, so all ranks
 commit the same tokens and take the same decisions without asking each other.

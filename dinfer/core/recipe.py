@@ -1,4 +1,4 @@
-"""Puts four components together and refuses, before any work, those that do not fit."""
+"""Puts a model and four components together. Refuses those that do not fit, before any work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -38,7 +38,7 @@ class RequestOption:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is decoded: one point of the product of the four registries."""
+    """A model with an iteration, a decoder, a cache and a sampling."""
 
     model: Model
     iteration: Iteration
@@ -63,37 +63,37 @@ class Recipe:
                 raise IncompatibleRecipe(reason)
         if self.decoder.edits and not self.cache.scores_decoded:
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} judges decoded tokens by their logits, which "
-                f"{type(self.cache).__name__} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
-                "does not edit."
+                f"{DECODERS.called(self.decoder)} judges decoded tokens by their logits, which "
+                f"{CACHES.called(self.cache)} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
+                "does not edit, such as threshold."
             )
         if self.cache.follows and (self.decoder.reads_logits or "entropy" in self.decoder.needs):
             raise IncompatibleRecipe(
-                f"{type(self.cache).__name__} leaves masks out, and {type(self.decoder).__name__} would take what is "
+                f"{CACHES.called(self.cache)} leaves masks out, and {DECODERS.called(self.decoder)} would take what is "
                 "not computed there for certain. Use cache=dual, or decoder=threshold, factor or calibrated."
             )
         if self.decoder.grows and (self.iteration.block or self.iteration.blocks > 1):
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} lengthens the canvas as it decodes, so its block must span the whole "
-                "generation. Use iteration=full."
+                f"{DECODERS.called(self.decoder)} lengthens the canvas as it decodes, so its block must span the "
+                "whole generation. Use iteration=full."
             )
         single = self.decoder.edits or self.decoder.grows or self.decoder.verifies or self.decoder.large
         if self.iteration.branches and (single or self.cache.watches or not self.cache.scores_decoded):
-            whose = self.decoder if single else self.cache
+            whose = DECODERS.called(self.decoder) if single else CACHES.called(self.cache)
             raise IncompatibleRecipe(
-                f"{type(self.iteration).__name__} runs versions of the active blocks side by side, and "
-                f"{type(whose).__name__} can follow one alone. Use iteration=multi_block, or decoder=threshold with "
-                "cache=dual, block or none."
+                f"{ITERATIONS.called(self.iteration)} runs versions of the active blocks side by side, and "
+                f"{whose} can follow one alone. Use iteration=multi_block, or decoder=threshold with cache=dual, block "
+                "or none."
             )
         if self.decoder.verifies and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} verifies the draft of one block, fed as tokens and masks. Use "
+                f"{DECODERS.called(self.decoder)} verifies the draft of one block, fed as tokens and masks. Use "
                 "iteration=block_diffusion or blockwise."
             )
         if self.decoder.verifies and not self.cache.rewrites:
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} writes the keys of its draft, and {type(self.cache).__name__} may keep "
-                "them. Use cache=block or none."
+                f"{DECODERS.called(self.decoder)} writes the keys of its draft, and {CACHES.called(self.cache)} may "
+                "keep them. Use cache=block or none."
             )
         block, attention = self.iteration.block, spec.causal_block
         if attention and block and block % attention and attention % block:
@@ -105,23 +105,23 @@ class Recipe:
             )
         if self.decoder.moves and self.iteration.scores != "block":
             raise IncompatibleRecipe(
-                f"{type(self.decoder).__name__} moves tokens, and {type(self.iteration).__name__} remembers what it "
-                "expects at each position. Use iteration=block_diffusion or multi_block."
+                f"{DECODERS.called(self.decoder)} moves tokens, and {ITERATIONS.called(self.iteration)} remembers what "
+                "it expects at each position. Use iteration=block_diffusion or multi_block."
             )
         if self.iteration.reads_stability and not self.decoder.edits:
             raise IncompatibleRecipe(
-                f"{type(self.iteration).__name__} asks how much of a block is predicted again, and "
-                f"{type(self.decoder).__name__} never looks at decoded tokens. Use iteration.stable_at=0, or a decoder "
-                "that edits, such as joint_threshold."
+                f"{ITERATIONS.called(self.iteration)} asks how much of a block is predicted again, and "
+                f"{DECODERS.called(self.decoder)} never looks at decoded tokens. Use iteration.stable_at=0, or a "
+                "decoder that edits, such as joint_threshold."
             )
         if spec.prompt_block and self.iteration.grain > 1:
             raise IncompatibleRecipe(
-                f"{type(self.iteration).__name__} counts blocks from position 0, and this model counts its attention "
-                "blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
+                f"{ITERATIONS.called(self.iteration)} counts blocks from position 0, and this model counts its "
+                "attention blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
             )
         if self.iteration.stop == "cut" and self.decoder.edits:
             raise IncompatibleRecipe(
-                f"iteration.stop=cut ends a row while {type(self.decoder).__name__} may still edit what it decoded. "
+                f"iteration.stop=cut ends a row while {DECODERS.called(self.decoder)} may still edit what it decoded. "
                 "Use iteration.stop=block."
             )
         self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
@@ -144,31 +144,31 @@ class Recipe:
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
             )
         if (self.decoder.verifies or self.iteration.branches) and values.get("sampling.guidance", 0) > 0:
-            whose = self.decoder if self.decoder.verifies else self.iteration
+            verifies = self.decoder.verifies
+            whose = DECODERS.called(self.decoder) if verifies else ITERATIONS.called(self.iteration)
             raise IncompatibleRecipe(
-                f"{type(whose).__name__} needs further lanes for one branch, and guidance takes two. Leave "
-                "sampling.guidance at 0."
+                f"{whose} needs further lanes for one branch, and guidance takes two. Leave sampling.guidance at 0."
             )
         if self.cache.follows and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
-                f"{type(self.cache).__name__} follows the attention of one branch, and guidance takes two. Leave "
+                f"{CACHES.called(self.cache)} follows the attention of one branch, and guidance takes two. Leave "
                 "sampling.guidance at 0, or use cache=dual."
             )
         if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
-                f"{type(self.iteration).__name__} feeds what it expects at the masks, and a branch without the prompt "
-                "would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
+                f"{ITERATIONS.called(self.iteration)} feeds what it expects at the masks, and a branch without the "
+                "prompt would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
             )
         for name in self.decoder.refuses:
             neutral = self.sampling.neutral.get(name)
             if values.get(f"sampling.{name}", neutral) != neutral:
                 raise IncompatibleRecipe(
-                    f"the decoder {type(self.decoder).__name__} cannot honour sampling.{name}="
+                    f"{DECODERS.called(self.decoder)} cannot honour sampling.{name}="
                     f"{values[f'sampling.{name}']}. Leave it at {neutral}, or use decoder=threshold."
                 )
 
     def check(self, options: Sequence[float]) -> None:
-        """Raises ValueError for a list of options that `resolve` does not return. It may leave out the last ones."""
+        """Raises ValueError unless `resolve` may have returned these options. The last ones may be left out."""
         if type(options) is not list or len(options) > len(self.request_options):
             names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
             raise ValueError(

@@ -95,8 +95,7 @@ def description_of(cls: Any) -> Description:
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
     """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
 
-    An option may be None. `kind`: what stands before its name in the message, if anything; `what` says what the option
-    is, before its range.
+    None passes. In the message, `kind` stands before the name, and `what` before the range.
     """
     allowed = f"between {least} and {most}" if most < math.inf else f"at least {least}" if least else "0 or more"
     for name in names:
@@ -111,7 +110,7 @@ def check_probability(kind: str, component: Any, *names: str) -> None:
 
 
 def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
-    """The error for a name that is not known: says which is nearest, and all there are."""
+    """The error for an unknown name. It suggests the nearest name and lists all."""
     close = difflib.get_close_matches(str(got), known, 1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UnknownName(f"unknown {kind} {got!r}.{hint} Known: {', '.join(known) or 'none'}.")
@@ -120,7 +119,7 @@ def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
 def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """The values as their type hints want them; ValueError for one of another type, named with `prefix`.
 
-    They come from a command line or a configuration file, where a word may stand in place of a number, and 1 for 1.0.
+    The values come from a command line or a configuration file, so 1 may stand for 1.0, and a word for a number.
     """
     for name, value in values.items():
         if not _fits(value, hints[name]):
@@ -212,6 +211,10 @@ class Registry(Generic[T]):
         """The name that a component's class is registered under, or else that of the class."""
         names = (name for name in self.names() if self.get(name) is type(component))
         return next(names, type(component).__name__)
+
+    def called(self, component: Any) -> str:
+        """How a message names a component: as it is written on the command line, decoder=threshold."""
+        return f"{self.kind}={self.name_of(component)}"
 
     def get(self, name: str) -> T:
         """The class of that name. Raises UnknownName."""

@@ -137,7 +137,7 @@ class ModelSpec:
 
     @property
     def moving_ids(self) -> tuple[int, ...]:
-        """The tokens that are no text but move others: delete and split; none of them, or both."""
+        """The delete and the split token, which stand for operations; empty if the model has none."""
         return tuple(token for token in (self.delete_id, self.split_id) if token is not None)
 
     @property
@@ -168,7 +168,7 @@ another (dInfer's converter); or a tensor for each of the three, with all expert
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of `ranks` processes this is, that divide the tensors of one model among them (tensor parallelism)."""
+    """The number of this process among the `ranks` that divide the tensors of one model (tensor parallelism)."""
 
     rank: int = 0
     ranks: int = 1

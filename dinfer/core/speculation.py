@@ -1,8 +1,8 @@
 """Lossless speculation: a forward evaluates the active blocks as they are, and as the next commits may leave them.
 
-Where the commits of a step lead to one of these candidates, its logits are known, so the next denoise step takes no
-forward (Spiffy; Self-Speculative Decoding, arXiv:2510.04147). Only equal tokens count as a hit. So drafts decide how
-many forwards a request takes, and never what it says.
+If the commits of a step lead to one of these candidates, its logits are known, and the next denoise step takes no
+forward (Spiffy; Self-Speculative Decoding, arXiv:2510.04147). Only equal tokens count as a hit. So drafts change how
+many forwards a request takes, and never its tokens.
 
 Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C candidates, the
 present state among them, G = C * B lanes of the forward.
@@ -19,38 +19,40 @@ from dinfer.core.commits import Commits
 from dinfer.core.kv import KVPool, PagedAttend
 from dinfer.core.protocols import Iteration, Moved, Phase, StepShape
 from dinfer.core.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.core.stats import TokenStats
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.window import span
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Why candidates could change what a recipe gives, and what to use instead; None: they cannot."""
+    """Why candidates could change the tokens of a recipe, and what to use instead; None: they cannot."""
     cache, iteration, spec = recipe.cache, recipe.iteration, recipe.model.spec
     if not cache.rewrites:
         return (
             f"runtime.speculate needs a cache that recomputes the whole window in every pass, which "
-            f"{type(cache).__name__} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
+            f"{CACHES.called(cache)} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
         )
     if iteration.scores != "block" or type(iteration).embed is not Iteration.embed:
         return (
-            f"runtime.speculate needs an iteration that feeds the model tokens alone. What {type(iteration).__name__} "
-            "feeds at masks depends on the logits of the step before. Use iteration=blockwise, or runtime.speculate=0."
+            "runtime.speculate needs an iteration that feeds the model tokens alone. What "
+            f"{ITERATIONS.called(iteration)} feeds at masks depends on the logits of the step before. Use "
+            "iteration=blockwise, or runtime.speculate=0."
         )
     if iteration.branches:
         return (
-            f"runtime.speculate and {type(iteration).__name__} both fill a forward with further states. Use "
+            f"runtime.speculate and {ITERATIONS.called(iteration)} both fill a forward with further states. Use "
             "iteration=multi_block, or runtime.speculate=0."
         )
     if recipe.decoder.verifies:
         return (
-            f"runtime.speculate has no candidates for the second pass of {type(recipe.decoder).__name__}. Use "
+            f"runtime.speculate has no candidates for the second pass of {DECODERS.called(recipe.decoder)}. Use "
             "runtime.speculate=0."
         )
     if recipe.decoder.grows:
         return (
-            f"runtime.speculate needs rows whose length stays, and {type(recipe.decoder).__name__} lengthens them. Use "
-            "another decoder, or runtime.speculate=0."
+            f"runtime.speculate needs rows whose length stays, and {DECODERS.called(recipe.decoder)} lengthens them. "
+            "Use another decoder, or runtime.speculate=0."
         )
     if spec.mask_id is None:
         return (
@@ -86,7 +88,7 @@ DRAFTED = (
 
 
 def longest_chain(count: int) -> int:
-    """How many denoise steps may follow each other on `count` candidates, if each commits a token or more."""
+    """The most denoise steps in a row that `count` candidates can serve, if each commits at least one token."""
     return max(len(ranks) for ranks in DRAFTED[:count])
 
 
@@ -103,7 +105,7 @@ class Drafts:
         return cls(token_NX, torch.full((slots, active), -1.0, device=device))
 
     def keep(self, lanes: RowCursors, stats: TokenStats, commits: Commits, moved: Moved) -> None:
-        """Takes what a step proposed where live rows are still open. Rows that moved on have no drafts."""
+        """Keeps the proposals of a step at open positions of live rows. Rows that entered a block have no drafts."""
         shape = (lanes.slot_B.shape[0], -1)
         kept_BX = commits.open_RL.view(shape) & ~moved.entered_B[:, None]
         confidence_BX = stats.confidence_RL.view(shape).float().masked_fill(~kept_BX, -1.0)
@@ -163,7 +165,7 @@ class Candidates:
         return kv.attend(lane_G, pos_GW, (start_GW, end_GW), pages, place_BW=place_GW, table_NP=table_GP)
 
     def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
-        """The lanes after a step; those are live whose state is a candidate. And which one it is. int64 [B]"""
+        """The lanes after a step, live where the state is a candidate, and which one it is. int64 [B]"""
         lanes = canvas.lanes(self.slot_B, phase)
         tokens_BX = canvas.gather(self.slot_B, self.pos_BX)[0]
         same_CB = ((tokens_BX == self.states_CBX) | (self.pos_BX < 0)).all(-1)

@@ -156,8 +156,8 @@ class BatchState:
     def block_rows(self, slot_B: Tensor, block_B: Tensor, blocks: int) -> Tensor:
         """Where the decoder's state of each active block is. int64 [R]
 
-        A slot's rows are a ring: a block keeps its row while it is active, and one that enters takes that of one that
-        left. So nothing is copied when blocks move. Where there is no such state, nobody looks there.
+        A slot's rows are a ring: a block keeps its row while it is active, and a new block takes the row of one that
+        left. So nothing is copied when blocks move.
         """
         if blocks == 1 or not self.decoder.rows:
             return slot_B

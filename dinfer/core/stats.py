@@ -1,4 +1,4 @@
-"""What a step knows of the logits: the statistics that decoders read, and what a sampler draws tokens by. Plain data.
+"""The statistics of logits that decoders read, and the data by which a sampler draws tokens.
 
 Shape suffixes: R rows of blocks, L block length, V vocabulary.
 """

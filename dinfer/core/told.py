@@ -1,4 +1,4 @@
-"""What steps tell of the tokens they propose and write, for requests that ask: drafts, and log-probabilities.
+"""Drafts and log-probabilities of the tokens that steps propose and write, for requests that ask for them.
 
 Shape suffixes: N slots, S canvas length, R rows of blocks, L block length, V vocabulary, X positions of active blocks.
 """
@@ -23,7 +23,7 @@ ROWS = 8  # whose log-probabilities are computed at a time: they take the memory
 
 
 class Told(IntEnum):
-    """What some row of a step is told. Each includes those before."""
+    """What some row of a step asks for. Each level includes those before."""
 
     NOTHING = 0
     DRAFTS = 1

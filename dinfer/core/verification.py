@@ -2,8 +2,8 @@
 
 The draft is what the block's pass proposes for its masks. The verification computes the block twice: filled with the
 draft, and as masks at the same positions. A token sees what stands before it, a mask the tokens before its position and
-itself. That is what a model of block size 1 sees, so one pass gives the model's word on every token of the draft, each
-in sight of those before it.
+itself. That is what a model of block size 1 sees. So one pass gives the logits of every token of the draft, given the
+tokens before it.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from dinfer.kernels.window import span
 
 
 def postpone(canvas: Canvas, lanes: RowCursors, verify_B: Tensor, *, refreshed: bool) -> None:
-    """Counts the step in live lanes whose draft is to be verified, and leaves them out of what is left of it."""
+    """Counts the step in live lanes whose draft is to be verified, and takes them out of the rest of the step."""
     waits_B = lanes.live_B & verify_B
     canvas.store(
         replace(

@@ -21,7 +21,7 @@ from dinfer.distributed.channel import Channel
 from dinfer.distributed.interrupts import uninterrupted
 from dinfer.distributed.motion import BEAT, SILENT, STILL, Motion
 
-START = 120.0  # seconds in which every rank says that it is there
+START = 120.0  # seconds in which a rank that torchrun has started says that it is there; it may load torch first
 FAREWELL = 5.0  # seconds in which ranks that are told to end do so
 STUCK = 5.0  # seconds after a failure from which on rank 0 itself cannot go on: it waits for its device
 TICK = 0.2  # seconds between two looks at the other ranks
@@ -78,7 +78,7 @@ class Leader:
             try:
                 started.wait()
                 publish(str(path))
-                self._accept(listener)
+                self._accept(listener, START if command is None else SILENT)
             except BaseException:
                 self.close()
                 raise
@@ -208,15 +208,15 @@ class Leader:
             with suppress(subprocess.TimeoutExpired):  # it hangs in a driver, and ends as soon as that lets it
                 child.wait(FAREWELL)
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Takes the two connections of each rank."""
+    def _accept(self, listener: socket.socket, patience: float) -> None:
+        """Takes the two connections of each rank. All are made within `patience` seconds, or this fails."""
         listener.settimeout(TICK)
-        limit = time.monotonic() + START
+        limit = time.monotonic() + patience
         while len(self._told) + len(self._watch) < 2 * len(self._others):
             self.check()
             if time.monotonic() > limit:
                 missing = min({*self._others} - (self._told.keys() & self._watch.keys()))
-                self.fail(f"rank {missing} has not started within {START:.0f} s")
+                self.fail(f"{self._named(missing)} has not started within {patience:.0f} s")
             with suppress(TimeoutError):
                 made = listener.accept()[0]
                 made.settimeout(None)

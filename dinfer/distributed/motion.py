@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 BEAT = 1.0  # seconds between two signs of life
-SILENT = 25.0  # seconds without any sign of life after which a process counts as hung
+SILENT = 20.0  # seconds without any sign of life after which a process counts as hung
 STILL = 20.0  # seconds without a move, of every rank that works, after which the slowest counts as hung
 
 

@@ -1,4 +1,4 @@
-"""An engine for asyncio: any number of callers, each of whom sees his own request."""
+"""An engine for asyncio: any number of callers, each of which sees the updates of its own request."""
 
 import asyncio
 import time
@@ -19,14 +19,14 @@ NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles ker
 
 
 class EngineHung(RuntimeError):
-    """A round does not end. Nothing can be asked of the engine any more, and its thread cannot be stopped."""
+    """A round does not end. The engine can do nothing more, and its thread cannot be stopped."""
 
 
 class AsyncEngine:
     """Runs rounds in a thread while there are requests, so the event loop is never blocked. One event loop at a time.
 
-    Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that concerned no
-    request, or of a device that has failed: the engine cannot be relied on.
+    Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that belongs to no
+    request, or of a failed device. The engine then cannot be relied on.
     """
 
     def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
@@ -46,10 +46,10 @@ class AsyncEngine:
         """The request after each of its steps, the last time with its completion.
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
-        snapshots, steps come together: an update is the last of several steps, and has the new output of all. They are
-        the steps of `PAUSE` seconds for each caller. With drafts they are those of one region, in `FRAME_PAUSE` seconds
-        for each caller and at least `FRAME`.
-        `deadline`, by the event loop's clock: when to give the request up.
+        snapshots, one update stands for several steps: it is that of the last step, with the new output of all. These
+        are the steps of `PAUSE` seconds for each caller. With drafts they are the steps in one region, of
+        `FRAME_PAUSE` seconds for each caller and at least `FRAME`.
+        `deadline`: the time of the event loop's clock at which the request is given up.
 
         A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
         request: its slot and pages are free. Raises ValueError for a request that can never run, TimeoutError at the
@@ -79,7 +79,7 @@ class AsyncEngine:
             self.engine.cancel(index)
 
     async def probe(self) -> None:
-        """Notes a failure if the device does not answer any more."""
+        """Notes a failure if the device no longer answers."""
         if self.failure is not None:
             return
         try:
@@ -104,7 +104,7 @@ class AsyncEngine:
             await self._turns.run(lambda: self._rounds(loop))
 
     def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs rounds until nothing is to do or another engine wants the thread. No round waits for the event loop."""
+        """Runs rounds until no work is left or another engine wants the thread. No round waits for the event loop."""
         began = now = time.perf_counter()
         try:
             while self.callers and self.engine.busy and not (self._turns.wanted and now - began > SHIFT):
@@ -151,7 +151,7 @@ class _Caller:
         self._due = 0.0  # when the caller wants the next update
 
     def tell(self, update: Update | BaseException) -> None:
-        """Keeps an update. An end is told at once, all else with the next `wake`."""
+        """Keeps an update. The caller gets the last one at once, and others with the next `wake`."""
         if isinstance(update, Update) and update.completion is None and update.error is None:
             if self._every_step or self._drafts or update.new:
                 self._updates.append(update)

@@ -1,4 +1,4 @@
-"""The rows that run, and their place on the device: slots, pages, and the state of every component."""
+"""The rows that run, with their slots, their pages and the state of every component."""
 
 import time
 from itertools import accumulate

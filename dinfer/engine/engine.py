@@ -1,8 +1,8 @@
-"""Takes requests, runs them together, and gives out what becomes of each.
+"""Takes requests, runs them together, and returns updates of each.
 
-Requests enter and leave between steps. A round admits the requests that there is room for, launches the steps that the
-scheduler plans, and reads one small tensor of cursors. All else stays on the device. With CUDA graphs the next round is
-launched as soon as the cursors are there, so that it overlaps whatever the host does with the last one.
+Requests enter and leave between steps. A round admits the requests that fit, launches the steps that the scheduler
+plans, and reads one small tensor of cursors. All else stays on the device. With CUDA graphs the next round is launched
+as soon as the cursors are there, so that it overlaps the host's work on the last one.
 """
 
 import threading
@@ -26,13 +26,13 @@ from dinfer.kernels.dispatch import on_device
 
 
 class Engine:
-    """Runs requests through one recipe, as many at a time as there is room for; the others wait their turn.
+    """Runs requests through one recipe, as many at a time as there is room for; the others wait.
 
     `run` takes a list of requests. A server calls `add` at any time, `step` while the engine is `busy`, and `cancel`.
-    Any thread may call any of them: one thread at a time runs a round, for the requests of all, and the others wait
-    for what it brings them.
+    Any thread may call these. One thread at a time runs a round for the requests of all, and the others wait for its
+    updates.
 
-    What becomes of a request depends on nothing but itself. An error that concerns one request ends that request. An
+    The result of a request depends on that request alone. An error that concerns one request ends that request. An
     error of a whole step, such as one that the model raises, ends the requests of that step.
 
     Without `runtime.max_length` memory is allocated on first use. It grows when nothing runs: a request that is longer
@@ -40,7 +40,7 @@ class Engine:
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, *, plain: Recipe | None = None) -> None:
-        """`plain`: the recipe without parts that only watch it; other ranks run that. None: there are none such."""
+        """`plain`: the recipe for other ranks, if `recipe` has parts that only watch it; None: it has none."""
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why no request can run any more: another rank of the model has failed."""
+        """The failure of another rank of the model, after which no request can run; None: there is none."""
         return self.loop.worker.failure
 
     @property
@@ -82,7 +82,7 @@ class Engine:
         return self.loop.busy or bool(self._inbox)
 
     def occupancy(self) -> dict[str, int]:
-        """How much is taken: requests that wait and run, pages of keys and values in all and free."""
+        """Requests that wait and run, and pages of keys and values, in all and free."""
         batch, waiting = self.loop.batch, len(self.loop.waiting)
         if batch is None:
             return {"waiting": waiting, "running": 0, "pages": 0, "pages_free": 0}
@@ -140,7 +140,7 @@ class Engine:
     def step(self) -> list[Update]:
         """One round: every row that is ready takes a step, and waiting requests enter.
 
-        Returns what became of the requests that were added. One that fails has its `error` there and leaves.
+        Returns updates of the requests that were added. The update of a request that fails has its `error`.
         """
         self._advance(self._inbox)
         with self._turn:

@@ -1,4 +1,4 @@
-"""The worker of rank 0, which tells the workers of the other ranks all that it does; and how components are told."""
+"""The worker of rank 0, which tells the workers of the other ranks all that it does; components as messages."""
 
 import importlib
 import time
@@ -92,7 +92,7 @@ class LeadingWorker(Worker):
 
 
 def model_number(leader: Leader, recipe: Recipe) -> int:
-    """By which number all ranks know the model of a recipe. Raises RankFailed if they have ended since."""
+    """The number by which all ranks know the model of a recipe. Raises RankFailed if they have ended."""
     leader.check()
     known = (number for number, ranks in leader.models.items() if ranks is recipe.ranks)
     if (number := next(known, None)) is None:
@@ -101,7 +101,7 @@ def model_number(leader: Leader, recipe: Recipe) -> int:
 
 
 def spelled(component: Any) -> dict[str, Any]:
-    """A component as other processes are told of it: where its class is, and its options. ValueError if there is none.
+    """A component as a message: where its class is, and its options. ValueError if it cannot be imported.
 
     No code travels: the other process imports the module, as this one did.
     """

@@ -1,4 +1,4 @@
-"""Rounds of steps: admit requests, launch what the scheduler plans, take over where it leaves them. One thread."""
+"""Rounds of steps: admit requests, launch the planned steps, read where they leave the rows. One thread."""
 
 import logging
 import traceback
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Loop:
     """The requests that wait, the batch that runs, and the updates of both.
 
-    An error in what is done for one request ends that request. An error in a step ends the requests of that step.
+    An error in work for one request ends that request. An error in a step ends the requests of that step.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -135,7 +135,7 @@ class Loop:
         return launched
 
     def _take(self) -> None:
-        """Waits for the oldest round, and takes over where it has left its rows."""
+        """Waits for the oldest round, and reads where it has left its rows."""
         if self.batch is None or not self._flights:
             return
         try:
@@ -153,7 +153,7 @@ class Loop:
         self.scheduler.observe(rows, [] if clock is None else clock.read())
 
     def _move(self, seen: Seen, row: Row) -> None:
-        """Takes over where a round has left a row, if that is still there. Raises why it cannot go on."""
+        """Notes where a round has left a row, if that still runs. Raises the reason why it cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
         moved = row.advance(Cursors._make(seen.cursors_NC[row.slot]))
@@ -182,7 +182,7 @@ class Loop:
         self._each(rows, self.batch.leave)
 
     def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
-        """Does some work for each row. An error ends the row that it comes from."""
+        """Does some work for each row. An error ends that row alone."""
         for row in rows:
             try:
                 work(row)
@@ -190,7 +190,7 @@ class Loop:
                 self._blame([row], error)
 
     def _blame(self, rows: Iterable[Row], error: BaseException) -> None:
-        """Ends rows with an error. What is no error but an interrupt, within a step, is raised again."""
+        """Ends rows with an error. An interrupt within a step is raised again."""
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of a forward that ran out of memory
         for row in rows:
             if row.error is None:

@@ -34,7 +34,7 @@ def common(some: Sequence[Key], others: Sequence[Key]) -> int:
 
 
 class PageAllocator:
-    """Hands out pages. A page may have several owners, and is free again when the last one releases it.
+    """Gives out pages. A page may have several owners, and is free again when the last one releases it.
 
     A page that holds the keys of a prompt can be published. A request whose prompt begins alike may share it, also
     after its last owner released it, until it is handed out again. The least recently used page goes first.

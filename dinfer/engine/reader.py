@@ -1,4 +1,4 @@
-"""Reads what the host needs to know of every slot: the one place where the host waits for the device."""
+"""Reads the cursors of every slot: the one place where the host waits for the device."""
 
 from collections import deque
 from typing import NamedTuple

@@ -86,13 +86,13 @@ class Request:
 
 
 def whole(request: Request) -> Request:
-    """The same with its spare positions in the answer: for those who look at the canvas."""
+    """The request with its spare positions in the answer, for callers that look at the canvas."""
     return replace(request, new_tokens=request.new_tokens + request.spare, spare=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a request cost and yielded. Prompt, padding and everything from the first stop token on never count."""
+    """The cost and the yield of a request. Prompt, padding and all tokens from the first stop token on do not count."""
 
     forwards: int  # NFE: forwards this request took part in
     prefills: int  # of these, passes that only computed keys: of the prompt, or of a finished block
@@ -138,8 +138,8 @@ class Update:
 
     @property
     def drafts(self) -> list[tuple[int, float, bool]]:
-        """Of each position of `region`: the token that stands there or was proposed last, -1 before any was, the
-        probability at which it was, and whether it stands there. Empty unless drafts are asked for."""
+        """For each position of `region`: the token that stands there or was proposed last (-1: none was), its
+        probability then, and whether it stands there. Empty unless drafts are asked for."""
         pairs = zip(self.active or [], self.offers or [], strict=True)
         return [
             (offer // LEVELS if token < 0 else token, max(offer, 0) % LEVELS / (LEVELS - 1), token >= 0)

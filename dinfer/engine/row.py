@@ -80,7 +80,7 @@ class Row:
         return self.open_before[self.cursors.end] - self.cursors.committed
 
     def advance(self, now: Cursors) -> bool:
-        """Takes the cursors after a step that was launched for the row. False: the step left the row as it was."""
+        """Takes the cursors after a step that was launched for the row. False: the step did not change the row."""
         old, gained = self.cursors, now.committed - self.cursors.committed
         self.idle += 1
         if now.forwards == old.forwards:
@@ -94,7 +94,7 @@ class Row:
         return True
 
     def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
-        """Why the row cannot go on after its last step; None: it can."""
+        """Why the row cannot continue after its last step; None: it can."""
         if (self.cursors.phase in ACTIVE and self.idle < STALL_LIMIT) or self.cursors.phase == Phase.IDLE:
             return None
         step, block = self.cursors.forwards, f"block at positions {self.before.start} to {self.before.end - 1}"
@@ -160,7 +160,7 @@ class Row:
         return [at for at, masked in enumerate(self.request.masked) if masked][first : first + count]
 
     def _settle(self, recipe: Recipe) -> list[int]:
-        """The output that no later step changes, from where the last call has ended. Not for a row that is done."""
+        """The output that no later step changes, beyond that of earlier calls. Not for a row that is done."""
         whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
         end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
         while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:

@@ -3,7 +3,8 @@
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +21,8 @@ from dinfer.engine.clock import StepClock
 from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
 
+WORTH = 32  # launches of a shape that pay for its capture, though a larger one could stand in
+SPARE = 1.5  # times as many positions may a shape compute that stands in for another
 SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
@@ -37,8 +40,9 @@ class Runner:
     """Runs steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
 
     A shape runs eagerly the first time and is captured the second time, so what is needed once, such as the width of
-    some prompt, costs no capture. All graphs share one memory pool. A step that cannot be captured, because a component
-    waits for the device, always runs eagerly, and a warning says why.
+    some prompt, costs no capture. A capture takes as long as many steps. So where a captured shape is hardly larger, it
+    stands in until the other one has come up `WORTH` times. All graphs share one memory pool. A step that cannot be
+    captured, because a component waits for the device, always runs eagerly, and a warning says why.
     """
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
@@ -49,12 +53,12 @@ class Runner:
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
         self.meeting: StepShape | None = None  # a shape that is launched the first time, or captured, at this moment
-        self._seen: set[StepShape] = set()
+        self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
 
     def open(self, state: BatchState | None) -> None:
-        """Runs the steps of this state from now on. Graphs of the last one are gone. None: its memory is free."""
+        """Runs the steps of this state from now on, and drops the graphs of the last one. None: there is no state."""
         self.state, self._pool = state, None
         for held in (self.refused, self._seen, self._captured):
             held.clear()
@@ -73,6 +77,8 @@ class Runner:
         kv, canvas = self.state.kv, self.state.canvas
         asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         shape = kind if self.graphs else asked
+        if self.graphs and kind not in self._captured and self._seen[kind] < WORTH:
+            shape = stand_in(kind, self._captured)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
@@ -85,7 +91,7 @@ class Runner:
                     self._run(self.state, shape, lanes)
             finally:
                 self.meeting = None
-                self._seen.add(kind)  # buckets, since there are far more shapes: a server would collect them for ever
+                self._seen[kind] += 1  # buckets, since there are far more shapes: a server would collect them for ever
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -156,6 +162,24 @@ def _no_waiting() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
     if waits:
         raise RuntimeError(waits[0])
+
+
+def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:
+    """The smallest captured shape that has room for a step of this one and is hardly larger; else the shape itself."""
+    most = SPARE * shape.lanes * shape.width
+    able = [other for other in captured if other.lanes * other.width <= most and holds(other, shape)]
+    return min(able, key=lambda other: (other.lanes * other.width, other.pages), default=shape)
+
+
+def holds(other: StepShape, shape: StepShape) -> bool:
+    """Whether a step of the other shape does all that one of this shape does, for the same rows."""
+    if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
+        return False
+    if shape.settles and other.width != shape.width:  # the width says which rows decode
+        return False
+    scores = other.scored == 0 or 0 < shape.scored <= other.scored
+    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored)
+    return scores and same == shape
 
 
 @lru_cache(maxsize=4096)

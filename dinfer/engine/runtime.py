@@ -8,7 +8,7 @@ from dinfer.core.speculation import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES = 8  # where `speculate` is auto, at most
+AUTO_CANDIDATES = 7  # where `speculate` is auto, at most
 LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
 
 

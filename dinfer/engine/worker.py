@@ -1,7 +1,7 @@
-"""What one rank does for an engine: it owns the state of a batch on its device, and changes it as it is told.
+"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it as it is told.
 
-A worker decides nothing and reads nothing back. So each rank of tensor parallelism has one, and all of them go through
-the same states if they are told the same (`dinfer.engine.leading`).
+A worker decides nothing and reads nothing back. Each rank of tensor parallelism has one. All of them go through the
+same states, because they are told the same (`dinfer.engine.leading`).
 """
 
 import os
@@ -101,7 +101,7 @@ class Worker:
         self.runner.launch(shape, slots)
 
     def compare_ranks(self) -> None:
-        """Raises RuntimeError where a rank's cursors or tokens are not those of rank 0. Waits for the device."""
+        """Raises RuntimeError if a rank's cursors or tokens differ from those of rank 0. Waits for the device."""
         canvas, ranks = self.state.canvas, self.recipe.ranks
         for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
             all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
@@ -111,7 +111,7 @@ class Worker:
                 raise RuntimeError(f"rank {rank} has other {name} in slot {slot} than rank 0: the ranks have parted")
 
     def working(self) -> AbstractContextManager[object]:
-        """What a thread is in while it runs a round."""
+        """The context in which a thread runs a round."""
         return nullcontext()
 
     def event(self) -> torch.cuda.Event | None:

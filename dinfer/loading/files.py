@@ -35,7 +35,7 @@ def read_object(path: SmallFile) -> dict[str, Any]:
 
 
 def refuse(problems: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if there are any problems: `what`, and the first twenty of them."""
+    """Raises CheckpointError if there are any problems, with `what` and the first twenty of them."""
     if problems:
         shown = "\n  ".join(sorted(problems)[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: in the box, in a folder, or on the Hugging Face hub. Imports no torch, so errors come soon."""
+"""Finds a checkpoint: in the package, in a folder or on the Hugging Face hub. Without torch, so errors come soon."""
 
 import socket
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minut
 
 
 def boxed(needed: str = "config.json") -> list[str]:
-    """Names of the models that come inside the package, or of the adapters: whatever has the file `needed`."""
+    """Names of the models in the package; with `needed` set to an adapter's file, of the adapters."""
     folder = resources.files("dinfer") / "demo" / "checkpoints"
     if not folder.is_dir():
         return []
@@ -84,7 +84,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def reachable(url: str) -> bool:
-    """Whether the host of a URL takes connections; with a proxy, that is for the proxy to say."""
+    """Whether the host of a URL takes connections. With a proxy this is True, since the proxy will say."""
     if getproxies():
         return True
     where, answers = urlsplit(url), Queue[bool]()

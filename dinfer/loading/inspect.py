@@ -1,6 +1,6 @@
-"""What the small files of a checkpoint say, without its weights: what the model is, and whether it would load.
+"""Says what a checkpoint is and whether it loads, from its small files, without its weights.
 
-All of it comes from the functions that load a checkpoint. Only the values of tensors are not read.
+It calls the functions that load a checkpoint, and reads all but the values of tensors.
 """
 
 import math
@@ -61,7 +61,7 @@ class Token:
 
 @dataclass(slots=True)
 class Inspection:
-    """What the files say of a checkpoint; None and empty where they are silent."""
+    """What the files say of a checkpoint; None or empty where they do not say."""
 
     folder: Path  # or a GGUF file
     files: Folder | None = None  # the small files; None: they cannot be read

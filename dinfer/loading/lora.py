@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's format (arXiv:2106.09685), merged into the weights as these are read.
 
-A merged model costs nothing more than its base; D2F publishes its models so (arXiv:2508.09192).
+A merged model costs as much as its base. D2F publishes its models as adapters (arXiv:2508.09192).
 """
 
 import math

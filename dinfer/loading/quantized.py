@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are rounded: which tensors are scales, and what of it the network can hold as it is.
+"""Checkpoints whose weights are rounded: which tensors are scales, and which weights the network can hold as they are.
 
 Read are weights in 8 bits with a scale for each tensor, each output, or each block of a matrix: `quant_method` "fp8"
 (transformers' FineGrainedFP8Config, vLLM) and "compressed-tensors" (llm-compressor). A weight is its values times its

@@ -37,7 +37,7 @@ class Rounding:
         return self.whole[name]
 
     def filled(self, name: str) -> None:
-        """Says that one more part is there. The last one has the weight rounded.
+        """Notes that one more part is there. The last one rounds the weight.
 
         Raises ValueError for a weight that cannot be rounded so.
         """

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.token_ids",
     },
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
-    "core.speculation": CORE | {"core.commits", "core.recipe", "core.kv"},
+    "core.speculation": CORE | {"core.commits", "core.recipe", "core.registry", "core.kv"},
     "core.state": {
         "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
         "core.branches",

@@ -61,6 +61,7 @@ class Program:
 
 def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
     """Sends a signal to a rank. The others end in time, and rank 0 says which it was."""
+    ranks: list[int] = []
     try:
         ranks = program.ranks(stage)
         os.kill(ranks[victim], by)
@@ -68,8 +69,11 @@ def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
         assert until(lambda: not any(map(runs, others)))
     finally:
         program.process.kill()
-        _, errors = program.process.communicate()
-    assert until(lambda: not any(map(runs, ranks)), 2)
+        ended = until(lambda: not any(map(runs, ranks)), 2)
+        for process in filter(runs, ranks):  # one that is left would keep the pipes open
+            os.kill(process, signal.SIGKILL)
+        _, errors = program.process.communicate(timeout=LIMIT)
+    assert ended
     if victim:
         assert program.process.returncode == 1
         assert errors.count(f"RankFailed: rank {victim} (process {ranks[victim]})") == 1

@@ -29,7 +29,7 @@ from dinfer.core.spec import ExpertSpec
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.engine.row import Need
-from dinfer.engine.runner import bucket
+from dinfer.engine.runner import SPARE, bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
 
 POISON = 37
@@ -354,6 +354,22 @@ def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: 
     lanes = [bucket(shape, 16, 128, 2048, 40).lanes for shape in shapes]
     assert all(n <= got <= n * (1 + padding) for n, got in enumerate(lanes, 1))
     assert len({*lanes}) <= 6
+
+
+def test_a_captured_shape_stands_in_where_it_does_the_same_and_hardly_more() -> None:
+    shape = StepShape(Phase.WINDOW, 16, 32, 1, 32, 8, scored=64)
+    able = [dataclasses.replace(shape, **more) for more in ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"scored": 0})]
+    assert all(holds(other, shape) and not holds(shape, other) for other in able)
+    unable = [
+        dataclasses.replace(shape, **other)
+        for other in ({"lanes": 8, "width": 64}, {"scored": 32}, {"sampled": True}, {"phase": Phase.FULL}, {"told": 1})
+    ]
+    assert not any(holds(other, shape) for other in unable)
+    assert stand_in(shape, unable) == shape
+    assert stand_in(shape, [able[0], able[2]]) == able[2]
+    assert stand_in(shape, [dataclasses.replace(shape, lanes=int(16 * SPARE) + 1)]) == shape
+    narrow = dataclasses.replace(shape, settles=True)
+    assert not holds(dataclasses.replace(narrow, width=40), narrow), "wider rows would decode"
 
 
 def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:

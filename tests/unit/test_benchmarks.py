@@ -12,7 +12,7 @@ import torch
 from support.command_line import write_checkpoint
 
 import dinfer.kernels
-from benchmarks import dataset, open_blocks, parts, single, step, throughput
+from benchmarks import dataset, goals, open_blocks, parts, single, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -275,6 +275,11 @@ def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> Non
     found = json.loads(out.read_text())
     assert found["setting"]["spread"] and found["runs"][0]["requests"] == 2
     assert found["setting"]["quantize"] == "int8"
+    run = found["runs"][0]
+    assert run["limit"]["tokens_per_s"] > run["tokens_per_s"] and 0 < run["limit"]["prefill"]["share"] < 1
+    for row in goals.ROWS.values():  # every row is a run that throughput takes, and has its figure
+        throughput.arguments(goals.line(row, dry=True))
+        goals.figure(row, found)
     with pytest.raises(SystemExit):
         throughput.main(["--spread", "--model", "tiny"])
 

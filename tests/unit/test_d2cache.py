@@ -104,8 +104,8 @@ def test_a_share_bounds_what_a_step_computes() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"decoder": "entropy_bound"}, "leaves masks out, and EntropyBound"),
-        ({"decoder": "credit"}, "leaves masks out, and Credit"),
+        ({"decoder": "entropy_bound"}, "leaves masks out, and decoder=entropy_bound"),
+        ({"decoder": "credit"}, "leaves masks out, and decoder=credit"),
         ({"decoder": "joint_threshold"}, "judges decoded tokens"),
         ({"model": tiny_model("block_causal")}, "causal between blocks"),
     ],

@@ -146,7 +146,9 @@ def test_a_block_opens_only_once_the_last_one_is_stable() -> None:
 
 
 def test_stability_needs_a_decoder_that_edits() -> None:
-    with pytest.raises(IncompatibleRecipe, match=r"Threshold never looks at decoded tokens. Use iteration.stable_at=0"):
+    with pytest.raises(
+        IncompatibleRecipe, match=r"decoder=threshold never looks at decoded tokens. Use iteration.stable_at=0"
+    ):
         multi(tiny_model(), stable_at=0.5)
 
 

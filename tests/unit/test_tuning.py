@@ -92,6 +92,21 @@ def test_recipes_that_do_not_compose_are_said_and_passed_over() -> None:
         list(tune(Scripted(), {"cache": {"name": ["block"]}, "decoder": SPACE["decoder"]}, REFERENCE, trials=2))
 
 
+def test_the_search_turns_away_from_what_is_refused() -> None:
+    """Three quarters of this space are refused. A sampler that does not learn it spends its tries there."""
+
+    class Picky(Scripted):
+        def __call__(self, parts: Parts, split: Split) -> Measured:
+            if parts["iteration"].get("align") or parts["iteration"]["block"] > 32:
+                raise IncompatibleRecipe("iteration.align=true does not fit")
+            return super().__call__(parts, split)
+
+    iteration = {"name": ["blockwise", "multi_block"], "block": [8, 16, 32, 64], "align": [False, True]}
+    space = SPACE | {"iteration": iteration | {"blocks": [2, 4]}}
+    *_, found = tune(Picky(), space, REFERENCE, trials=40, goal="tpf", max_drop=100.0, seed=1)
+    assert isinstance(found, Found) and found.calibration.speed == 5.0  # four blocks, the lowest threshold, a cache
+
+
 def test_what_fails_on_held_out_problems_is_not_found() -> None:
     """Held out, the knee lies higher: the fastest candidates fail, and no more than `verify` are looked at."""
     with pytest.raises(NothingFound, match=r"the 2 fastest recipes keep the accuracy .* but not on the held-out ones"):

@@ -31,6 +31,9 @@ class Run {
     this.run = run;
     this.first = run.masked.length ? run.masked[0] : 0;
     this.open = new Set(run.masked);
+    // With several blocks open, what the forwards are counted by is the region that they span together.
+    const shared = run.blocks.some((block, i) => i > 0 && block.region[0] < run.blocks[i - 1].region[1]);
+    this.region = shared ? "active region" : "block";
     this.known = new Map(); // position -> {token, forward, edited} after `now` forwards
     this.confident = new Map(); // "forward:position" -> [token offered, its confidence]
     for (const step of run.steps)
@@ -61,7 +64,7 @@ class Run {
     const sample = (classes, text, words) => make("span", {}, make("span", { class: `cell ${classes}` }, text), ` ${words}`);
     this.ramp = make("span", {});
     return make("p", { class: "legend" }, sample("masked", "░", "masked"), sample("fresh", "ab", "committed by this forward"),
-      sample("computed", "ab", "computed"), sample("active", "ab", "active block"), sample("stop", "■", "stop token"), this.ramp);
+      sample("computed", "ab", "computed"), sample("active", "ab", `active ${this.region === "block" ? "block" : "blocks"}`), sample("stop", "■", "stop token"), this.ramp);
   }
 
   piece(token) {
@@ -185,7 +188,7 @@ class Run {
     if (ended) return [`Finished after ${count(this.run.steps.length, "forward")}. ${decoded}`];
     const pill = make("span", { class: `phase ${step.phase}` }, step.refresh ? "cache refresh" : PASSES[step.phase]);
     const again = step.remasked.length ? `, ${step.remasked.length} masked again` : "";
-    return [pill, ` Computed ${width(step.computed)} of ${this.run.length} positions, block ${step.block}. ` +
+    return [pill, ` Computed ${width(step.computed)} of ${this.run.length} positions, ${this.region} ${step.block}. ` +
       `${count(step.commits.length, "token")} committed${again}. ${decoded}`];
   }
 
@@ -262,8 +265,8 @@ class Run {
       make("td", { class: "bar", "aria-hidden": "true" }, bar)));
     }
     this.blockRows = body.children;
-    return make("div", {}, make("h3", {}, "Forwards (NFE) of each block"),
-      this.tableOf(["block", "positions", "NFE", "refreshes", "commits", ""], body));
+    return make("div", {}, make("h3", {}, `Forwards (NFE) of each ${this.region}`),
+      this.tableOf([this.region, "positions", "NFE", "refreshes", "commits", ""], body));
   }
 
   table() {
@@ -279,7 +282,7 @@ class Run {
       body.append(row);
     }
     this.stepRows = body.children;
-    const table = this.tableOf(["forward", "pass", "block", "computed", "confidence", "committed"], body);
+    const table = this.tableOf(["forward", "pass", this.region, "computed", "confidence", "committed"], body);
     return make("details", {}, make("summary", {}, "All forwards as a table"), make("div", { class: "steps", tabindex: "0",
       role: "region", "aria-label": `Forwards of ${this.run.name}` }, table));
   }

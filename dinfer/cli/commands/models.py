@@ -2,10 +2,10 @@
 
 usage: dinfer models [family ...] [--json]
 
-For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
-publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
-`dinfer inspect NAME_OR_FOLDER` says whether it does.
+Shows the size of each checkpoint, its mask and end tokens, its attention, and the arguments that run it as its authors
+publish: `dinfer generate "A question" model=llada2_mini`. You may override any of them: `decoder.threshold=0.9`. Other
+checkpoints of these families load as well: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
+`dinfer inspect NAME_OR_FOLDER` says whether one does.
 """
 
 import json

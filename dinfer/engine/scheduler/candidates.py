@@ -4,10 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-CHOICES = (0, 2, 4, 8)
-# Steps that follow a forward without one of their own: the mean over the recipes of benchmarks/speculation.py. It
-# counts as what WEIGHT forwards have shown; what the requests show is added to it.
-EXPECTED = {0: 0.0, 2: 0.37, 4: 0.47, 8: 0.57}
+from dinfer.engine.runtime import AUTO_CANDIDATES
+
+# Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
+# H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
+FILLED = (64, 128, 192, 256, 384, 512)
+# Steps that follow a forward without one of their own, by candidates: the mean over the recipes of
+# benchmarks/speculation.py for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT forwards have
+# shown; what the requests show is added to it.
+EXPECTED = (0.0, 0.29, 0.37, 0.42, 0.47, 0.50, 0.53, 0.55, 0.57)
 WEIGHT = 64
 BELIEVED = 3  # measured steps from which on a time is believed
 KEPT = 9  # of which the median is taken
@@ -25,12 +30,16 @@ class CandidateChoice:
 
     def pick(self, rows: int, width: int) -> int:
         """The number of candidates for a step of so many rows, each with `width` positions."""
-        most = WORTH * self.free // (rows * width) - 1
-        able = [count for count in CHOICES if count <= max(most, 0)]
+        able = self.choices(rows * width)
         for count in able:
             if len(self.times.get((rows, width, count), ())) < BELIEVED and len(able) > 1:
                 return count
         return max(able, key=lambda count: self.speed(rows, width, count)) if len(able) > 1 else 0
+
+    def choices(self, positions: int) -> list[int]:
+        """The numbers of candidates that a step of so many positions without them tries: none, and what fills tiles."""
+        filled = (min(size // positions - 1, AUTO_CANDIDATES) for size in FILLED if size <= WORTH * self.free)
+        return sorted({0, *(count for count in filled if count > 0)})
 
     def speed(self, rows: int, width: int, count: int) -> float:
         """Denoise steps a second."""

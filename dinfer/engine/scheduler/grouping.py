@@ -24,7 +24,7 @@ class Group:
 
 
 def free_positions(spec: ModelSpec) -> int:
-    """Positions that take as long as one more step. Many where a token uses few of the weights that a step reads."""
+    """The number of positions that takes as long as one more step. It is high if a token uses few of the weights."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if (experts := spec.experts) is None:
         return FREE

@@ -1,6 +1,6 @@
-"""Whether a step is launched once more before the host knows where it leaves its rows. Host side.
+"""Whether to launch a step once more before the host knows where the last one leaves its rows. Host side.
 
-The device then need not wait for the host between two steps. A step leaves rows as they are that it does not fit, so a
+Then the device need not wait for the host between two steps. A step does not change rows that it does not fit, so a
 wrong guess changes no token. It costs the time of a step.
 """
 

@@ -46,9 +46,9 @@ class Scheduler:
     def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
         """The steps of the next round, for rows in order of admission that have been through `update`.
 
-        `in_flight`: a round is under way, and where it leaves the rows is not known. Then these are its steps once
-        more, if they will most likely be needed, else none. A step leaves rows as they are that it does not fit, so a
-        wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
+        `in_flight`: a round is under way, and the host does not know yet where it leaves the rows. Then the plan is to
+        repeat its steps if they will most likely be needed, else none. A step does not change rows that it does not
+        fit, so a wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
         """
         self._repeatable = in_flight and self._repeats(rows)
         if in_flight:
@@ -77,7 +77,7 @@ class Scheduler:
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
 
     def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
-        """Learns where a round has left its rows, and what steps took, in seconds."""
+        """Learns where a round has left its rows, and how long steps took, in seconds."""
         for shape, seconds in measured:
             if shape.phase == deciding(self.recipe) and not shape.settles:
                 self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
