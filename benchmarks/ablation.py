@@ -57,6 +57,7 @@ class Case:
     prompt: int = 128
     new: int = 64
     options: dict[str, Any] = field(default_factory=dict)
+    decoder: str = "threshold"
 
 
 CASES = {
@@ -67,9 +68,12 @@ CASES = {
     "llada-8b-int4": Case("llada-8b", "int4"),
     "llada2-mini": Case("llada2-mini", prompt=384),
     "llada2-mini-64": Case("llada2-mini", rows=64, requests=96, prompt=384),
+    "llada2-mini-joint": Case("llada2-mini", prompt=384, decoder="joint_threshold"),
+    "llada2-mini-fixed": Case("llada2-mini", prompt=384, decoder="fixed"),
     "llada2-mini-fp8": Case("llada2-mini", "fp8", prompt=384),
     "small": Case("small", prompt=8),
     "small-llada2": Case("small-llada2", rows=2, requests=3, prompt=8),
+    "small-llada2-joint": Case("small-llada2", rows=2, requests=3, prompt=8, decoder="joint_threshold"),
 }
 
 
@@ -110,7 +114,7 @@ def network(case: Case, device: torch.device) -> Recipe:
         quantize(model, case.quantize)
     causal = spec.causal_block is not None
     iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
-    recipe = compose(model, iteration=iteration, decoder="threshold", cache="block" if causal else "dual")
+    recipe = compose(model, iteration=iteration, decoder=case.decoder, cache="block" if causal else "dual")
     return apart(recipe) if spec.experts else recipe
 
 
@@ -216,10 +220,10 @@ def main(args: list[str] | None = None) -> None:
     recipe, made = None, None
     for name in sorted(given.cases, key=[*CASES].index):  # cases of one network are neighbours
         case = CASES[name]
-        if made != (case.shape, case.quantize):
+        if made != (case.shape, case.quantize, case.decoder):
             recipe = None
             free(device)
-            recipe, made = network(case, device), (case.shape, case.quantize)
+            recipe, made = network(case, device), (case.shape, case.quantize, case.decoder)
         names = [one for one in given.only if applies(one, case, recipe.model.spec)]
         for rows in ablated(recipe, case, names, given.new or case.new):
             report["cases"][name] = rows

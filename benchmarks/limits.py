@@ -1,18 +1,20 @@
 """What a step has to read and to multiply, and the rates of the card: the least time it can take.
 
-Rates are measured: a copy of 4 GB, and a product of two large matrices.
+Rates are measured: a copy of 4 GB, and a product of two large matrices. On a CPU, for dry runs, both are small.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from dinfer.core.kv import KVPool
+from dinfer.core.protocols import ModelSpec
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.mlp import Experts
 
@@ -21,16 +23,19 @@ SIDE = 8192  # of the matrices
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by a device-to-device copy of 4 GB."""
-    source = torch.empty(2**31, dtype=torch.bfloat16, device=device).normal_()
+    source = torch.empty(2**31 if device.type == "cuda" else 2**24, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a product of two large matrices, bfloat16 or float8."""
+    if device.type != "cuda":
+        a, b = (torch.randn(SIDE // 16, SIDE // 16) for _ in range(2))
+        return 2 * len(a) ** 3 / median_seconds(lambda: torch.mm(a, b), device)
     a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
     if dtype != FLOAT8:
-        return 2 * SIDE**3 / median_seconds(lambda: torch.mm(a, b))
+        return 2 * SIDE**3 / median_seconds(lambda: torch.mm(a, b), device)
     one = torch.ones((), dtype=torch.float32, device=device)
     narrow_a, narrow_b = a.to(FLOAT8), b.to(FLOAT8)
 
@@ -39,13 +44,18 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
             narrow_a, narrow_b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return 2 * SIDE**3 / median_seconds(product)
+    return 2 * SIDE**3 / median_seconds(product, device)
 
 
-def median_seconds(work: Callable[[], Any], times: int = 10) -> float:
-    """GPU time of a piece of work, once it is warm."""
+def median_seconds(work: Callable[[], Any], device: torch.device, times: int = 10) -> float:
+    """GPU time (on a CPU: host time) of a piece of work, once it is warm."""
     found = []
     for _ in range(times + 2):
+        if device.type != "cuda":
+            began = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - began)
+            continue
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()
@@ -71,13 +81,13 @@ def weight_bytes(model: Any, experts: float | None) -> float:
     return total
 
 
-def key_bytes(kv: KVPool, rows: int, keys: float) -> float:
+def key_bytes(kv: KVPool, rows: float, keys: float) -> float:
     """Bytes of the keys and values that `rows` requests of `keys` positions each read in all layers."""
     _, pages, page = kv.k_JPTGE.shape[:3]
     return rows * keys * (kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes) / (pages * page)
 
 
-def operations(model: Any, positions: int, decoded: int, keys: float) -> dict[str, float]:
+def operations(model: Any, positions: float, decoded: float, keys: float) -> dict[str, float]:
     """Floating-point operations of a step, two for each multiply-add: of weights, of attention.
 
     `positions`: that the step computes; `decoded`: those of them that need logits; `keys`: that each attends to. Of the
@@ -98,11 +108,12 @@ def rates(device: torch.device, quantize: str | None) -> dict[str, float]:
     """Of the card: bytes per second, operations per second with weights as they are kept, and in bfloat16."""
     found = {"copy_bytes_per_s": copy_bandwidth(device), "bfloat16_per_s": product_rate(device, torch.bfloat16)}
     narrow = product_rate(device, FLOAT8) if quantize == "fp8" else found["bfloat16_per_s"]
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return found | {"weights_per_s": narrow}
 
 
-def limits(model: Any, kv: KVPool, *, rows: int, width: int, block: int, keys: float, experts: float | None,
+def limits(model: Any, kv: KVPool, *, rows: float, width: int, block: float, keys: float, experts: float | None,
            rates: dict[str, float] | None) -> dict[str, Any]:  # fmt: skip
     """Bytes and operations of a step of `rows` requests, and with rates of the card the least it can take, in ms."""
     weights, cached = weight_bytes(model, experts), key_bytes(kv, rows, keys)
@@ -116,3 +127,46 @@ def limits(model: Any, kv: KVPool, *, rows: int, width: int, block: int, keys: f
     found["bytes_ms"] = 1e3 * (weights + cached) / rates["copy_bytes_per_s"]
     found["flops_ms"] = 1e3 * (work["weights"] / rates["weights_per_s"] + work["attention"] / rates["bfloat16_per_s"])
     return found | rates | {"limit_ms": max(found["bytes_ms"], found["flops_ms"])}
+
+
+def experts_chosen(spec: ModelSpec, positions: float) -> float | None:
+    """How many experts of a layer so many tokens choose between them, on average, if each chooses at random."""
+    if (experts := spec.experts) is None:
+        return None
+    return experts.experts * (1 - (1 - experts.chosen / experts.experts) ** positions)
+
+
+def run_limit(
+    model: Any, kv: KVPool, steps: Iterable[dict[str, Any]], *, block: int, prompt: float, new: float,
+    rates: dict[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """The least time that the steps of a run can take, as they were grouped: of all, of prefills, of the usual one.
+
+    `steps`: the table of a `Clock`. Half of a block is open on average, and the head computes no more. A row sees its
+    whole canvas, or, of a block-causal model, on average its prompt and half of what is new; in a prefill half of that.
+    """
+    spec, found = model.spec, []
+    for step in steps:
+        prefill = step["phase"] == "PREFILL"
+        seen = prompt / 2 if prefill else prompt + new / (2 if spec.causal_block else 1)
+        each = limits(
+            model, kv, rows=step["rows"], width=step["width"], block=0 if prefill else block / 2, keys=seen,
+            experts=experts_chosen(spec, step["rows"] * step["width"]), rates=rates,
+        )  # fmt: skip
+        found.append((step, each))
+
+    def total(phases: tuple[str, ...]) -> dict[str, float]:
+        some = [(step, each) for step, each in found if step["phase"] in phases]
+        took = sum(step["total_ms"] for step, _ in some) / 1e3
+        positions = sum(step["launches"] * step["rows"] * step["width"] for step, _ in some)
+        least = sum(step["launches"] * each["limit_ms"] for step, each in some) / 1e3
+        rate = {"positions_per_s": positions / took, "share": least / took} if took else {}
+        return {"seconds": took, "limit_s": least, **rate}
+
+    usual, least = max(found, key=lambda one: (one[0]["phase"] == "WINDOW", one[0]["launches"]))
+    return {
+        "all": total(("PREFILL", "FULL", "WINDOW")), "prefill": total(("PREFILL",)), "full": total(("FULL",)),
+        "window": total(("WINDOW",)),
+        "usual": {name: usual[name] for name in ("phase", "lanes", "rows", "width", "median_ms")}
+        | {name: least[name] for name in ("bytes_ms", "flops_ms", "limit_ms", "keys_gb")},
+    }  # fmt: skip

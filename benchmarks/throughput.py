@@ -10,7 +10,8 @@ request alone says how long the first block takes with nothing compiled. Then, f
 warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
 so that rows are at all stages afterwards, as they are where requests come when they like; `steady` is then what was
 finished while that many were in flight, without the last requests, which have the card to themselves. With `--spread`
-tokens choose their experts independently of each other (`benchmarks.feeds`).
+tokens choose their experts independently of each other (`benchmarks.feeds`). The limit beside tokens/s is what they
+would be if every step took its least time, by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
+from benchmarks.limits import rates, run_limit
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
@@ -40,6 +42,7 @@ from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
+from dinfer.pipeline.ranks import Source, divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,7 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wante
     tokens, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
     return {
         "requests": len(done),
+        "most_forwards": max(c.forwards for c in counts),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -108,8 +112,13 @@ def staggered(requests: list[Request]) -> list[Request]:
     return [replace(request, new_tokens=some * (1 + i % 16)) for i, request in enumerate(requests)]
 
 
-def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool) -> dict[str, Any]:
-    """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many."""
+def measured(
+    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float]
+) -> dict[str, Any]:
+    """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
+
+    `card`: its rates, see `benchmarks.limits`.
+    """
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
     closed_loop(engine, work if stagger else requests, in_flight)  # the whole, or sizes to come are captured later
@@ -118,10 +127,15 @@ def measured(engine: Engine, requests: list[Request], rounds: int, stagger: bool
         result = closed_loop(engine, work, in_flight)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
+    least = run_limit(
+        engine.recipe.model, pool(engine), steps, block=engine.recipe.iteration.block, rates=card,
+        prompt=statistics.mean(len(r.prompt) for r in work), new=statistics.mean(r.new_tokens for r in work),
+    )  # fmt: skip
+    least["tokens_per_s"] = result["tokens"] / least["all"]["limit_s"]
     return {
         "in_flight": in_flight, **result, "warm_up_s": warm_up, "device_share": busy / result["seconds"],
         "graphs": engine.runner.captured, "captured_while_timed": engine.runner.captured - captured,
-        "refused_graphs": [*engine.runner.refused.values()], "steps": steps[:12],
+        "refused_graphs": [*engine.runner.refused.values()], "limit": least, "steps": steps[:12],
     }  # fmt: skip
 
 
@@ -129,17 +143,22 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
     runtime = dinfer.Runtime(
         rows=max(given.in_flight), max_length=given.length, settle=given.settle, gather=given.gather,
         graphs=device.type == "cuda", positions=given.positions, compile=given.compile, kv=given.kv,
+        tensor_parallel=given.tensor_parallel, expert_parallel=given.expert_parallel,
     )  # fmt: skip
+    tokenizer = None
     if given.model:
-        base = dinfer.load(given.model, device=device, dtype=given.dtype, quantize=given.quantize)
+        base = dinfer.load(given.model, device=device, dtype=given.dtype, quantize=given.quantize, runtime=runtime)
         model, tokenizer = base.model, base.tokenizer
+    elif given.tensor_parallel > 1:
+        family, dtype = shape(given.shape)[0], getattr(torch, given.dtype)
+        source = Source(family, None, dtype, given.quantize, SHAPES[given.shape])
+        model = divided(source, given.tensor_parallel, device, given.expert_parallel)
     else:
         family, spec = shape(given.shape)
         torch.manual_seed(0)
         model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
         if given.quantize:
             quantize(model, given.quantize)
-        tokenizer = None
     causal = model.spec.causal_block is not None
     iteration = {
         "name": given.iteration or ("block_diffusion" if causal else "blockwise"), "block": given.block,
@@ -191,6 +210,9 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="runtime.tensor_parallel")
+    parser.add_argument("--expert-parallel", action="store_true", help="runtime.expert_parallel")
+    parser.add_argument("--kept-kernels", action="store_true", help="take kernels that earlier programs have compiled")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     if given.spread and given.model:
@@ -204,9 +226,10 @@ def main(args: list[str] | None = None) -> None:
     given = arguments(args)
     device = torch.device(given.device)
     cuda = device.type == "cuda"
-    if cuda:  # of an earlier program's kernels the first block would take none
+    if cuda and not given.kept_kernels:  # of an earlier program's kernels the first block would take none
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
     report: dict[str, Any] = {**begun(given, device), "runs": []}
+    report["card"] = card = rates(device, given.quantize)
     pipe = pipeline(given, device)
     if cuda:
         torch.cuda.synchronize()
@@ -217,12 +240,12 @@ def main(args: list[str] | None = None) -> None:
     alone = closed_loop(pipe.engine, requests[:1], 1)
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
     for in_flight in given.in_flight:
-        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger)
+        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger, card)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(
-            f"{in_flight:4d} in flight: {run['tokens_per_s']:.1f} tokens/s, steady "
-            f"{run['steady_tokens_per_s'] or 0:.1f}, TPF {run['tpf']:.2f}, first block "
+            f"{in_flight:4d} in flight: {run['tokens_per_s']:.1f} tokens/s of {run['limit']['tokens_per_s']:.1f}, "
+            f"steady {run['steady_tokens_per_s'] or 0:.1f}, TPF {run['tpf']:.2f}, first block "
             f"{1e3 * run['first_block_s']['median']:.0f} ms, device {100 * run['device_share']:.0f}%, "
             f"{run['graphs']} graphs, {run['captured_while_timed']} of them while timed",
             flush=True,

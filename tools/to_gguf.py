@@ -24,7 +24,7 @@ from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
 from dinfer.pipeline.pipeline import read_tokenizer
 from tools.convert import order, regrouped
 
-NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream"}
+NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}
 """llama.cpp's architectures, by family."""
 KINDS = {
     "F32": gguf.LlamaFileType.ALL_F32, "F16": gguf.LlamaFileType.MOSTLY_F16, "BF16": gguf.LlamaFileType.MOSTLY_BF16,

@@ -93,7 +93,7 @@ def names(command: str, folder: str | None) -> set[str]:
 
 
 def check(command: str, folder: str | None, overrides: Sequence[Override], *, multirun: bool) -> None:
-    """Raises ValueError for overrides that Hydra would accept, or refuse without naming them."""
+    """Raises ValueError for wrong overrides that Hydra would accept, or refuse without naming them."""
     for override in overrides:
         key, swept = override.key_or_group, override.is_sweep_override()
         if swept and not multirun:
@@ -107,13 +107,13 @@ def check(command: str, folder: str | None, overrides: Sequence[Override], *, mu
 
 
 def numbered(path: Path) -> Path:
-    """A file of one point of a sweep, which must not be that of another; outside of sweeps the path as it is."""
+    """The path, in a sweep with the number of the point, so that no two points write one file."""
     settings = HydraConfig.get()
     return path.with_stem(f"{path.stem}-{settings.job.num}") if settings.mode == RunMode.MULTIRUN else path
 
 
 def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | None:
-    """Runs one point of a sweep and returns why it has no result, if it has none: the others run all the same."""
+    """Runs one point of a sweep. Returns why it has no result, if it has none, so that the other points still run."""
     job = HydraConfig.get()
     number = "\n" if job.job.num else ""
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)

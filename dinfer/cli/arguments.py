@@ -1,8 +1,8 @@
-"""What a command line holds: flags, which argparse knows, and the user's text and Hydra's overrides, which it leaves.
+"""Divides a command line into flags, which argparse takes, the user's text, and overrides, which Hydra takes.
 
-Text never goes through Hydra's grammar, so that it may hold anything. An argument is an override if it begins with
-`name=` and the name is one that the configuration has, or a slip of the pen for one; `--` puts an end to overrides.
-`-` stands for the text on standard input.
+Text does not go through Hydra's grammar, so it may hold anything. An argument is an override if it begins with `name=`
+and the configuration has that name, or one that is spelt alike. All arguments behind `--` are text. `-` stands for the
+text on standard input.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_of(flag: str, *known: str) -> Callable[[str], str]:
-    """A type of argparse: the flag and its value, which must be one of those known, in one argument for Hydra."""
+    """A type of argparse: joins the flag and its value, which must be one of those known, to an argument for Hydra."""
 
     def checked(value: str) -> str:
         if value not in known:
@@ -46,9 +46,9 @@ def one_of(flag: str, *known: str) -> Callable[[str], str]:
 
 
 def configured(parser: Parser) -> None:
-    """Makes it the parser of a command whose configuration Hydra composes: its flags, and its settings in the help.
+    """Adds the flags of a command whose configuration Hydra composes, and its settings to the help.
 
-    `overrides` is for flags that stand for one; `flags` is passed on to Hydra.
+    `overrides` collects flags that stand for an override; `flags` is passed on to Hydra.
     """
     parser.epilog = settings_of(parser.prog.split()[-1])
     parser.set_defaults(overrides=[], flags=[])
@@ -101,5 +101,5 @@ def divided(
 
 
 def begins_one(word: str, root: str, names: set[str]) -> bool:
-    """Whether `root` begins an override, or is a slip of the pen for what does. A question may hold `a=b` as well."""
+    """Whether `root` is the name of an override, or spelt like one. A question may hold `a=b` as well."""
     return root in names or (not re.search(r"\s", word) and bool(difflib.get_close_matches(root, names, 1)))

@@ -1,4 +1,4 @@
-"""What a viewer wants to know of a canvas after a step: for every position, its text and where it came from."""
+"""The canvas after a step, for viewers: the text of every position, and where it came from."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Published checkpoints, as `conf/catalog.yaml` has them: what `dinfer models` lists."""
+"""Published checkpoints, read from `conf/catalog.yaml`: what `dinfer models` lists."""
 
 import re
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ class Published:
     mask_id: int | None  # None: what is still to be decoded holds uniform noise
     eos_ids: list[int]  # those of its files, and those that the preset adds
     block: int | None = None  # length of its attention blocks; None: bidirectional
-    canvas: int | None = None  # length of the canvas in front of which a causal encoder reads
+    canvas: int | None = None  # length of the canvas; a causal encoder reads what stands before it
     prompt_block: bool = False  # the prompt is an attention block of its own, and the others are counted from its end
     shifted: bool = False  # logits predict the next token
 
     @property
     def attention(self) -> str:
-        """Who sees whom, in words."""
+        """The kind of attention, in words."""
         if self.canvas is not None:
             return f"causal encoder, bidirectional canvas of {self.canvas}"
         return attention(self.block, self.prompt_block)
 
 
 def attention(block: int | None, prompt_block: bool) -> str:
-    """Who sees whom, in words. `block`: positions of an attention block; `prompt_block`: the prompt is one of them."""
+    """The kind of attention, in words. `block`: length of attention blocks; `prompt_block`: the prompt is one."""
     if block is None:
         return "bidirectional"
     return f"block-causal, {block}{' behind the prompt' if prompt_block else ''}"

@@ -1,4 +1,4 @@
-"""The configuration: where the folder `conf` is, and what Hydra makes of it and of overrides."""
+"""Finds the folder `conf`, and composes configurations of it and of overrides with Hydra."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @cache
 def publish() -> None:
-    """Tells Hydra what has no file in `conf`: the components with their options, and small presets."""
+    """Registers with Hydra what has no file in `conf`: the components with their options, and small presets."""
     store = ConfigStore.instance().store
     for kind, registry in GROUPS.items():
         for name in registry.names():

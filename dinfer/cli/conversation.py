@@ -42,7 +42,7 @@ FIXED = ("model", "device", "dtype", "quantize", "runtime", "system")  # what a 
 
 
 class Ended(Exception):
-    """The user wants no more."""
+    """The user has ended the chat."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def interruptible() -> Iterator[Interrupts]:
 
 
 class Conversation:
-    """What was said, and how the next answer is to be denoised."""
+    """The messages so far, and the settings of the next answer."""
 
     def __init__(self, config: dict[str, Any], pipe: Pipeline, *, system: str | None, folder: str | None) -> None:
         """`folder`: a further one of configurations. Raises ValueError for a model that knows no conversations."""
@@ -191,7 +191,7 @@ class Conversation:
         self._changes.append(override)
 
     def _save(self, name: str) -> None:
-        """Writes the conversation, over no file that is not its own."""
+        """Writes the conversation. It overwrites no file that this conversation did not write."""
         if not name:
             raise ValueError("/save needs the name of a file")
         path = Path(name).expanduser()
@@ -204,7 +204,7 @@ class Conversation:
 
 
 def check_settings(config: dict[str, Any]) -> None:
-    """Raises ValueError for settings of the chat that cannot be."""
+    """Raises ValueError for wrong settings of the chat."""
     counted(config, "max_new_tokens")
     setting(config, "watch", bool)
     if (delay := setting(config, "delay", float)) < 0:

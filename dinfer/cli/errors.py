@@ -1,4 +1,4 @@
-"""What a user sees of an error: one line on stderr and an exit status, no traceback."""
+"""Shows an error to the user: one line on stderr and an exit status, without a traceback."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, where there is something to say about it: what was kept, and how to go on."""
+    """Ctrl-C with a message: what was kept, and how to continue."""
 
 
 def input_errors() -> tuple[type[Exception], ...]:

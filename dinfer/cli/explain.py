@@ -1,4 +1,4 @@
-"""Hydra's errors in our words: what is unknown, what is nearest to it, and all there is."""
+"""Rewrites Hydra's errors: they name what is unknown, the nearest known name, and all names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

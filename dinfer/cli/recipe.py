@@ -55,7 +55,7 @@ def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
 
 
 def ranks_of(config: dict[str, Any]) -> int:
-    """Processes that run one model together. Whether this is a number that can be, `Runtime` says."""
+    """The number of processes that run one model together. `Runtime` checks it."""
     runtime = config["runtime"]
     found = runtime.get("tensor_parallel") if isinstance(runtime, dict) else None
     return found if type(found) is int else 1
@@ -74,7 +74,7 @@ def setting(config: dict[str, Any], name: str, hint: Any) -> Any:
 
 
 def counted(config: dict[str, Any], name: str) -> int:
-    """A setting that is a number of things, ValueError if it is below 1."""
+    """A setting that counts something; ValueError if it is below 1."""
     if (count := setting(config, name, int)) < 1:
         raise ValueError(f"{name}={count} must be at least 1")
     return count

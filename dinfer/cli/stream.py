@@ -1,4 +1,4 @@
-"""An answer as it grows on a terminal, in the order of the text."""
+"""Prints an answer on a terminal while it is decoded, in the order of the text."""
 
 from dinfer.engine.request import Completion, Counts
 from dinfer.pipeline import TextStream

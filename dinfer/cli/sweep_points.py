@@ -1,8 +1,8 @@
-"""Sweeps: which points there are, who runs them, and what became of them.
+"""Sweeps: finds the points, runs them, and reports those without a result.
 
-A sweep is the product of all values, but an option goes only to those of the chosen components that have it: in
-`decoder=threshold,factor decoder.threshold=0.7,0.9 decoder.factor=0.5,1` each decoder is swept over its own option,
-four points in all. A point that fails does not end the sweep; those without a result are named at its end.
+A sweep is the product of all values, but an option goes only to components that have it. In
+`decoder=threshold,factor decoder.threshold=0.7,0.9 decoder.factor=0.5,1` each decoder is swept over its own option:
+four points in all. A point that fails does not end the sweep. The end of the sweep names the points without a result.
 """
 
 import itertools

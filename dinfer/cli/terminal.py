@@ -51,9 +51,9 @@ class _Stdout(io.TextIOWrapper):
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Opens streams that the caller has closed (`>&-`), and writes stdout line by line, all of it before this ends.
+    """Opens streams that the caller has closed (`>&-`), and writes stdout line by line, up to the end.
 
-    So with `2>&1` both streams keep their order. What a terminal cannot show is escaped.
+    So with `2>&1` both streams keep their order. Characters that a terminal cannot show are escaped.
     """
     usual = sys.stdin, sys.stdout, sys.stderr
     with open(os.devnull, "r+") as nothing:
@@ -72,7 +72,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def settle_stdout() -> None:
-    """Writes what stdout still holds. If that fails, it goes nowhere: else Python complains at exit."""
+    """Writes what stdout still holds. If that fails, it is dropped, or Python would complain at exit."""
     try:
         sys.stdout.flush()
     except OSError:

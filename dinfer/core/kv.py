@@ -12,7 +12,7 @@ largest, 448, becomes 448.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from dinfer.kernels.attention import attention_received, paged_attention, taken
 from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import rotate_and_store
+from dinfer.kernels.rows import at
 from dinfer.kernels.upload import upload
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
@@ -198,10 +199,17 @@ class PagedAttend:
     context_BW: Tensor | None = None
     own_BW: Tensor | None = None  # int64, place in the pool of the key that a query sees beside its interval; -1: none
     queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
+    read_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.core.model.Model`
 
     @property
     def layers(self) -> int:
         return len(self.queries or ())
+
+    def reading(self, read_BX: Tensor | None) -> PagedAttend:
+        """The same for a forward of which these hidden states are read, in all lanes that stand for one row."""
+        if read_BX is None:
+            return self
+        return replace(self, read_BX=read_BX.repeat(self.pos_BW.shape[0] // read_BX.shape[0], 1))
 
     def received(self, layer: int, weight_BW: Tensor) -> Tensor:
         """See `dinfer.core.model.Followed`; only with `queries`."""
@@ -215,11 +223,18 @@ class PagedAttend:
         v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
         return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
-    def __call__(self, layer: int, qkv: Any) -> Tensor:
+    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Tensor:
         k_PTGE, v_PTGE, near = self.pool.of(layer)
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
         q_BWHE = rotate_and_store(qkv, *pools, self.write_X)
         if self.queries is not None:
             self.queries.append(q_BWHE)
-        return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW)
+        if read_BX is None:
+            return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW)
+        q_BXHE = at(q_BWHE, read_BX)
+        if q_BXHE.shape[1] == 0:
+            return q_BXHE
+        start_BX, end_BX = (at(bound_BW, read_BX) for bound_BW in interval_BW)
+        own_BX = None if self.own_BW is None else at(self.own_BW, read_BX)
+        return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), own_BX)

@@ -10,16 +10,19 @@ from dinfer.core.spec import ModelSpec
 
 
 class Attend(Protocol):
-    """What a model needs beside its inputs: positions, and attention over keys that it knows nothing of."""
+    """What a model needs beside its inputs: positions, attention over keys, and what is read of it."""
 
     @property
     def pos_BW(self) -> Tensor: ...
     @property
     def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
+    @property
+    def read_BX(self) -> Tensor | None: ...  # int64, which of the W hidden states are read, see `Model.forward`
 
-    def __call__(self, layer: int, qkv: Any) -> Tensor:
+    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Tensor:
         """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
+        `read_BX`: only the queries at these of the W places attend. [B, X, heads, E]
         `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
         ...
@@ -47,7 +50,14 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor: ...  # [B, W, D]
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        """Hidden states before the final norm. [B, W, D], or of the places `attend.read_BX` alone, [B, X, D].
+
+        Nobody reads the others. A network that makes use of that computes keys and values of all places in its last
+        layer, and all else of the places that are read.
+        """
+        ...
+
     def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
     def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
 

@@ -22,11 +22,11 @@ from dinfer.core.state import BatchState
 from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.core.told import Told
 from dinfer.core.verification import postpone, verified
-from dinfer.core.window import window
+from dinfer.core.window import places_read, window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.compact import compact
-from dinfer.kernels.rows import take
+from dinfer.kernels.rows import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 
 Interval = tuple[Tensor, Tensor]
@@ -78,7 +78,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
-    h_BWD = model.forward(x_BWD, fed)
+    read_BX = places_read(cache, iteration, model.spec, shape, computed.logits_RL)
+    h_BWD = model.forward(x_BWD, fed.reading(read_BX))
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)
     if cache.follows:
@@ -91,14 +92,16 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         if shape.phase == Phase.PREFILL:  # it computes keys only: no LM head, nothing to decode
             return
         lanes.live_B = lanes.live_B & ~settled_B
-    lanes.kept_B = kept_B
+    lanes.kept_B, logits_RL = kept_B, computed.logits_RL
+    if read_BX is not None and h_BWD.shape[1] == read_BX.shape[1]:  # the model has left out what nobody reads
+        logits_RL = torch.arange(h_BWD.shape[1], device=slot_B.device).view(-1, shape.block).repeat(shape.lanes, 1)
 
     if candidates is None:
-        left = Hidden(model, h_BWD, pos_BW, computed.logits_RL)
+        left = Hidden(model, h_BWD, pos_BW, logits_RL)
         decode(recipe, state, shape, lanes, left, iteration_state, cache_state)
         return
     count = shape.candidates + 1
-    lanes_GWD = take(h_BWD, computed.logits_RL.repeat(count, 1))
+    lanes_GWD = take(h_BWD, logits_RL.repeat(count, 1))
     logits_CRLV = read_logits(recipe, shape, model, lanes_GWD).unflatten(0, (count, -1))
     row_R = torch.arange(logits_CRLV.shape[1], device=slot_B.device)
     if branches is not None:
@@ -393,8 +396,3 @@ def fresh_rows(moved: Moved) -> Tensor:
     blocks = moved.entered_BK.shape[1]
     block_BK = (torch.arange(blocks, device=moved.left_B.device) - moved.left_B[:, None]) % blocks
     return moved.entered_BK.gather(1, block_BK).flatten()
-
-
-def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
-    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
-    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.canvas import Canvas, Phase, RowCursors
-from dinfer.core.protocols import CachePolicy, ModelSpec, State, StepShape
+from dinfer.core.protocols import CachePolicy, Iteration, ModelSpec, State, StepShape
 from dinfer.kernels.compact import compact
 from dinfer.kernels.window import span, window_positions
 
@@ -22,6 +22,26 @@ class Window:
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
+
+
+FEWEST = 64  # positions more than are read, from which on a step leaves them out: it takes some small kernels more
+
+
+def places_read(
+    cache: CachePolicy, iteration: Iteration, spec: ModelSpec, shape: StepShape, logits_RL: Tensor
+) -> Tensor | None:
+    """Which of the W hidden states are read, once all keys and values are kept; None: all. int64 [B, X]
+
+    Of a prefill none are, of other passes those whose logits decode the active blocks. Caches that follow attention see
+    all queries, some iterations all logits, and experts of limited capacity choose by all tokens of an attention block.
+    """
+    experts, active = spec.experts, shape.blocks * shape.block
+    everywhere = cache.follows or (experts is not None and experts.capacity is not None)
+    if everywhere or shape.lanes * (shape.width - active) < FEWEST:
+        return None
+    if shape.phase == Phase.PREFILL:
+        return logits_RL.new_empty(shape.lanes, 0)
+    return None if iteration.scores == "window" else logits_RL.clamp_min(0).view(shape.lanes, active)
 
 
 def window(

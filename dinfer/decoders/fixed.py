@@ -13,7 +13,8 @@ from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStat
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
-from dinfer.kernels.timesteps import quota
+from dinfer.kernels.thresholding import confident
+from dinfer.kernels.timesteps import Quota
 
 
 @DECODERS.register("fixed")
@@ -52,25 +53,24 @@ class Fixed(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        # Put last is what has no confidence, so the score must be the confidence.
+        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return () if self.score == "low_confidence" else ("eos_last",)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, step_R1 = view.options["steps"], view.step_R[:, None]
         total_R1 = ((view.pos_RL >= 0).sum(-1) if self.split == "block" else view.quota_R)[:, None]
-        count_R1 = quota(total_R1, steps_R1, step_R1)
+        share, bar_R1 = Quota(total_R1, steps_R1, step_R1), view.bar(view.options["threshold"])
+        if self.score == "low_confidence":
+            return Proposal(confident(stats, view.masked_RL, bar_R1, least=share, above=True))
         score_RL = self.scores(stats, view).masked_fill(~view.masked_RL, float("-inf"))
-        sure_RL = stats.top_RL > view.bar(view.options["threshold"])
-        return Proposal(((descending_rank(score_RL) < count_R1) | sure_RL) & ~stats.declined_RL)
+        return Proposal(((descending_rank(score_RL) < share.tokens()) | (stats.top_RL > bar_R1)) & ~stats.declined_RL)
 
     def scores(self, stats: TokenStats, view: BlockView) -> Tensor:
-        """The larger the better. [R, L]"""
+        """The larger the better, where it is not the confidence. [R, L]"""
         if self.score == "random":
             return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
         if self.score == "entropy":
             return -stats.of("entropy")
         if self.score == "margin":
             return stats.of("margin")
-        if self.score == "sequential":
-            return -view.pos_RL.to(torch.float64)
-        return stats.top_RL
+        return -view.pos_RL.to(torch.float64)

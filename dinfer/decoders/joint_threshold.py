@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
-from dinfer.kernels.thresholding import confident
+from dinfer.kernels.thresholding import Decoded, fill_and_edit
 
 
 @DECODERS.register("joint_threshold")
@@ -47,22 +47,15 @@ class JointThreshold(Decoder):
         return {"post_edits": torch.zeros((), dtype=torch.int64)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        left_RL1 = view.tokens_RL[:, :-1, None]
+        left_RL1, lowered_RLV = view.tokens_RL[:, :-1, None], logits_RLV.clone()
         penalty_RL1 = view.options["penalty"].to(logits_RLV.dtype)[..., None].expand(-1, left_RL1.shape[1], -1)
-        lowered_RLV = logits_RLV[:, 1:].scatter_add(2, left_RL1, -penalty_RL1)
-        return torch.cat((logits_RLV[:, :1], lowered_RLV), 1)
+        lowered_RLV[:, 1:].scatter_add_(2, left_RL1, -penalty_RL1)
+        return lowered_RLV
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        full_R = ~view.masked_RL.any(-1)
-        state["post_edits"] += full_R
-        budget_R = view.options["post_edits"][:, 0]
-        spent_R = full_R & (state["post_edits"] > budget_R)  # a row may be kept in a block it has finished
-        bar_R1, least_R1 = view.bar(view.options["threshold"]), view.at_least(view.options["least"])
-        fill_RL = confident(stats, view.masked_RL, bar_R1, least=least_R1, above=True)
-        doubt_RL = ~view.masked_RL & ~view.given_RL & (stats.top_RL > view.options["edit_threshold"])
-        doubt_RL &= ~spent_R[:, None]
-        edit_RL = doubt_RL & (stats.token_RL != view.tokens_RL) & ~stats.declined_RL
-        remask_RL = doubt_RL & stats.declined_RL
-        # A change may call for another, so one step more, unless that one would be beyond the budget.
-        busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (state["post_edits"] < budget_R)
-        return Proposal(fill_RL | edit_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=full_R)
+        options, bar_R1 = view.options, view.bar(view.options["threshold"])
+        decoded = Decoded(
+            view.tokens_RL, view.given_RL, options["edit_threshold"], state["post_edits"], options["post_edits"]
+        )
+        changes = fill_and_edit(stats, view.masked_RL, bar_R1, decoded, least=view.at_least(options["least"]))
+        return Proposal(changes.commit_RL, busy_R=changes.busy_R, remask_RL=changes.remask_RL, retry_R=changes.full_R)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.rank import descending_rank
-from dinfer.kernels.timesteps import quota
+from dinfer.kernels.timesteps import Quota
 
 TOKENS = 5  # of an answer, as published
 MID, LATE = 0.33, 0.67  # parts of the schedule at which the next threshold holds, as published
@@ -71,7 +71,7 @@ class Prophet(Decoder):
         state["step"].copy_(step_R1[:, 0] + 1)
 
         own_RL = part_RL == part_R1
-        count_R1 = quota((own_RL & there_RL & ~view.given_RL).sum(-1, keepdim=True), share_R1, step_R1)
+        count_R1 = Quota((own_RL & there_RL & ~view.given_RL).sum(-1, keepdim=True), share_R1, step_R1).tokens()
         score_RL = stats.top_RL.masked_fill(~(own_RL & view.masked_RL), -1.0)
         best_RL = (descending_rank(score_RL) < count_R1) & ~stats.declined_RL
         return Proposal((best_RL | self.sure(view, state["lead"], part_R1 * share_R1 + step_R1 + 1)) & view.masked_RL)

@@ -12,7 +12,7 @@ from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.random import uniform
 from dinfer.kernels.rank import descending_rank
-from dinfer.kernels.timesteps import quota
+from dinfer.kernels.timesteps import Quota
 
 PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy
 
@@ -154,7 +154,8 @@ class S2D2(Decoder):
     def filled(self, commit_RL: Tensor, p_RL: Tensor, view: BlockView) -> Tensor:
         """The commits, filled up where they are fewer than the quota of the step."""
         total_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
-        need_R1 = quota(total_R1, view.options["steps"], view.step_R[:, None]) - commit_RL.sum(-1, keepdim=True)
+        share = Quota(total_R1, view.options["steps"], view.step_R[:, None])
+        need_R1 = share.tokens() - commit_RL.sum(-1, keepdim=True)
         left_RL = view.masked_RL & ~commit_RL
         score_RL = -view.pos_RL.double() if self.order == "sequential" else p_RL.double()
         more_RL = descending_rank(score_RL.masked_fill(~left_RL, -math.inf)) < need_R1
@@ -221,7 +222,7 @@ class S2D2(Decoder):
         return value_R2[:, 1] >= value_R2[:, 0]
 
     def learn(self, state: State, gained_R: Tensor, took_R: Tensor, *, verified: bool) -> None:
-        """Counts the tokens per forward of the rows that took this way."""
+        """Counts the tokens per forward of rows that were, or were not, verified."""
         arms_RX22, bucket_R = state["arms"].read(), state["bucket"].read()
         bucket_X = torch.arange(arms_RX22.shape[1], device=bucket_R.device)
         here_RX = ((bucket_X == bucket_R[:, None]) & took_R[:, None]).to(arms_RX22.dtype)

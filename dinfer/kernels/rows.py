@@ -1,6 +1,6 @@
 """Rows of a batch: some positions of each, and how they are written back.
 
-Shape suffixes: N slots, B lanes, W positions, R rows of blocks, L block length, X entries.
+Shape suffixes: N slots, B lanes, W positions, P some of them, R rows of blocks, L block length, X entries.
 """
 
 from typing import NamedTuple
@@ -9,10 +9,21 @@ import torch
 from torch import Tensor
 
 
+def at(x_BWX: Tensor, place_BP: Tensor) -> Tensor:
+    """What each lane has at some places of its window. X: any dimensions. [B, W, X] -> [B, P, X]"""
+    each_BP1 = place_BP.view(*place_BP.shape, *(1,) * (x_BWX.dim() - 2))
+    return x_BWX.gather(1, each_BP1.expand(-1, -1, *x_BWX.shape[2:]))
+
+
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
     """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
-    index_BX = index_RL.clamp_min(0).view(x_BWX.shape[0], -1, 1).expand(-1, -1, x_BWX.shape[-1])
-    return x_BWX.gather(1, index_BX).view(*index_RL.shape, x_BWX.shape[-1])
+    place_BP = index_RL.clamp_min(0).view(x_BWX.shape[0], -1)
+    return at(x_BWX, place_BP).view(*index_RL.shape, x_BWX.shape[-1])
+
+
+def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
+    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
+    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)
 
 
 def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:

@@ -1,16 +1,38 @@
-"""Rules that several decoders share: which positions are confident enough."""
+"""Rules that several decoders share: which positions are confident enough, and which decoded ones to change."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.timesteps import Quota
 
 LONGEST = 128  # rows that the kernel compares all pairs of positions of
 
 
+class Decoded(NamedTuple):
+    """What a rule that edits knows of the blocks, beside what is masked."""
+
+    tokens_RL: Tensor
+    given_RL: Tensor  # bool
+    bar_R1: Tensor  # a decoded token is in doubt where another probability is above this
+    steps_R: Tensor  # int64, steps that found no mask; counted on in place
+    budget_R1: Tensor  # int64, most of these that may change tokens
+
+
+class Changes(NamedTuple):
+    """Positions to commit and to mask again, rows that want another step, and rows without masks. bool"""
+
+    commit_RL: Tensor
+    remask_RL: Tensor
+    busy_R: Tensor
+    full_R: Tensor
+
+
 def confident(
-    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | int = 1, above: bool = False
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | Quota | int = 1, above: bool = False
 ) -> Tensor:
     """Masked positions with c >= bar, and the `least` most confident; not those that the mask token wins. bool [R, L]
 
@@ -19,10 +41,34 @@ def confident(
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
         from dinfer.kernels.triton.commit import confident as kernel
 
-        return kernel(
-            stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1, least, above=above,
-        )  # fmt: skip
+        return kernel(stats, masked_RL, bar_R1, least, above=above)[0]
     bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
+    least = least.tokens() if isinstance(least, Quota) else least
     score_RL = stats.top_RL.masked_fill(~masked_RL, -1.0)
     sure_RL = score_RL > bar_R1 if above else score_RL >= bar_R1
     return (sure_RL | (descending_rank(score_RL) < least)) & masked_RL & ~stats.declined_RL
+
+
+def fill_and_edit(
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, decoded: Decoded, *, least: Tensor | int
+) -> Changes:
+    """The masks that are `confident` above the bar; decoded tokens to rewrite, or to mask again for the mask token.
+
+    A row without masks changes tokens in `budget_R1` steps at most. After one that changes any it is busy, unless the
+    next would be beyond that.
+    """
+    if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
+        from dinfer.kernels.triton.commit import confident as kernel
+
+        return Changes(*kernel(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
+    full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]
+    decoded.steps_R.add_(full_R)
+    spent_R = full_R & (decoded.steps_R > budget_R)  # a row may be kept in a block it has finished
+    fill_RL = confident(stats, masked_RL, bar_R1, least=least, above=True)
+    above_RL = stats.top_RL > decoded.bar_R1.to(stats.confidence_RL.dtype)
+    doubt_RL = ~masked_RL & ~decoded.given_RL & above_RL & ~spent_R[:, None]
+    edit_RL = doubt_RL & (stats.token_RL != decoded.tokens_RL) & ~stats.declined_RL
+    remask_RL = doubt_RL & stats.declined_RL
+    # A change may call for another, so one step more, unless that one would be beyond the budget.
+    busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (decoded.steps_R < budget_R)
+    return Changes(fill_RL | edit_RL, remask_RL, busy_R, full_R)

@@ -1,5 +1,7 @@
 """Schedules: how many tokens a step commits, and timesteps, equal to the bit to those of `torch.linspace`."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,13 @@ def linear_timesteps(index: Tensor, steps: Tensor, eps: Tensor) -> Tensor:
     return torch.where(index < torch.div(steps + 1, 2, rounding_mode="floor"), early, late).to(torch.float32)
 
 
-def quota(total: Tensor, steps: Tensor, step: Tensor) -> Tensor:
+class Quota(NamedTuple):
     """Tokens to commit at a step of LLaDA's schedule: equal shares of `total`, the first with one more of the rest."""
-    return torch.div(total, steps, rounding_mode="floor") + (step < total % steps)
+
+    total: Tensor
+    steps: Tensor
+    step: Tensor
+
+    def tokens(self) -> Tensor:
+        """int64, of the broadcast shape"""
+        return torch.div(self.total, self.steps, rounding_mode="floor") + (self.step < self.total % self.steps)

@@ -20,6 +20,7 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
+from dinfer.kernels.rows import at
 from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
@@ -59,14 +60,16 @@ class Attention(nn.Module):
         self.parts = [self.heads, *(ranks.heads(count) for count in kv_heads)]
         self.out.ranks = ranks
 
-    def forward(self, x_BWD: Tensor, table: Table, attend: Attend) -> Tensor:
+    def forward(self, x_BWD: Tensor, table: Table, attend: Attend, read_BX: Tensor | None) -> Tensor:
+        """[B, W, D] -> [B, W, D], or of the places `read_BX` alone, [B, X, D]"""
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
         v = wide_rms_norm(rest[0] if rest else k, None, self.eps)
         # `attend` divides by sqrt(E), and this model does not.
         weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
         q = wide_rms_norm(q, weight_E, self.eps)
         qkv_BWXE = torch.cat((q, self.k_norm(k), v), 2)
-        return self.out(attend(self.layer, Projections(qkv_BWXE, self.heads, table)).flatten(2))
+        seen_BXHE = attend(self.layer, Projections(qkv_BWXE, self.heads, table), read_BX)
+        return self.out(seen_BXHE.flatten(2)) if seen_BXHE.shape[1] else x_BWD[:, :0]
 
 
 class Experts(Formatted):
@@ -118,8 +121,16 @@ class Block(nn.Module):
         self.out_norm = Norm(hidden, spec)
         self.scale = nn.Parameter(torch.ones(2))  # of the encoder, of the decoder
 
-    def forward(self, x_BWD: Tensor, table: Table, attend: Attend, context_BW1: Tensor) -> Tensor:
-        x_BWD = x_BWD + self.attn_out_norm(self.attention(self.attn_norm(x_BWD), table, attend))
+    def forward(
+        self, x_BWD: Tensor, table: Table, attend: Attend, context_BW1: Tensor, read_BX: Tensor | None
+    ) -> Tensor:
+        """[B, W, D] -> [B, W, D], or of the places `read_BX` alone, [B, X, D]"""
+        seen_BWD = self.attention(self.attn_norm(x_BWD), table, attend, read_BX)
+        if read_BX is not None:
+            x_BWD, context_BW1 = at(x_BWD, read_BX), at(context_BW1, read_BX)
+        if x_BWD.shape[1] == 0:
+            return x_BWD
+        x_BWD = x_BWD + self.attn_out_norm(seen_BWD)
         dense_BWD = self.mlp_out_norm(close(self.mlp(self.mlp_norm(x_BWD))))
         expert_BWD = self.experts_out_norm(self.experts(self.experts_norm(x_BWD), x_BWD))
         x_BWD = x_BWD + self.out_norm(dense_BWD + expert_BWD)
@@ -183,7 +194,7 @@ class Gemma(nn.Module):
         return x_BWD + close(self.conditioning.mlp(self.conditioning.norm(expected_BWD)))
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
+        """See `dinfer.core.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         spec, pos_BW, context_BW = self.spec, attend.pos_BW, attend.context_BW
         if context_BW is None:
             raise ValueError(f"{spec.family}: attend.context_BW must say which positions are the encoder's")
@@ -193,7 +204,8 @@ class Gemma(nn.Module):
         if spec.local is not None:
             near = rotary_table(pos_BW, spec.local.head_dim, spec.local.rope_theta, x_BWD.dtype)
         for block in self.blocks:
-            x_BWD = block(x_BWD, near if block.local else far, attend, context_BW1)
+            read_BX = attend.read_BX if block is self.blocks[-1] else None
+            x_BWD = block(x_BWD, near if block.local else far, attend, context_BW1, read_BX)
         return x_BWD
 
     def logits(self, h_BLD: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import keep_untraced, on_own_device
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
+from dinfer.kernels.rows import at
 from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
@@ -50,17 +51,22 @@ class Block(nn.Module):
         self.mlp.join(ranks)
 
     def forward(
-        self, x_BWD: Tensor, delta_BWD: Deferred | None, table: Table, attend: Attend, pieces: Pieces
-    ) -> tuple[Tensor, Deferred]:
+        self, x_BWD: Tensor, delta_BWD: Deferred | None, table: Table, attend: Attend, pieces: Pieces,
+        read_BX: Tensor | None,
+    ) -> tuple[Tensor, Deferred | None]:  # fmt: skip
         """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm.
 
-        `pieces` are `before` and `after`, compiled or not.
+        `pieces` are `before` and `after`, compiled or not. `read_BX`: the places that it returns; None: all.
         """
         before, after = pieces
         norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
         x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
-        seen_BWHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm))
-        return after(self, x_BWD, seen_BWHE, attend.pos_BW)
+        seen_BXHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm), read_BX)
+        if read_BX is None:
+            return after(self, x_BWD, seen_BXHE, attend.pos_BW)
+        if read_BX.shape[1] == 0:
+            return x_BWD[:, :0], None
+        return after(self, at(x_BWD, read_BX), seen_BXHE, at(attend.pos_BW, read_BX))
 
     def before(self, x_BWD: Tensor, delta_BWD: Deferred | None) -> tuple[Tensor, Deferred]:
         """The residual stream, and queries, keys and values. [B, W, D], [B, W, X]"""
@@ -128,12 +134,13 @@ class Transformer(nn.Module):
         return embed(tokens_BW, self.embedding, self.ranks, self.spec.vocab).to(self.dtype)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        """Hidden states before the final norm. [B, W, D] -> [B, W, D]"""
+        """See `dinfer.core.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
         delta_BWD: Deferred | None = None
         for block in self.blocks:
-            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces)
+            read_BX = attend.read_BX if block is self.blocks[-1] else None
+            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces, read_BX)
         return x_BWD if delta_BWD is None else add(x_BWD, delta_BWD)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
@@ -193,6 +200,7 @@ class WholeAttend:
     context_BW: Tensor | None = None
     local: tuple[int, ...] = ()  # layers that see `near_BWS` instead
     near_BWS: Tensor | None = None
+    read_BX: None = None  # all hidden states are
 
-    def __call__(self, layer: int, qkv: Projections) -> Tensor:
+    def __call__(self, layer: int, qkv: Projections, read_BX: Tensor | None = None) -> Tensor:
         return interval_attention(*queries_keys_values(qkv), self.near_BWS if layer in self.local else self.seen_BWS)

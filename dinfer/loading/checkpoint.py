@@ -23,7 +23,7 @@ from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.packed import FIELD, PackedWeight, kept, packed, packing
+from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
@@ -329,6 +329,8 @@ def differences(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
 ) -> Iterator[str]:
     """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):
+        yield f"config.json has no {FIELD}, but {words} is packed: say there how (quant_method, bits, group_size)"
     yield from (f"missing: {name}" for name in placements if name not in tensors)
     yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():

@@ -2,7 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+POINTER = "version https://git-lfs"
+FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull` in its folder"
 
 
 class CheckpointError(ValueError):
@@ -26,12 +30,24 @@ class Folder(Protocol):
 def read_object(path: SmallFile) -> dict[str, Any]:
     """A file that holds a JSON object."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even text
+        text = path.read_text()
+        if text.startswith(POINTER):
+            raise CheckpointError(f"{path} {FETCH}")
+        found = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {found!r:.80}")
     return found
+
+
+def damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
+    """The error for a file of weights that is not one of its kind. `error`: what its reader says."""
+    with path.open("rb") as file:
+        pointer = file.read(len(POINTER)) == POINTER.encode()
+    size = f"{path.stat().st_size:,} bytes"
+    what = FETCH if pointer else f"is truncated, damaged or no {kind} file: it has {size} ({error}). Get it once more"
+    return CheckpointError(f"{path} {what}")
 
 
 def refuse(problems: Sequence[str], what: str) -> None:

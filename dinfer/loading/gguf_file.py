@@ -22,8 +22,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from torch import Tensor
 
-from dinfer.loading.files import CheckpointError, refuse
-from dinfer.loading.gguf_tokenizer import TEXTS, tokenizer_files
+from dinfer.loading.files import CheckpointError, damaged, refuse
+from dinfer.loading.gguf_tokenizer import TEXTS, check_kinds, tokenizer_files
 from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
@@ -90,13 +90,27 @@ LLADA_MOE = Architecture(
         "expert_weights_scale": 1.0,
     },
 )  # fmt: skip
-ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM}
+RND1 = Architecture(
+    keys=HUB_KEYS
+    | {
+        "intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
+    },
+    same={"model_type": "rnd1", "hidden_act": "silu"},
+    tied="tie_word_embeddings",
+    kind=gguf.MODEL_ARCH.RND1,
+    shift=True,
+    absent={"expert_weights_norm": True, "expert_weights_scale": None},
+)  # fmt: skip
+ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1}
 OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's own beside it and never permute
 EXPECTED = {
     "attention.causal": (False, None), "rope.scaling.type": ("none", None), "expert_gating_func": (1, None),
     "expert_shared_count": (0, None), "leading_dense_block_count": (0, None),
 }  # fmt: skip
 """Keys that would change the network if they differed. None: absent."""
+FLAGS = ("expert_weights_norm",)
 TOKENS = {
     "mask_token_id": ("tokenizer.ggml.mask_token_id",),
     "eos_token_id": ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"),
@@ -214,7 +228,7 @@ def gguf_file(path: Path) -> GgufFile:
         [f"{name}: {found.dtype}" for name, found in tensors.items() if found.dtype not in TYPES],
         f"{path} has tensors of types that are not supported; these are: {', '.join(TYPES)}",
     )
-    prefix = str(fields.get("general.architecture"))
+    prefix = str(fields.get("general.architecture", "absent"))
     name = str(fields.get("diffuse.model_type")) if prefix == OWN else prefix
     if name not in ARCHITECTURES:
         raise CheckpointError(
@@ -251,7 +265,12 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
             for one in reader.tensors
         }  # fmt: skip
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # as numpy and the package say it
-        raise CheckpointError(f"{path} is truncated, damaged or no GGUF file: {error}") from error
+        if kind := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
+            raise CheckpointError(
+                f"{path} has tensors of type {kind[1]}, which the gguf package does not know; {', '.join(TYPES)} load"
+            ) from error
+        raise damaged(path, "GGUF", error) from error
+    check_kinds(path, fields)
     refuse(
         [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
         f"{path} is truncated: it has {size:,} bytes",
@@ -262,7 +281,7 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
 def _other_shards(path: Path, fields: Mapping[str, Any]) -> list[Path]:
     """The files that a model is split into beside its first one, which is given."""
     count = fields.get("split.count", 1)
-    if count == 1:
+    if count <= 1:
         return []
     if fields.get("split.no") != 0 or not (own := SHARD.search(path.name)):
         first = f"-00001-of-{count:05}.gguf"
@@ -284,7 +303,12 @@ def _config(
     for name, key in known.keys.items():
         if f"{prefix}.{key}" not in fields and key not in known.absent:
             raise CheckpointError(f"{path}: the metadata has no {prefix}.{key}")
-        config[name] = _plain(fields.get(f"{prefix}.{key}", known.absent.get(key)))
+        config[name] = _plain(found := fields.get(f"{prefix}.{key}", known.absent.get(key)))
+        if found is not None and not (
+            type(found) is bool if key in FLAGS else type(found) in (int, float) and found > 0
+        ):
+            must = "true or false" if key in FLAGS else "one number above 0"
+            raise CheckpointError(f"{path}: {prefix}.{key}={found!r:.80} must be {must}")
     sizes = {f"{prefix}.vocab_size": fields.get(f"{prefix}.vocab_size"), TEXTS: len(fields.get(TEXTS) or ()) or None}
     refuse(
         [f"{key}: {size}" for key, size in sizes.items() if size not in (None, table.shape[0])],
@@ -292,8 +316,17 @@ def _config(
     )
     expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
     expected["diffusion.shift_logits"] = (known.shift, None)
+    width, heads = (fields[f"{prefix}.{key}"] for key in ("embedding_length", "attention.head_count"))
+    if width % heads == 0:  # the family says so of others
+        head_dim = config.get("head_dim") or width // heads
+        same = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
     refuse(
-        [f"{key}={fields[key]!r}" for key, allowed in expected.items() if fields.get(key) not in allowed],
+        [
+            f"{key}={fields[key]!r}, must be {allowed[0]!r}"
+            for key, allowed in expected.items()
+            if fields.get(key) not in allowed
+        ],
         f"{path}: the metadata says of {prefix} what is not supported",
     )
     for name, keys in TOKENS.items():

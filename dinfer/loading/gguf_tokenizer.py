@@ -32,6 +32,22 @@ ROLES = {
     "unk_token": "unknown_token_id", "mask_token": "mask_token_id",
 }  # fmt: skip
 
+KINDS: dict[str, tuple[type, type | None, str]] = {
+    **{f"tokenizer.ggml.{role}": (int, None, "a token id") for role in (*ROLES.values(), "eot_token_id")},
+    **{name: (str, None, "a text") for name in ("tokenizer.ggml.model", "tokenizer.ggml.pre", WHOLE, TEMPLATE)},
+    **{name: (list, str, "a list of texts") for name in (TEXTS, "tokenizer.ggml.merges")},
+    "tokenizer.ggml.token_type": (list, int, "a list of integers"),
+}  # fmt: skip
+
+
+def check_kinds(path: Path, fields: Mapping[str, Any]) -> None:
+    """CheckpointError for a value of another kind than the GGUF standard says."""
+    for name, (kind, inside, must) in KINDS.items():
+        found = fields.get(name)
+        each = found if isinstance(found, list) else []
+        if found is not None and (type(found) is not kind or any(type(one) is not inside for one in each)):
+            raise CheckpointError(f"{path}: {name}={found!r:.60} must be {must}")
+
 
 def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """tokenizer.json and tokenizer_config.json; nothing if the metadata has no tokenizer.

@@ -38,7 +38,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
     if weights and not path.is_file():
         raise CheckpointError(f"there is no file {path}")
     if path.is_file() and not weights:
-        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a GGUF file")
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a file whose name ends in {GGUF}")
     if revision is not None and (name in boxed(needed) or path.exists()):
         raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
     if weights:
@@ -57,7 +57,9 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
             raise CheckpointError(f"{known} {good}")
         path = download(name, revision, wanted)
     if not (path / needed).is_file():
-        raise CheckpointError(f"{path} has no {needed}: a Hugging Face model folder is needed")
+        files = sorted(str(file) for file in path.glob(f"*{GGUF}"))
+        good = f"give one of its GGUF files, such as {files[0]}" if files else "a Hugging Face model folder is needed"
+        raise CheckpointError(f"{path} has no {needed}: {good}")
     return path
 
 

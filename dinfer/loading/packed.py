@@ -16,11 +16,12 @@ from torch import Tensor
 
 from dinfer.core.spec import Placement, Rank
 from dinfer.loading.files import CheckpointError, refuse
-from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored, read
+from dinfer.loading.safetensors_io import FLOATS, INTEGERS, Reader, Slices, Stored, read
 
 FIELD = "quantization_config"
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+PACKED = tuple(f".{end}" for end in sorted({*VALUES.values()}))
 BESIDE = {
     "gptq": {"scale": "scales", "zero": "qzeros", "index": "g_idx"},
     "awq": {"scale": "scales", "zero": "qzeros"},
@@ -30,6 +31,8 @@ BESIDE = {
 }  # fmt: skip
 """How the names of the tensors end that make a weight."""
 WORD = 32  # bits
+FLAG = (True, False, None)
+ORDERED, IN_ORDER = (True, "group", "dynamic"), (None, False, "weight", "static")  # compressed-tensors' `actorder`
 PIECE = 1 << 18  # values that are unpacked at a time: so they stay in the cache
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each 4 bits of an int32 hold
 
@@ -126,7 +129,7 @@ class PackedWeight(Stored):
     def pieces(self, rows: slice) -> Iterator[tuple[int, Integers]]:
         """Reads it and unpacks these outputs, some at a time: unpacked they take many times their bytes.
 
-        With each piece comes its place among the outputs. CheckpointError for parts that do not fit one another.
+        With each piece comes its place among the outputs. CheckpointError for values that config.json calls otherwise.
         """
         width, bits, method = self.shape[1], self.packing.bits, self.packing.method
         roles = {own: role for role, (own, _) in self.parts.items()}
@@ -138,19 +141,20 @@ class PackedWeight(Stored):
         else:
             unpack = _awq if method == "awq" else partial(unpacked, bits=bits)
             scale, zero = scale.T, None if zero is None else unpack(zero).T + self.packing.lag
-        zero = torch.full(scale.shape, middle, dtype=torch.int16) if zero is None else zero
-        group_K = found.get("index")
-        if group_K is None:
-            group_K = torch.arange(width) // self.group
-        if (
-            zero.shape != scale.shape or scale.shape != (self.shape[0], -(-width // self.group))
-            or width % self.group or group_K.shape != (width,)
-            or not 0 <= int(group_K.min()) <= int(group_K.max()) < scale.shape[1]
-        ):  # fmt: skip
+        zero = torch.full(scale.shape, middle, dtype=torch.int16) if zero is None else zero[: self.shape[0]]
+        in_order = torch.arange(width) // self.group
+        group_K = found.get("index", in_order)
+        if not 0 <= int(group_K.min()) <= int(group_K.max()) < scale.shape[1]:
+            own = self.parts["index"][0]
+            raise CheckpointError(f"{own}: {int(group_K.min())} to {int(group_K.max())} of {scale.shape[1]} groups")
+        if not self.packing.ordered and not torch.equal(group_K, in_order.to(group_K.dtype)):
             raise CheckpointError(
-                f"{self.name}: values {self.shape}, scales {tuple(scale.shape)} and zeros {tuple(zero.shape)} "
-                f"do not fit {self.packing}"
+                f"{self.parts['index'][0]}: its groups are not of neighbouring inputs, as config.json says they are; "
+                f"give desc_act=true (gptq) or actorder='group' (compressed-tensors) in its {FIELD}"
             )
+        if "shape" in found and tuple(found["shape"].tolist()) != self.shape:
+            own = self.parts["shape"][0]
+            raise CheckpointError(f"{own}={found['shape'].tolist()}, but the values beside it are {self.shape}")
         if self.packing.symmetric and not bool((zero == middle).all()):
             raise CheckpointError(f"{self.name}: config.json calls it symmetric, but its zeros are not all {middle}")
         many = max(PIECE // width, 1)
@@ -190,6 +194,7 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     method = found.get("quant_method")
     if method == "gptq":
         _expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)})
+        _expect(found, {"is_marlin_format": (False, None), "sym": FLAG, "desc_act": FLAG})
         lag = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
         return Packing("gptq", found["bits"], _group(found), bool(found.get("sym")), bool(found.get("desc_act")), lag)
     if method == "awq":
@@ -212,14 +217,16 @@ def _scheme(group: Any) -> Packing:
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"config.json: {FIELD}.config_groups: weights={weights!r:.80} must be an object")
     _expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")})
+    _expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)})
     size = _group(weights) if weights["strategy"] == "group" else -1
-    ordered = weights.get("actorder") in (True, "group")
-    return Packing("compressed-tensors", weights["num_bits"], size, weights.get("symmetric") is not False, ordered)
+    ordered, symmetric = weights.get("actorder") in ORDERED, weights.get("symmetric") is not False
+    return Packing("compressed-tensors", weights["num_bits"], size, symmetric, ordered)
 
 
 def _expect(found: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
     for field, allowed in fields.items():
-        if (value := found.get(field)) not in allowed:
+        value = found.get(field)
+        if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(repr(one) for one in allowed)
             raise CheckpointError(f"config.json: {FIELD}: {field}={value!r} is not supported; use {known}")
 
@@ -235,7 +242,8 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
     """The tensors, those of each packed weight as one. CheckpointError for a weight that lacks one of its parts."""
     if how is None:
         return dict(tensors)
-    found, ending, absent = dict(tensors), f".{VALUES[how.method]}", []
+    found, ending, absent = dict(tensors), f".{VALUES[how.method]}", list[str]()
+    wrong: list[str] = []
     needed = {"scale"} | ({"zero"} if how.method != "compressed-tensors" or not how.symmetric else set())
     needed |= {"index"} if how.ordered else set()
     for name in [name for name in tensors if name.endswith(ending)]:
@@ -249,9 +257,31 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
             raise CheckpointError(f"{name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
         (first, second), many = values.shape, WORD // how.bits
         shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
-        found[f"{base}.weight"] = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
+        weight = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
+        found[weight.name] = weight
+        wrong += _differences(weight)
     refuse([f"missing: {name}" for name in absent], f"config.json says {how}, and these are not there")
+    refuse(wrong, f"config.json: {FIELD} says {how}, and tensors do not fit that: say there how they were packed")
     return found
+
+
+def _differences(weight: PackedWeight) -> Iterator[str]:
+    """What the headers of its tensors say that does not fit."""
+    (outputs, width), many = weight.shape, WORD // weight.packing.bits
+    if width % weight.group:
+        yield f"{weight.name}: group_size={weight.group} does not divide {width} inputs"
+        return
+    groups, words = width // weight.group, -(-outputs // many)
+    wanted = {"scale": (groups, outputs), "zero": (groups, words), "index": (width,), "shape": (2,)}
+    if weight.packing.method == "compressed-tensors":
+        wanted |= {"scale": (outputs, groups), "zero": (words, groups)}
+    for role in wanted.keys() & weight.parts.keys():
+        own, part = weight.parts[role]
+        if part.shape != wanted[role]:
+            yield f"{own}: {part.shape}, must be {wanted[role]}"
+        kinds = {"scale": FLOATS, "zero": ("I32",)}.get(role, INTEGERS)
+        if part.dtype not in kinds:
+            yield f"{own}: {part.dtype}, must be {' or '.join(kinds)}"
 
 
 def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]:

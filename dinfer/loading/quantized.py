@@ -19,7 +19,7 @@ from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
 SCALES = ("_scale_inv", "_scale")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # not used: rows are rounded at scales of their own
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 Block = tuple[int, int]
 
 

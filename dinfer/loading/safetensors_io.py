@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.files import CheckpointError, damaged, read_object
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
@@ -69,8 +69,16 @@ class Stored:
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint's model.safetensors, or of the shards that its index names."""
-    return {name: tensor for path in _shards(folder) for name, tensor in stored_in(path).items()}
+    """Every tensor of a checkpoint's model.safetensors, or of the shards that its index names.
+
+    Of a tensor that several shards have, it is the one that the index names.
+    """
+    where = weight_map(folder) if (folder / INDEX).is_file() else {}
+    found: dict[str, Stored] = {}
+    for path in _shards(folder):
+        own = stored_in(path)
+        found |= {name: one for name, one in own.items() if name not in found or where.get(name) == path.name}
+    return found
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -80,7 +88,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
             return {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+        raise damaged(path, "safetensors", error) from error
 
 
 def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -118,11 +126,15 @@ def _shards(folder: Path) -> Iterator[Path]:
     elif (folder / SINGLE).is_file():
         yield folder / SINGLE
     else:
-        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "*.bin"
-        raise CheckpointError(
-            f"{folder} has neither {SINGLE} nor {INDEX}. Weights in pickles ({found}) are not read: a pickle may run "
-            "code. Save the model as safetensors with the program that wrote it."
-        )
+        absent = f"{folder} has neither {SINGLE} nor {INDEX}"
+        if others := sorted(path.name for path in folder.glob("*.safetensors")):
+            raise CheckpointError(f"{absent}: put the index beside {', '.join(others)}, or name a single file {SINGLE}")
+        if pickles := sorted(path.name for path in folder.glob("*.bin")):
+            raise CheckpointError(
+                f"{absent}. Weights in pickles ({', '.join(pickles)}) are not read: a pickle may run code. Save the "
+                "model as safetensors with the program that wrote it."
+            )
+        raise CheckpointError(f"{absent}: its weights are not there. Get them from where the other files come from")
 
 
 def refuse_absent(folder: Path, names: Sequence[str]) -> None:

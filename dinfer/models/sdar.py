@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertSpec, ModelSpec
+from dinfer.core.spec import ModelSpec
 from dinfer.models._config import PLAIN, QWEN, complete
-from dinfer.models._family import BlockFamily
+from dinfer.models._family import BlockFamily, qwen_experts
 
 SUFFIX = re.compile(r"-b([1-9][0-9]*)$")
 OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")
@@ -41,7 +41,7 @@ class Sdar(BlockFamily):
             mlp=config["intermediate_size"],
             qk_norm=True,
             causal_block=self.attention_block(config),
-            experts=_experts(config) if mixed else None,
+            experts=qwen_experts(config) if mixed else None,
             **self.body(config),
         )
 
@@ -58,19 +58,3 @@ class Sdar(BlockFamily):
             f"config.json has no block_size, and the name {path.name!r} does not say it as SDAR-8B-Chat-b32 does. "
             "Give model.block, the length of the attention blocks that the checkpoint was trained with"
         )
-
-
-def _experts(config: dict[str, Any]) -> ExpertSpec:
-    """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so."""
-    layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-    only = config.get("mlp_only_layers") or []
-    if not all(type(layer) is int and 0 <= layer < layers for layer in only):
-        raise ValueError(f"config.json: mlp_only_layers={only!r} must be layers, 0 to {layers - 1}")
-    dense = {*only, *(i for i in range(layers) if (i + 1) % every)}
-    return ExpertSpec(
-        experts=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
-        width=config["moe_intermediate_size"],
-        normalize=bool(config.get("norm_topk_prob")),
-        dense=tuple(sorted(dense)),
-    )

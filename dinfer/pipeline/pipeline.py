@@ -360,7 +360,11 @@ def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | 
         # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
         from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
 
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        except Exception as error:  # the tokenizers package raises bare ones
+            read_object(folder / "tokenizer.json")  # says it if this is not even JSON
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     if not (folder / "tokenizer_config.json").is_file():
         return None
     import transformers

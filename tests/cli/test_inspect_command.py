@@ -71,7 +71,7 @@ def test_problems_are_listed_and_end_with_one(run: Any, tmp_path: Path) -> None:
     assert (
         status == 1
         and out.endswith("would not load or answer\n")
-        and "is not a safetensors file" in " ".join(out.split())
+        and "damaged or no safetensors file" in " ".join(out.split())
     )
 
 

@@ -1,4 +1,4 @@
-"""Networks that grew from a family that transformers has: the same weights, the same logits under causal attention."""
+"""Networks that grew from a family that transformers has: the same weights, the same logits."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def as_llada2(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         ("Qwen3", BODY | {"head_dim": 16}, "sdar", None),
         ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}, "sdar_moe", as_sdar),
         ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": []}, "sdar_moe", as_sdar),
+        ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": []}, "rnd1", as_sdar),
         ("Glm4Moe", GLM4_MOE, "llada2_moe", as_llada2),
         ("Glm4Moe", GLM4_MOE | {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}, "llada2_moe", as_llada2),
     ],
@@ -88,6 +89,8 @@ def test_the_logits_are_those_of_the_twin(
     family = MODELS.build(family_of(config))
     network = load_network(tmp_path, family, dtype=torch.float64, device=torch.device("cpu"))
     ids_BT = torch.randint(0, 45, (2, 17), generator=torch.Generator().manual_seed(1))
+    all_see_all = torch.zeros(2, 1, 17, 17, dtype=torch.float64) if model_type == "rnd1" else None
     with torch.inference_mode():
-        want_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        torch.testing.assert_close(network.score(ids_BT, attention="causal"), want_BTV, rtol=1e-5, atol=1e-5)
+        want_BTV = model(input_ids=ids_BT, attention_mask=all_see_all, use_cache=False).logits
+        got_BTV = network.score(ids_BT, attention="causal" if all_see_all is None else "bidirectional")
+        torch.testing.assert_close(got_BTV, want_BTV, rtol=1e-5, atol=1e-5)

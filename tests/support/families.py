@@ -34,7 +34,7 @@ LLADA2 = shrunk(
     moe_intermediate_size=12, n_group=4, topk_group=2,
 )  # fmt: skip
 SDAR = shrunk("JetLM__SDAR-8B-Chat", head_dim=16)
-# Of these two families there is no published config.json to shrink: what is known of their fields.
+# Of these three families there is no published config.json to shrink: what is known of their fields.
 LLADA_MOE = {
     "model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "attention_bias": False, "clip_qkv": None,
     "dense_intermediate_size": 48, "expert_intermediate_size": 16, "hidden_act": "silu", "moe_layer_freq": [0, 1, 1],
@@ -46,6 +46,13 @@ DIFFCODER = {
     "model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"], "attention_bias": False, "mlp_bias": False,
     "head_dim": 8, "hidden_act": "silu", "pretraining_tp": 1, "rms_norm_eps": 1e-6, "rope_scaling": None,
     "tie_word_embeddings": False,
+} | NUMBERS  # fmt: skip
+RND1 = {
+    "model_type": "rnd1", "architectures": ["RND1LM"], "attention_bias": False, "decoder_sparse_step": 1,
+    "head_dim": 16, "hidden_act": "silu", "is_causal": False, "mlp_only_layers": [], "moe_backend": "hf",
+    "moe_intermediate_size": 16, "norm_topk_prob": True, "num_diffusion_steps": 256, "num_experts": 4,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_scaling": False, "sliding_window": False,
+    "tie_word_embeddings": False, "use_sliding_window": False,
 } | NUMBERS  # fmt: skip
 for lacking in (LLADA_MOE, DIFFCODER):
     del lacking["mask_token_id"]
@@ -60,6 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
     },
+    "rnd1": RND1,
     "fast_dllm_v2": shrunk("Efficient-Large-Model__Fast_dLLM_v2_1.5B", bd_size=8, layer_types=["full_attention"] * 3),
     "stable_diffcoder": DIFFCODER,
 }  # fmt: skip

@@ -142,9 +142,37 @@ def test_a_long_list_of_differences_is_cut(folder: Path) -> None:
     assert str(error.value).count("unexpected") == 20
 
 
-def test_a_file_that_is_no_safetensors(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+def test_a_tensor_that_two_shards_have_is_the_one_that_the_index_names(folder: Path) -> None:
+    shard(folder)
+    want = reading(folder).state_dict()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    first = next(name for name, file in index.items() if "00001" in file)
+    last = folder / "model-00003-of-00003.safetensors"
+    tensors = load_file(last)
+    save_file(tensors | {first: load_file(folder / index[first])[first] + 1}, last)
+    assert all(torch.equal(t, want[name]) for name, t in reading(folder).state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_what_git_lfs_left_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer .* `git lfs pull`"):
+        load(str(folder))
+
+
+def test_a_file_that_is_cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated, .* bytes .*Get it once more"):
+        reading(folder)
+
+
+def test_shards_without_their_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"put the index beside model-00001-of-00001\.safetensors"):
+        reading(folder)
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="its weights are not there"):
         reading(folder)
 
 
@@ -163,6 +191,9 @@ def test_a_config_that_is_none(folder: Path, text: str) -> None:
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        locate(str(tmp_path))
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"give one of its GGUF files, such as .*a\.gguf$"):
         locate(str(tmp_path))
 
 

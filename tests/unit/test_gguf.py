@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,42 @@ def test_what_a_file_says_of_itself() -> None:
     assert ("mask", 300, "<|mdm_mask|>", "metadata of the GGUF file") in tokens
 
 
+def of_type(path: Path, number: int) -> None:
+    """The file with another number for the type of its first tensor."""
+    whole, name = LLADA.read_bytes(), gguf.GGUFReader(LLADA).tensors[0].name.encode()
+    at = whole.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    at += 4 + 8 * struct.unpack_from("<I", whole, at)[0]
+    path.write_bytes(whole[:at] + struct.pack("<I", number) + whole[at + 4 :])
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no bytes": (lambda path: path.write_bytes(b""), "truncated, damaged or no GGUF"),
     "another file": (lambda path: path.write_bytes(b"\x80PK" * 99), "truncated, damaged or no GGUF"),
     "half its header": (lambda path: path.write_bytes(LLADA.read_bytes()[:3000]), "truncated"),
     "half its tensors": (lambda path: path.write_bytes(LLADA.read_bytes()[:200_000]), "truncated"),
     "an architecture": (lambda path: rewritten(path, {"general.architecture": "gpt9"}), "'gpt9' is not supported"),
+    "no architecture": (
+        lambda path: path.write_bytes(LLADA.read_bytes().replace(b"general.architecture", b"general.archaeology_")),
+        "general.architecture='absent' is not supported",
+    ),
+    "a pointer": (
+        lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "a pointer .* `git lfs pull`"
+    ),
+    "a type of the future": (lambda path: of_type(path, 99), "type 99, which the gguf package does not know; F32"),
+    "a part that turns": (
+        lambda path: rewritten(path, {"llada.rope.dimension_count": 4}), "rope.dimension_count=4, must be 16"
+    ),
+    "values of another length": (
+        lambda path: rewritten(path, {"llada.attention.value_length": 8}), "attention.value_length=8, must be 16"
+    ),
+    "heads of each layer": (
+        lambda path: rewritten(path, {"llada.attention.head_count": [4, 4, 4]}), r"head_count=\[4, 4, 4\] must be one"
+    ),
+    "a text for a number": (lambda path: rewritten(path, {"llada.block_count": "3"}), "block_count='3' must be one"),
+    "a text for a token": (
+        lambda path: rewritten(path, {"tokenizer.ggml.mask_token_id": "x"}), "mask_token_id='x' must be a token id"
+    ),
+    "a number for merges": (lambda path: rewritten(path, {"tokenizer.ggml.merges": 5}), "merges=5 must be a list of"),
     "a key too few": (lambda path: rewritten(path, {"llada.block_count": None}), "no llada.block_count"),
     "a small vocabulary": (
         lambda path: rewritten(path, {"tokenizer.ggml.tokens": ["a", "b"]}), r"320 rows.*\n  tokenizer.ggml.tokens: 2"

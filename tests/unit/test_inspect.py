@@ -199,7 +199,7 @@ def broken(folder: Path, how: str) -> None:
         ("config.json", "config.json is not JSON"),
         ("list", "config.json must hold a JSON object"),
         ("directory", "Is a directory"),
-        ("model.safetensors", "is not a safetensors file"),
+        ("model.safetensors", "is truncated, damaged or no safetensors file"),
         ("tokenizer_config.json", "tokenizer_config.json is not JSON"),
         (INDEX, f"{INDEX} is not JSON"),
         ("pickle", "Weights in pickles (pytorch_model.bin) are not read"),

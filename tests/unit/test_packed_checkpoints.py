@@ -168,7 +168,13 @@ BAD = {
     "a scheme of floats": (scheme(type="float"), "type='float' is not supported"),
     "zeros that are missing": (scheme(symmetric=False), "weight_zero_point"),
     "an order that is missing": (scheme(actorder="group"), "weight_g_idx"),
-    "groups of another size": (scheme(group_size=64), "do not fit compressed-tensors in 4 bits, groups of 64"),
+    "a group that does not divide": (scheme(group_size=96), "group_size=96 does not divide 128 inputs"),
+    "Marlin's layout": (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported"),
+    "a flag that is a text": (GPTQ | {"desc_act": "no"}, "desc_act='no' is not supported"),
+    "an order that is none": (scheme(actorder="best"), "actorder='best' is not supported"),
+    "4 bits that are floats": (W4A16 | {"format": "nvfp4-pack-quantized"}, "use .*'pack-quantized'"),
+    "no word of it": (None, r"has no quantization_config, but .*weight_packed is packed"),
+    "groups of another size": (scheme(group_size=64), r"groups of 64.*\n.*scale: \(128, 1\), must be \(128, 2\)"),
 }  # fmt: skip
 
 
@@ -178,6 +184,41 @@ def test_what_cannot_be_read_is_named(what: str, tmp_path: Path) -> None:
     checkpoint(tmp_path, W4A16)
     (tmp_path / "config.json").write_text(json.dumps(WIDE | {"quantization_config": how}))
     with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+PARTS = {
+    "scales that are integers": (".scales", lambda t: t.int(), r"ff_out\.scales: I32, must be F64 or "),
+    "scales that are fewer": (".scales", lambda t: t[:1], r"ff_out\.scales: \(1, 128\), must be \(8, 128\)"),
+    "zeros of 64 bits": (".qzeros", lambda t: t.long(), r"ff_out\.qzeros: I64, must be I32"),
+    "groups that are none": (".g_idx", lambda t: t + 1, r"ff_out\.g_idx: 1 to 8 of 8 groups"),
+    "groups in another order": (".g_idx", lambda t: t.flip(0), r"ff_out\.g_idx: .*; give desc_act=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_parts_that_do_not_fit_are_named(what: str, tmp_path: Path) -> None:
+    """Groups in an order that config.json denies were once read as neighbours."""
+    end, change, message = PARTS[what]
+    checkpoint(tmp_path, GPTQ)
+    tensors, own = load_file(tmp_path / "model.safetensors"), f"model.transformer.blocks.1.ff_out{end}"
+    save_file(tensors | {own: change(tensors[own]).contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_the_newer_names_of_act_order(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path, scheme(actorder="group", group_size=32))
+    how = scheme(actorder="dynamic", group_size=32)
+    (tmp_path / "config.json").write_text(json.dumps(WIDE | {"quantization_config": how}))
+    assert torch.equal(load(tmp_path).blocks[1].out.weight, joined(weights, "attn_out"))
+
+
+def test_a_shape_that_lies(tmp_path: Path) -> None:
+    checkpoint(tmp_path, W4A16)
+    tensors, own = load_file(tmp_path / "model.safetensors"), "model.transformer.blocks.1.ff_out.weight_shape"
+    save_file(tensors | {own: torch.tensor([1, 2])}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"ff_out\.weight_shape=\[1, 2\], but the values beside it are"):
         load(tmp_path)
 
 

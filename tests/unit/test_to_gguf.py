@@ -27,7 +27,7 @@ def network(path: Path) -> Any:
     return load_network(path, family, dtype=torch.float32, device=CPU)
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "llada_moe"])
+@pytest.mark.parametrize("name", ["llada", "dream", "llada_moe", "rnd1"])
 def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
     """Heads are grouped, so that q and k have other numbers of rows; experts become one tensor a layer."""
     config = CONFIGS[name] | ({"moe_layer_freq": [1, 1, 1], "mask_token_id": 39} if name == "llada_moe" else {})

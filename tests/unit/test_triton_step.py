@@ -26,6 +26,7 @@ from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, St
 from dinfer.core.plan import WindowPlan  # noqa: E402
 from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, slide, thresholding, token_stats, window  # noqa: E402
+from dinfer.kernels.timesteps import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -197,10 +198,34 @@ def some_stats(rows: int, length: int, dtype: torch.dtype, *, drawn: bool, broke
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("above", [False, True])
 def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool, above: bool) -> None:
-    for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1))):
+    share = Quota(number(9, 6, 1), number(5, 6, 1, low=1), number(4, 6, 1))
+    for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1), share)):
         stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
         bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
         same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, above=above)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool) -> None:
+    found: list[Any] = []
+    for length, least in itertools.product((1, 8, 13), (1, number(4, 9, 1))):
+        stats, masked_RL = some_stats(9, length, dtype, drawn=drawn, broken=0.02), chance(9, length)
+        masked_RL[:6] = False  # rows that are only edited, before, at and behind the end of their budget
+        bar_R1, edit_R1 = (torch.rand(9, 1, device=DEVICE, dtype=torch.float64) for _ in range(2))
+        tokens_RL, given_RL = torch.where(chance(9, length), stats.token_RL, 0), chance(9, length, p=0.2)
+        steps_R, budget_R1 = number(4, 9), number(4, 9, 1)
+
+        def work(seen=(stats, masked_RL, bar_R1), held=(tokens_RL, given_RL, edit_R1), least=least,
+                 counts=(steps_R, budget_R1)) -> list[Any]:  # fmt: skip
+            steps_R = counts[0].clone()
+            decoded = thresholding.Decoded(*held, steps_R, counts[1])
+            return [*thresholding.fill_and_edit(*seen, decoded, least=least), steps_R]
+
+        got, want = both(monkeypatch, work)
+        same(got, want)
+        found.append([flags.flatten() for flags in want[:4]])
+    assert all(0 < torch.cat(flags).sum() < torch.cat(flags).numel() for flags in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -2,10 +2,10 @@
 
 usage: dinfer audit ["question"] [overrides ...]
 
-Runs the recipe, computes the whole canvas once more beside each of its forwards, and compares the logits of all masked
-positions: KL divergence, most likely tokens, and the tokens that were committed, by block and by step of a block.
+Runs the recipe. Beside each forward it computes the whole canvas once more, and compares the logits of all masked
+positions: KL divergence, most likely tokens and committed tokens, by block and by step of a block.
 
-Without a question, held-out problems are audited. In a sweep (-m), every point writes files of its own: audit-0.json,
+Without a question it audits held-out problems. In a sweep (-m), every point writes files of its own: audit-0.json,
 audit-1.json, ...
   dinfer audit cache=prefix decoder.threshold=0.7
   dinfer audit -m cache=dual,vicinity,delayed,adaptive out=null

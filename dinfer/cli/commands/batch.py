@@ -5,10 +5,9 @@ usage: dinfer batch IN.jsonl OUT.jsonl [model=NAME] [overrides ...]
 
 Each line of IN is a request that `dinfer serve` would take:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", "messages": [...]}}
-Each line of OUT is the answer to one of them, as soon as it is there, so in no certain order: `custom_id` says which.
-What is wrong with a line stands in `error` of its answer. A run that was killed or interrupted goes on where it was
-when it is called again. Needs fastapi: pip install 'dinfer[serve]'. docs/serving.md says more.
-"""
+Each line of OUT is the answer to one request, written as soon as it is there. So the order may differ: `custom_id`
+names the request. If a line is wrong, `error` of its answer says why. If the command is killed or interrupted, call it
+again to continue. Needs fastapi: pip install 'dinfer[serve]'. docs/serving.md says more."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import OVERRIDE, Parser, configured
+from dinfer.cli.arguments import OVERRIDE, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import FAILED, Interrupted, fail
 from dinfer.cli.progress import Report
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 STANDARD = "-"
 WAITING = 2  # lines in flight for each row, so that none is free while the next line is read
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
 
 
 def run(args: Namespace) -> None:
@@ -91,7 +86,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
 
 
 def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
-    """Who answers: an engine here, or several on a Ray cluster. Raises ValueError."""
+    """What answers the requests: an engine here, or several on a Ray cluster. Raises ValueError."""
     from dinfer.serving.batch import answer_here
 
     rows = config["runtime"]["rows"]
@@ -117,7 +112,7 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
 
 @contextmanager
 def opened(source: str) -> Iterator[BinaryIO]:
-    """The input, which is read twice: so what comes through a pipe is put into a file first."""
+    """The input. It is read twice, so the content of a pipe is put into a file first."""
     path = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and path.is_file():
         with path.open("rb") as file:
@@ -156,3 +151,6 @@ class Told:
             f"{self._tokens} tokens, {self._forwards} forwards, {tpf:.2f} tokens per forward (TPF), "
             f"{time.monotonic() - self._began:.2f} s"
         )
+
+
+arguments = configured

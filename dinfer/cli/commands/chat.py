@@ -3,10 +3,10 @@
 usage: dinfer chat [model=NAME] [overrides ...]
        dinfer chat < QUESTIONS > ANSWERS
 
-Shows the canvas of an answer while it is denoised, and then its text. Ctrl-C ends an answer, Ctrl-D the chat. /help
-explains /set, /save and other commands. A line that ends in a backslash goes on in the next.
+Shows the canvas of an answer while it is denoised, and then its text. Ctrl-C ends an answer, and Ctrl-D ends the chat.
+/help explains /set, /save and other commands. A line that ends in a backslash continues in the next one.
 
-In a pipe each line is a question, or a command, and standard output gets the answers alone.
+In a pipe each line is a question or a command, and standard output holds the answers alone.
 
 Examples:
   dinfer chat model=llada2_mini device=cuda system="Answer in one sentence."
@@ -21,16 +21,12 @@ from functools import partial
 from typing import Any
 
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.errors import debugging, failures, message
 from dinfer.cli.recipe import pipeline, text_of
 from dinfer.cli.terminal import say
 
 PROMPT, MORE = "> ", ". "
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
 
 
 def run(args: Any) -> None:
@@ -98,3 +94,6 @@ def ask(prompt: str) -> str:
         return input(prompt)
     print(prompt, end="", file=sys.stderr, flush=True)
     return input()
+
+
+arguments = configured

@@ -1,15 +1,14 @@
-"""evaluates a recipe on tasks through lm-eval, and measures it meanwhile
+"""evaluates a recipe on tasks of lm-eval, and measures its speed
 
 usage: dinfer eval [tasks=NAME] [overrides ...]
 
-For each task: its score; forwards a request (NFE), tokens per forward (TPF), tokens per second (TPS) and latency. One
-JSON a run in the folder `out`, and runs.csv with a line for each task of each run there. A run that was killed or
-interrupted goes on where it was when it is called again; one that is done is shown. The table goes to stdout, progress
-to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
+Prints the score of each task, forwards per request (NFE), tokens per forward (TPF), tokens per second (TPS) and
+latency. Writes one JSON file for each run to the folder `out`, and runs.csv with a line for each task of each run
+there. If a run is killed or interrupted, call the command again to continue; a finished run is shown. The table goes
+to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
-Several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ... (a model on each), or runtime.tensor_parallel=2
-(one model on two)
-On a Ray cluster: dinfer eval ray=auto ranks=8 ...
+On several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ... puts a model on each card, and
+runtime.tensor_parallel=2 divides one model among two. On a Ray cluster: dinfer eval ray=auto ranks=8 ...
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
 """
@@ -47,7 +46,7 @@ def run(args: Namespace) -> None:
 
 
 def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
-    """Evaluates one recipe, or finds that this was done. `line`: the command line."""
+    """Evaluates one recipe, unless its report is there. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
     address, count = setting(config, "ray", str | None), setting(config, "ranks", int | None)
     if address is None and count is not None:
@@ -68,7 +67,7 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
 
 
 def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
-    """The report of a recipe on the first rank, None on others. It is written, or was there."""
+    """The report of a recipe on the first rank, None on others. Writes it, unless it is there."""
     with Report() as progress:
         progress.at("importing lm-eval")
         from evaluations import run as runs

@@ -4,8 +4,8 @@ usage: dinfer generate "question" [--watch] [overrides ...]
        dinfer generate -- "--a question that begins with a dash"
        echo "question" | dinfer generate -
 
-Prints the answer on stdout, while it is decoded where that is a terminal. On stderr: tokens, forwards, tokens per
-forward (TPF), seconds.
+Prints the answer on stdout; on a terminal, while it is decoded. Prints tokens, forwards, tokens per forward (TPF) and
+seconds on stderr.
 
 Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16

@@ -3,10 +3,10 @@
 usage: dinfer infill "The capital of [MASK:4] is Paris." [overrides ...]
        echo "text with gaps" | dinfer infill -
 
-[MASK:n] is a gap of n tokens, anywhere and as often as you like; \\[MASK:n] is that very text. Prints the text with its
-gaps filled on stdout. On stderr: what fills each gap; tokens, forwards, tokens per forward (TPF), seconds.
+[MASK:n] is a gap of n tokens. A text may have any number of gaps, anywhere. \\[MASK:n] is that text itself. Prints the
+text with its gaps filled on stdout. Prints what fills each gap, tokens, forwards, tokens per forward (TPF) and seconds
+on stderr. max_new_tokens has no effect here.
 
-max_new_tokens has no meaning here.
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 

@@ -2,14 +2,14 @@
 
 usage: dinfer inspect NAME [--json] [model.OPTION=VALUE ...]
 
-NAME is a folder, a GGUF file, a hub name, a model in the box, or a choice of `model` such as llada2_mini. No weights
-are read, and none are downloaded. Shown are the family, the parameters, the memory of the weights for each `quantize`,
-the special tokens and the file that names each, a chat as the model reads it, the recommended recipe, and every
-problem: tensors that are missing, unexpected or of another shape, and fields of config.json that make no network.
-Files that are not there are no problem; what cannot be known without them is said. Options are those of the family,
-such as model.block=16.
+NAME is a folder, a GGUF file, a hub name, a model in the box, or a choice of `model` such as llada2_mini. The command
+reads and downloads no weights. It shows the family, the parameters, the memory of the weights for each `quantize`, the
+special tokens and the file that names each, a chat as the model reads it, and the recommended recipe. It also shows
+every problem: tensors that are missing, unexpected or of another shape, and fields of config.json that make no
+network. If files are missing, it says what cannot be known without them. Options are those of the family, such as
+model.block=16.
 
-Exit status: 0 if nothing speaks against loading it, 1 if there are problems, 2 if there is no such checkpoint.
+Exit status: 0 if it loads, 1 if there are problems, 2 if there is no such checkpoint.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(args: Namespace) -> None:
 
 
 def preset_of(name: str) -> dict[str, Any]:
-    """The family and the options of a choice of `model`, or of an adapter's; none of a folder or hub name."""
+    """The family and the options of a choice of `model`, or of an adapter. Empty for a folder or a hub name."""
     if name in boxed() or Path(name).expanduser().exists():
         return {}
     entry = next((entry for entry in catalog() if entry.checkpoint == name), None)
@@ -143,7 +143,7 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
 
 
 def sight(spec: ModelSpec) -> str:
-    """Who sees whom."""
+    """The kind of attention, in words."""
     causal = "causal encoder, bidirectional canvas"
     return causal if spec.encoder else attention(spec.causal_block, bool(spec.prompt_block))
 
@@ -155,7 +155,7 @@ def show(name: str, found: Inspection, use: dict[str, str]) -> None:
     table.add_column(overflow="fold")
     for label, text in lines(found, use):
         table.add_row(label, Text(printable(text), "red" if label == "problem" else ""))
-    good = ("nothing speaks against loading it", "bold green")
+    good = ("it loads", "bold green")
     console.print(Text(printable(name), "bold", overflow="fold"))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     console.print(Text.assemble(("would not load or answer", "bold red") if found.problems else good))

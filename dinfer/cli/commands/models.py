@@ -2,10 +2,10 @@
 
 usage: dinfer models [family ...] [--json]
 
-For each checkpoint: its size, the mask and end tokens, how it attends, and what to write to run it as its authors
-publish: `dinfer generate "A question" model=llada2_mini`. Anything may be overridden: `decoder.threshold=0.9`. What is
-not listed loads as well, if its family is known: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
-`dinfer inspect NAME_OR_FOLDER` says whether it does.
+Shows the size of each checkpoint, its mask and end tokens, its attention, and the arguments that run it as its authors
+publish: `dinfer generate "A question" model=llada2_mini`. You may override any of them: `decoder.threshold=0.9`. Other
+checkpoints of these families load as well: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
+`dinfer inspect NAME_OR_FOLDER` says whether one does.
 """
 
 import json
@@ -48,7 +48,7 @@ def run(args: Namespace) -> None:
             console.print(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
         console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
     console.print(
-        Text("to run the first of a group: model=NAME; another one: model.checkpoint=HUB_NAME too", "bright_black")
+        Text("model=NAME runs the first of a group. For another one add model.checkpoint=HUB_NAME.", "bright_black")
     )
 
 

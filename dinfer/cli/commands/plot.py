@@ -3,9 +3,9 @@
 usage: dinfer plot RUNS [RUNS ...] [out=pareto.png] [task=NAME] [by=decoder,cache]
 
 RUNS are folders of `dinfer eval` (their runs.csv), or CSV tables with at least accuracy, problems and tpf. For each
-task: accuracy against tokens per forward and, where it was measured, tokens per second; a point a recipe with its 95%
-Wilson interval, a curve a method, the Pareto front, and each method's area under accuracy and parallelism (AUP), as
-docs/research.md defines it. Speeds of different machines do not belong into one picture: those are refused.
+task it draws accuracy against tokens per forward and, where measured, tokens per second. A point is a recipe with its
+95% Wilson interval, and a curve is a method. It adds the Pareto front and each method's area under accuracy and
+parallelism (AUP, see docs/research.md). It refuses to draw speeds of different machines in one picture.
 
   out=pareto.png          the figure; .svg and .pdf too
   task=mini_gsm           only this task

@@ -2,8 +2,8 @@
 
 usage: dinfer serve [model=NAME] [port=8000] [overrides ...]
 
-Clients of OpenAI's API work as they are: http://127.0.0.1:8000/v1. The address itself is a page to chat with. Needs
-fastapi and uvicorn: pip install 'dinfer[serve]'. docs/serving.md says how to talk to it, and how to keep it safe.
+Clients of OpenAI's API work as they are, at http://127.0.0.1:8000/v1. http://127.0.0.1:8000 is a page for chats. Needs
+fastapi and uvicorn: pip install 'dinfer[serve]'. docs/serving.md says how to use the server and how to keep it safe.
 
 Examples:
   dinfer serve model=tiny port=8000 runtime.rows=64
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli import conf
 from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
+from dinfer.cli.arguments import configured
 from dinfer.cli.errors import FAILED, fail
 from dinfer.cli.recipe import counted, need, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from dinfer.serving.served import Catalogue
     from dinfer.serving.server import Server
     from dinfer.serving.settings import Settings
-
-
-def arguments(parser: Parser) -> None:
-    configured(parser)
 
 
 def run(args: Namespace) -> None:
@@ -141,7 +137,7 @@ def fitted(pipe: Pipeline) -> Pipeline:
 
 
 def name_of(config: dict[str, Any]) -> str:
-    """By which clients ask for the model. Raises ValueError."""
+    """The name by which clients ask for the model. Raises ValueError."""
     name = setting(config, "name", str | None) or conf.chosen("model")
     if ":" in name:
         raise ValueError(f"name={name!r} must be a word without a colon, which divides the model from the recipe")
@@ -167,3 +163,6 @@ def settings_of(config: dict[str, Any]) -> Settings:
 
     hints = get_type_hints(Settings)
     return Settings(**typed(hints, {name: config[name] for name in hints}))
+
+
+arguments = configured

@@ -2,9 +2,9 @@
 
 usage: dinfer trace "question" [compare.decoder=NAME ...] [overrides ...]
 
-One HTML file that needs nothing else: the canvas forward by forward, what was committed when and how surely, which
-positions each forward computed, the forwards of each block. With `compare.*`, two recipes side by side: the second is
-the first with these changes.
+Writes one HTML file that needs no other. It shows the canvas forward by forward, what each forward committed and how
+surely, which positions it computed, and the forwards of each block. With `compare.*` it shows two recipes side by side:
+the second is the first with these changes.
 
 Examples:
   dinfer trace "question" decoder.threshold=0.7
@@ -49,7 +49,7 @@ def run(args: Namespace) -> None:
 
 
 def taken_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words without those that begin with `compare.`, and the overrides that these are. Raises ValueError."""
+    """Takes the words that begin with `compare.` out. Returns the others, and the overrides in these. ValueError."""
     found = {word: match for word in words if (match := _CHANGE.fullmatch(word))}
     for word, match in found.items():
         if not match["change"]:
@@ -104,7 +104,7 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
 
 
 def outputs(out: str | list[str]) -> list[Path]:
-    """The files to write. Raises ValueError for a kind that there is none of."""
+    """The files to write. Raises ValueError for an unknown ending."""
     paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
     for path in paths:
         if path.suffix not in SUFFIXES:

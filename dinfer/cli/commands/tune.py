@@ -2,11 +2,11 @@
 
 usage: dinfer tune [--max-drop POINTS] [overrides ...]
 
-Searches components and options with Optuna. A recipe is good enough if it loses at most `max_drop` points of accuracy
-against the reference, on the calibration problems and then on held-out ones. The reference is the recipe of the command
-line; unless told otherwise, `recipe=careful`: one token a forward, no cache.
+Searches components and options with Optuna. A recipe qualifies if it loses at most `max_drop` points of accuracy
+against the reference, on the calibration problems and on held-out ones. The reference is the recipe of the command
+line. By default that is `recipe=careful`: one token a forward, no cache.
 
-The space of the search may be changed: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
+You may change the space of the search: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
 +space.decoder.steps=[8,16] space.iteration=null.
 
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
@@ -88,7 +88,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
 
 
 def searched(space: Any) -> Any:
-    """The search space without what is null, which is how a default is taken out of it: space.iteration=null."""
+    """The search space without null values, by which a user removes defaults: space.iteration=null."""
     if not isinstance(space, dict):
         return space
     return {key: searched(value) for key, value in space.items() if value is not None}

@@ -5,34 +5,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.stats import TokenStats
+from dinfer.kernels.timesteps import Quota
 from dinfer.kernels.triton.launch import early, follow
 
 
 @triton.jit
 def _confident(
-    confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, bar_ptr, least_ptr, out_ptr, least, length,
-    DRAWN: tl.constexpr, LEAST: tl.constexpr, ABOVE: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+    confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, bar_ptr, least_ptr, steps_ptr, step_ptr,
+    token_ptr, tokens_ptr, given_ptr, edit_bar_ptr, edits_ptr, budget_ptr,
+    out_ptr, remask_ptr, busy_ptr, full_ptr, least, length,
+    DRAWN: tl.constexpr, LEAST: tl.constexpr, QUOTA: tl.constexpr, ABOVE: tl.constexpr, EDITS: tl.constexpr,
+    L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, own, other = tl.program_id(0).to(tl.int64), tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
     bar = tl.load(bar_ptr + row).to(confidence_ptr.dtype.element_ty)
     if LEAST:
         least = tl.load(least_ptr + row).to(tl.int32)
-    score, masked, declined = _score(
+    if QUOTA:
+        steps = tl.load(steps_ptr + row).to(tl.int32)
+        rest = tl.load(step_ptr + row).to(tl.int32) < least % steps
+        least = least // steps + rest.to(tl.int32)
+    score, masked, declined, top = _score(
         confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, row * length + own, own < length, DRAWN
     )
-    rival, _, _ = _score(
+    rival, _, _, _ = _score(
         confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, row * length + other, other < length, DRAWN
     )
     before = (rival > score) | ((rival == score) & (other < own))
     rank = tl.sum((before & (other < length)).to(tl.int32), 1)[:, None]
     sure = score > bar if ABOVE else score >= bar
-    tl.store(out_ptr + row * length + own, (sure | (rank < least)) & masked & ~declined, mask=own < length)
+    commit, at = (sure | (rank < least)) & masked & ~declined, row * length + own
+    if EDITS:
+        given = tl.load(given_ptr + at, mask=own < length, other=1) != 0
+        edit_bar = tl.load(edit_bar_ptr + row).to(bar.dtype)
+        full, budget = tl.max(tl.max(masked.to(tl.int32), 1), 0) == 0, tl.load(budget_ptr + row).to(tl.int64)
+        edits = tl.load(edits_ptr + row) + full.to(tl.int64)
+        doubt = ~masked & ~given & (top > edit_bar) & ~(full & (edits > budget))
+        token = tl.load(token_ptr + at, mask=own < length, other=0)
+        other_token = token != tl.load(tokens_ptr + at, mask=own < length, other=0)
+        commit, remask = commit | (doubt & other_token & ~declined), doubt & declined
+        changed = tl.max(tl.max((commit | remask).to(tl.int32), 1), 0) > 0
+        tl.store(remask_ptr + at, remask, mask=own < length)
+        tl.store(busy_ptr + row, changed & (edits < budget))
+        tl.store(full_ptr + row, full)
+        tl.store(edits_ptr + row, edits)
+    tl.store(out_ptr + at, commit, mask=own < length)
 
 
 @triton.jit
 def _score(confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, at, inside, DRAWN: tl.constexpr):
-    """The probability of what is most likely or was drawn, where there is a mask, and whether that is the mask."""
+    """The probability of what is most likely or was drawn, where there is a mask, whether that is the mask, and it."""
     confidence = tl.load(confidence_ptr + at, mask=inside, other=0.0)
     mask_confidence = tl.load(mask_confidence_ptr + at, mask=inside, other=0.0)
     masked = tl.load(masked_ptr + at, mask=inside, other=0) != 0
@@ -41,24 +65,34 @@ def _score(confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, at, insid
     if DRAWN:
         declined = tl.load(drawn_ptr + at, mask=inside, other=0) != 0
         top = tl.where(declined, mask_confidence, confidence)
-    return tl.where(masked, top, -1.0), masked, declined
+    return tl.where(masked, top, -1.0), masked, declined, top
 
 
 def confident(
-    confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None, masked_RL: Tensor, bar_R1: Tensor,
-    least: Tensor | int, above: bool,
-) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.thresholding.confident`; `above`: strictly."""
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, least: Tensor | Quota | int, *, above: bool,
+    decoded: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The fields of `dinfer.kernels.thresholding.Changes`. Without `decoded` only the first is written."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
-    least_R1, least = (least.contiguous(), 0) if isinstance(least, Tensor) else (None, least)
-    read = [confidence_RL, mask_confidence_RL, drawn_RL, masked_RL, bar_R1.expand(rows, 1), least_R1]
+    remask_RL, busy_R, full_R = out_RL, out_RL, out_RL
+    if decoded is not None:
+        remask_RL, busy_R, full_R = torch.empty_like(out_RL), out_RL.new_empty(rows), out_RL.new_empty(rows)
+    least_R1 = least.total if isinstance(least, Quota) else least if isinstance(least, Tensor) else None
+    share = (least.steps, least.step) if isinstance(least, Quota) else (None, None)
+    edits = (stats.token_RL, *decoded[:3]) if decoded is not None else (None,) * 4
+    budget = decoded[3:] if decoded is not None else (None, None)
+    read = [
+        stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1.expand(rows, 1),
+        least_R1, *share, *edits, *budget,
+    ]  # fmt: skip
     _confident[(rows,)](
-        *(out_RL if t is None else t.contiguous() for t in read), out_RL, least, length,
-        DRAWN=drawn_RL is not None, LEAST=least_R1 is not None, ABOVE=above,
-        L=triton.next_power_of_2(length), num_warps=4, **early(masked_RL),
+        *(out_RL if t is None else t.contiguous() for t in read), out_RL, remask_RL, busy_R, full_R,
+        0 if least_R1 is not None else least, length,
+        DRAWN=stats.mask_drawn_RL is not None, LEAST=least_R1 is not None, QUOTA=isinstance(least, Quota), ABOVE=above,
+        EDITS=decoded is not None, L=triton.next_power_of_2(length), num_warps=4, **early(masked_RL),
     )  # fmt: skip
-    return out_RL
+    return out_RL, remask_RL, busy_R, full_R
 
 
 @triton.jit
