@@ -11,7 +11,7 @@ from dinfer.analysis.pareto import aup, front
 
 Row = dict[str, Any]
 FILES = {
-    "tiny": ("multi-block-tiny-h200",),
+    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu"),
     "tiny-d2f": ("multi-block-tiny-d2f-h200", "lopa-tiny-d2f-h200"),
     "tiny-llada2": ("multi-block-tiny-llada2-h200",),
     "tiny-llada2-multi-block": ("multi-block-tiny-llada2-multi-block-h200",),
@@ -55,10 +55,10 @@ def several(results: Path) -> str:
     """A table for each model: a line a recipe, on the problems that recipes are chosen by and the held-out ones."""
     every = [report for name in FILES for report in reports(results, name)]
     made = " or ".join(dict.fromkeys(f"{report['hardware']}, torch {report['torch']}" for report in every))
+    count, new = every[0]["rows"][0]["problems"], every[0]["setting"]["new"]
     parts = [
-        f"{every[0]['rows'][0]['problems']} problems of each set, `max_new_tokens={every[0]['setting']['new']}`, float32, "
-        f"{made}; `blocks=4`, else the defaults of the iterations. Each cell: accuracy, and tokens per forward, which do "
-        "not depend on the hardware. -: not measured.",
+        f"{count} problems of each set, `max_new_tokens={new}`, float32, {made}; `blocks=4`, else the defaults of "
+        "the iterations. Each cell: accuracy, and tokens per forward, whatever the hardware. -: not measured.",
     ]
     for name in FILES:
         lines = [
