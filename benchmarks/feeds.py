@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,11 @@ from torch import Tensor
 
 from dinfer.core.protocols import Attend, Iteration, Model, ModelSpec, RowCursors, State
 from dinfer.core.recipe import Recipe
+from dinfer.core.registry import values_of
+from dinfer.iterations.block_diffusion import BlockDiffusion
+from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
+from dinfer.pipeline.ranks import everywhere
 
 STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
 ROWS = 64  # whose forwards are fed other tokens
@@ -49,23 +53,35 @@ class Spread(Iteration):
         return super().embed(model, fed_BW, pos_BW, lanes, state)
 
 
+class SpreadBlockwise(Spread, Blockwise):
+    """`apart`'s for models that see the whole canvas."""
+
+
+class SpreadBlockDiffusion(Spread, BlockDiffusion):
+    """`apart`'s for models of block diffusion."""
+
+
+APART: dict[type[Iteration], type[Iteration]] = {Blockwise: SpreadBlockwise, BlockDiffusion: SpreadBlockDiffusion}
+
+
+def choose_apart(model: Any) -> None:
+    """Changes a network so that embeddings alone decide which experts tokens choose."""
+    model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
+    for module in model.modules():
+        if isinstance(module, Experts) and module.choice_bias is not None:
+            module.choice_bias.zero_()
+
+
 def apart(recipe: Recipe) -> Recipe:
-    """The recipe, its tokens choosing experts independently of each other; changes the network in place.
+    """The recipe, its tokens choosing experts independently of each other; changes the network in place, on all ranks.
 
     To a network with random weights all masks are alike, what attention adds is much the same for all tokens, and a
     random bias prefers some experts, so few experts are read. Here each mask is fed a token of its own (`Spread`),
     embeddings are so long that they decide the choice, and the bias is 0. The work of a step is the same but for a
     small kernel.
     """
-    model: Any = recipe.model
-    model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
-    for module in model.modules():
-        if isinstance(module, Experts) and module.choice_bias is not None:
-            module.choice_bias.zero_()
-    iteration = recipe.iteration
-    made = type(f"Spread{type(iteration).__name__}", (Spread, type(iteration)), {})
-    values = {field.name: getattr(iteration, field.name) for field in fields(iteration)}  # type: ignore[arg-type]
-    return replace(recipe, iteration=made(**values))
+    everywhere(recipe, choose_apart)
+    return replace(recipe, iteration=APART[type(recipe.iteration)](**values_of(recipe.iteration)))
 
 
 class Hollow:

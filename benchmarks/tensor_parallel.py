@@ -49,6 +49,8 @@ class Case(NamedTuple):
     cards: int
     quantize: str | None = None
     sums: str = "symmetric"  # or "fused" with the norms that read them, or "nccl"
+    rows: int = 1
+    experts: str = "divided"  # or "dealt out": each card has some whole
 
     @property
     def name(self) -> str:
@@ -57,6 +59,8 @@ class Case(NamedTuple):
             self.quantize or "bf16",
             f"{self.cards} cards",
             "" if self.sums == "symmetric" else self.sums,
+            "" if self.rows == 1 else f"{self.rows} rows",
+            "" if self.experts == "divided" else self.experts,
         )
         return ", ".join(part for part in parts if part)
 
@@ -65,8 +69,10 @@ CASES = [
     Case("collectives", 2),
     Case("llada-8b", 1), Case("llada2-mini", 1), Case("llada-8b", 1, "fp8"), Case("llada2-flash", 1, "fp8"),
     Case("llada-8b", 2), Case("llada2-mini", 2), Case("llada-8b", 2, "fp8"), Case("llada-8b", 2, None, "fused"),
-    Case("llada2-flash", 2), Case("llada2-mini", 2, None, "fused"), Case("llada-8b", 2, "fp8", "fused"),
-    Case("llada-8b", 2, None, "nccl"),
+    Case("llada2-flash", 2), Case("llada-8b", 2, "fp8", "fused"),
+    Case("llada-8b", 2, None, "nccl"), Case("llada2-mini", 2, None, "nccl"),
+    *(Case("llada2-mini", 2, None, "fused", rows, kind) for rows in (1, 8, 32) for kind in ("divided", "dealt out")),
+    Case("llada2-flash", 2, None, "symmetric", 1, "dealt out"),
 ]  # fmt: skip
 TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2"}
 
@@ -78,6 +84,7 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         return {"us": collective_times(ranks, device)} if cuda else {}
     if case.sums != "fused":
         ranks = replace(ranks, exchange=None, small=None if case.sums == "nccl" else ranks.small)
+    ranks = replace(ranks, rank=replace(ranks.rank, expert_parallel=case.experts != "divided"))
     family, spec = shape(case.shape)
     torch.manual_seed(0)
     began = time.perf_counter()
@@ -92,10 +99,11 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
     recipe = compose(model, iteration=iteration, decoder="threshold", cache="block" if causal else "dual")
     recipe = apart(recipe) if spec.experts else recipe
-    prompts = random_prompts(spec, 1, PROMPT)
+    prompts, dealt = random_prompts(spec, case.rows, PROMPT), ranks.rank.expert_parallel
 
     def pipeline(graphs: bool) -> Pipeline:
-        return Pipeline(recipe, None, Runtime(rows=1, graphs=graphs, tensor_parallel=ranks.size))
+        runtime = Runtime(rows=case.rows, graphs=graphs, tensor_parallel=ranks.size, expert_parallel=dealt)
+        return Pipeline(recipe, None, runtime)
 
     # The room for keys changes how attention is cut, so what is compared has as much of it.
     eager = pipeline(False).generate_ids(prompts, max_new_tokens=NEW)
@@ -113,8 +121,8 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     found["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
     keys = PROMPT + (NEW + BLOCK) / 2 if causal else PROMPT + NEW
     found["limit"] = limits(
-        model, pool(pipe.engine), rows=1, width=timed["width"], block=BLOCK, keys=keys, experts=found["experts_read"],
-        rates=card_rates(device, case.quantize) if cuda else None,
+        model, pool(pipe.engine), rows=case.rows, width=timed["width"], block=BLOCK, keys=keys,
+        experts=found["experts_read"], rates=card_rates(device, case.quantize) if cuda else None,
     )  # fmt: skip
     if cuda:
         found["bytes_reached"] = found["limit"]["bytes_ms"] / timed["step_ms"]
@@ -223,7 +231,8 @@ def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
 def compared(report: dict[str, Any]) -> None:
     """How many tokens two cards have as one does, where a shape ran on both; weights in bfloat16 round otherwise."""
     for case in CASES:
-        two, one = report.get(case.name, {}), report.get(case._replace(cards=1, sums="symmetric").name, {})
+        alone = case._replace(cards=1, sums="symmetric", experts="divided")
+        two, one = report.get(case.name, {}), report.get(alone.name, {})
         if case.cards > 1 and "canvas" in one and "canvas" in two:
             same = [a == b for a, b in zip(one["canvas"], two["canvas"], strict=True)][PROMPT:]
             two["tokens_as_one_card"] = sum(same) / len(same)
@@ -233,7 +242,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
-    parser.add_argument("--only", help="cases with this in their names")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases with one of these in their names")
     parser.add_argument("--budget", type=float, default=290, help="seconds; what has not come out by then is left out")
     parser.add_argument("--longest", type=float, default=75, help="seconds that a case may take")
     parser.add_argument("--out", type=Path)
@@ -248,7 +257,7 @@ def main(args: list[str] | None = None) -> None:
 
     def measure(*parts: tuple[Sequence[Case], Sequence[str]]) -> dict[str, Any]:
         groups = [
-            Group([case for case in cases if (given.only or "") in case.name], own, given, folder)
+            Group([case for case in cases if any(part in case.name for part in given.only)], own, given, folder)
             for cases, own in parts
         ]  # fmt: skip
         found = supervise([group for group in groups if group.cases], until)

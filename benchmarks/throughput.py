@@ -42,6 +42,7 @@ from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
+from dinfer.pipeline.ranks import Source, divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +143,22 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
     runtime = dinfer.Runtime(
         rows=max(given.in_flight), max_length=given.length, settle=given.settle, gather=given.gather,
         graphs=device.type == "cuda", positions=given.positions, compile=given.compile, kv=given.kv,
+        tensor_parallel=given.tensor_parallel, expert_parallel=given.expert_parallel,
     )  # fmt: skip
+    tokenizer = None
     if given.model:
-        base = dinfer.load(given.model, device=device, dtype=given.dtype, quantize=given.quantize)
+        base = dinfer.load(given.model, device=device, dtype=given.dtype, quantize=given.quantize, runtime=runtime)
         model, tokenizer = base.model, base.tokenizer
+    elif given.tensor_parallel > 1:
+        family, dtype = shape(given.shape)[0], getattr(torch, given.dtype)
+        source = Source(family, None, dtype, given.quantize, SHAPES[given.shape])
+        model = divided(source, given.tensor_parallel, device, given.expert_parallel)
     else:
         family, spec = shape(given.shape)
         torch.manual_seed(0)
         model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
         if given.quantize:
             quantize(model, given.quantize)
-        tokenizer = None
     causal = model.spec.causal_block is not None
     iteration = {
         "name": given.iteration or ("block_diffusion" if causal else "blockwise"), "block": given.block,
@@ -204,6 +210,8 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="runtime.tensor_parallel")
+    parser.add_argument("--expert-parallel", action="store_true", help="runtime.expert_parallel")
     parser.add_argument("--kept-kernels", action="store_true", help="take kernels that earlier programs have compiled")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)

@@ -62,8 +62,9 @@ def main(args: list[str] | None = None) -> None:
     times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()
     for path in given.measured:
         report = json.loads(path.read_text())
-        engine = [("engine", run, FrontEnd()) for run in report["runs"]]
-        streams = [run | {"first_piece_ms": run["ttfb_ms"]} for run in report.get("streams", ()) if not run["drafts"]]
+        engine = [("engine", run, FrontEnd()) for run in report["runs"] if "drafts" not in run]
+        sent = [*report.get("streams", ()), *(run for run in report["runs"] if "drafts" in run)]  # by serving.load
+        streams = [run | {"first_piece_ms": run["ttfb_ms"]} for run in sent if not run["drafts"]]
         served = [("guidellm", run, front) for run in report.get("served", ())]
         for what, run, own in engine + served + [("streams", run, front) for run in streams]:
             row: dict[str, Any] = {"file": path.name, "of": what, "in_flight": run["in_flight"]}

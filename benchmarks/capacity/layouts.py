@@ -44,7 +44,8 @@ def cluster(steps: StepTimes, rate: float, warm: float = 0.0) -> Cluster:
 
 def compared(report: dict[str, Any], rate: float) -> list[dict[str, Any]]:
     """A row for each case and load; the loads of a shape are the same for all its cases."""
-    cases = {name: case for name, case in report.items() if isinstance(case, dict) and "steps" in case}
+    measured = {name: case for name, case in report.items() if isinstance(case, dict) and "steps" in case}
+    cases = {name: case for name, case in measured.items() if case.get("case", {}).get("rows", 1) == 1}
     found = []
     for shape in dict.fromkeys(name.split(", ")[0] for name in cases):
         layouts = {name: times(name, case, report) for name, case in cases.items() if name.split(", ")[0] == shape}

@@ -91,6 +91,7 @@ def host(recipe: Recipe, runtime: Runtime, given: argparse.Namespace) -> list[di
     hollow: Any = Hollow(recipe.model)
     prompt = min(given.prompts_of)
     plain = replace(recipe, model=hollow)
+    runtime = replace(runtime, tensor_parallel=1, expert_parallel=False)  # without a network there is nothing to divide
     pipe = Pipeline(plain, None, replace(runtime, rows=max(given.in_flight), max_length=prompt + given.new))
     prompts, found = random_prompts(recipe.model.spec, max(given.in_flight), prompt), []
     for rows in given.in_flight:

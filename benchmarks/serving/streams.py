@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-DRAIN = 120  # seconds that answers have to end once no more are asked for
+DRAIN = 480  # seconds that answers have to end once no more are asked for; two busy cores give three answers a second
 SMALL = 4096  # bytes that a slow reader's socket holds
 
 

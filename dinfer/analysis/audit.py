@@ -90,11 +90,7 @@ def check_ranks(count: int) -> None:
 
 
 def audit(
-    pipe: Pipeline,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int] = 128,
-    options: Any = None,
+    pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int] = 128, options: Any = None
 ) -> Audit:
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
     requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
@@ -180,15 +176,9 @@ def _cached(watch: Watched, logits_XLV: Tensor, pos_X: Tensor, start: int, score
 
 
 def _sample(
-    index: int,
-    update: Update,
-    block: int,
-    step: int,
-    pos_X: Tensor,
-    true_XV: Tensor,
-    mine_XV: Tensor,
+    index: int, update: Update, block: int, step: int, pos_X: Tensor, true_XV: Tensor, mine_XV: Tensor,
     mask_id: int | None,
-) -> Sample:
+) -> Sample:  # fmt: skip
     true_XV, mine_XV = true_XV.double(), mine_XV.double()
     log_true_XV, log_mine_XV = true_XV.log_softmax(-1), mine_XV.log_softmax(-1)
     gap_XV = torch.where(log_true_XV.isfinite(), log_true_XV - log_mine_XV, 0.0)

@@ -1,8 +1,8 @@
-"""Solves the same problems with several decoders, to put what that yields and costs side by side."""
+"""Solves the same problems with several decoders, and puts accuracy and cost side by side."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,24 +14,24 @@ from dinfer.pipeline import Pipeline
 Progress = Callable[[str, int, int, str], None]  # what is done, how much of it, of how much, a detail
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What one decoder made of the problems."""
-
-    decoder: str
-    metrics: Metrics
-
-
 def compare(
     pipe: Pipeline, decoders: Sequence[Any], problems: Sequence[Problem], new_tokens: int, progress: Progress
-) -> list[Score]:
-    """One score for each decoder. `progress` is called after every step."""
-    return [_score(pipe, decoder, problems, new_tokens, progress) for decoder in decoders]
-
-
-def _score(pipe: Pipeline, decoder: Any, problems: Sequence[Problem], new_tokens: int, progress: Progress) -> Score:
-    part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
-    return Score(label(decoder), solve(part, problems, new_tokens, partial(progress, label(decoder)))[0])
+) -> list[dict[str, str]]:
+    """A line of a table for each decoder. `progress` is called after every step."""
+    rows = []
+    for decoder in decoders:
+        part = Pipeline(replace(pipe.recipe, decoder=decoder), pipe.tokenizer, pipe.engine.runtime)
+        figures, _ = solve(part, problems, new_tokens, partial(progress, label(decoder)))
+        rows.append({
+            "decoder": label(decoder),
+            "accuracy": f"{figures.accuracy:.1f}%",
+            "correct": f"{figures.correct:.0f}/{figures.problems}",
+            "NFE": f"{figures.nfe:.1f}",
+            "TPF": f"{figures.tpf:.2f}",
+            "tokens/s": f"{figures.tps:.0f}",
+            "seconds": f"{figures.seconds:.1f}",
+        })  # fmt: skip
+    return rows
 
 
 def solve(
@@ -63,17 +63,3 @@ def label(decoder: Any) -> str:
     name, told = DECODERS.name_of(decoder), dict([*values_of(decoder).items()][:1]) | changed(decoder)
     options = (f"{'' if option == name else f'{option}='}{value}" for option, value in told.items())
     return f"{name} {' '.join(options)}".strip()
-
-
-def row(score: Score) -> dict[str, str]:
-    """A score as a line of a table."""
-    figures = score.metrics
-    return {
-        "decoder": score.decoder,
-        "accuracy": f"{figures.accuracy:.1f}%",
-        "correct": f"{figures.correct:.0f}/{figures.problems}",
-        "NFE": f"{figures.nfe:.1f}",
-        "TPF": f"{figures.tpf:.2f}",
-        "tokens/s": f"{figures.tps:.0f}",
-        "seconds": f"{figures.seconds:.1f}",
-    }

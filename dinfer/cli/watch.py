@@ -44,32 +44,25 @@ def watch(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update], dela
     """Shows every step, in colours for `delay` seconds at least, and prints the answer at the end."""
     if delay < 0:
         raise ValueError(f"delay={delay} must not be negative")
-    timed = _Timed(updates)
-    source = frames(pipe, prompt_ids, timed)
+    spent: list[float] = []
+    source = frames(pipe, prompt_ids, _timed(iter(updates), spent))
     screen = next((stream for stream in (sys.stdout, sys.stderr) if in_colour(stream)), None)
     last = _tell(source) if screen is None else _paint(source, delay, Console(file=screen))
     if last is None or last.completion is None:
         raise RuntimeError("the engine ended without a completion")
     print(pipe.decode(last.completion.output))
-    return replace(last.completion, counts=replace(last.completion.counts, seconds=timed.seconds))
+    return replace(last.completion, counts=replace(last.completion.counts, seconds=sum(spent)))
 
 
-class _Timed:
-    """Updates, and the seconds that the engine spends on them: a viewer's time does not count."""
-
-    def __init__(self, updates: Iterable[Update]) -> None:
-        self._updates = iter(updates)
-        self.seconds = 0.0
-
-    def __iter__(self) -> _Timed:
-        return self
-
-    def __next__(self) -> Update:
+def _timed(updates: Iterator[Update], spent: list[float]) -> Iterator[Update]:
+    """The updates. `spent` gets the seconds that the engine takes for each: a viewer's time does not count."""
+    while True:
         began = time.perf_counter()
-        try:
-            return next(self._updates)
-        finally:
-            self.seconds += time.perf_counter() - began
+        update = next(updates, None)
+        spent.append(time.perf_counter() - began)
+        if update is None:
+            return
+        yield update
 
 
 def _paint(source: Iterator[Frame], delay: float, console: Console) -> Frame | None:

@@ -63,7 +63,7 @@ class Calibrated(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        # Put last is what has no confidence, so the score must be the confidence.
+        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return ("eos_last",) if self.score == "margin" else ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

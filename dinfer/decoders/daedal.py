@@ -100,7 +100,7 @@ class Daedal(Decoder):
         )
 
     def end_in_sight(self, stats: TokenStats, there_RL: Tensor, eos_R1: Tensor, view: BlockView) -> Tensor:
-        """How far the end is in sight, from 0 to 1. [R, 1]"""
+        """e, the mean probability of the last EOS predictions. [R, 1]"""
         ends_RL = there_RL & ~view.given_RL & (stats.token_RL == eos_R1) & ~stats.declined_RL
         rank_RL = ends_RL.flip(-1).cumsum(-1).flip(-1)
         asked_R1 = view.options["eos_tokens"]
@@ -108,7 +108,7 @@ class Daedal(Decoder):
         return torch.where(last_RL, stats.confidence_RL, 0).sum(-1, keepdim=True) / asked_R1
 
     def sure(self, stats: TokenStats, window_RL: Tensor, view: BlockView) -> Tensor:
-        """The positions of the window to commit: above the threshold, else the best, else the best but for the mask."""
+        """The positions of the window to commit: those above the threshold, else the best one."""
         token_RL = window_RL & ~stats.declined_RL
         sure_RL = token_RL & (stats.confidence_RL > view.bar(view.options["threshold"]))
         best_RL = token_RL & (descending_rank(stats.confidence_RL.masked_fill(~token_RL, -1.0)) == 0)

@@ -40,9 +40,9 @@ class DMax(Decoder):
         return Proposal(write_RL, busy_R=busy_R, remask_RL=decoded_RL & stats.declined_RL)
 
     def judged(self, view: BlockView) -> Tensor:
-        """Where another token than the one that stands there keeps the block from being finished. bool [R, L]"""
+        """Decoded positions at which a change of the token keeps the block from being finished. bool [R, L]"""
         return ~view.masked_RL & ~view.given_RL
 
     def confidence(self, stats: TokenStats, view: BlockView) -> Tensor:
-        """Of each position, as far as it matters to whether the block is finished. [R, L]"""
+        """The confidence of each position in deciding whether the block is finished. [R, L]"""
         return torch.where(view.masked_RL, stats.top_RL, 1.0)

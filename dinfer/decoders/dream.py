@@ -55,7 +55,7 @@ class Dream(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        # Put last is what has no confidence, so the score must be the confidence.
+        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return () if self.alg == "maskgit_plus" else ("eos_last",)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -53,7 +53,7 @@ class Fixed(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        # Put last is what has no confidence, so the score must be the confidence.
+        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return () if self.score == "low_confidence" else ("eos_last",)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:

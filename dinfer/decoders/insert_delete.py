@@ -119,7 +119,7 @@ class InsertDelete(Decoder):
         )
 
     def fills(self, score_RL: Tensor, original_RL: Tensor, view: BlockView) -> Tensor:
-        """The masks to fill as long as there are original ones. bool [R, L]"""
+        """The masks to fill while original ones are left. bool [R, L]"""
         need_R1 = 1 + (view.masked_RL & ~original_RL).sum(-1, keepdim=True)
         sure_RL = view.masked_RL & (score_RL > view.bar(view.options["threshold"]))
         best_RL = descending_rank(score_RL.masked_fill(~view.masked_RL, -1.0)) < need_R1

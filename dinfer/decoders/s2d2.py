@@ -222,7 +222,7 @@ class S2D2(Decoder):
         return value_R2[:, 1] >= value_R2[:, 0]
 
     def learn(self, state: State, gained_R: Tensor, took_R: Tensor, *, verified: bool) -> None:
-        """Counts the tokens per forward of the rows that took this way."""
+        """Counts the tokens per forward of rows that were, or were not, verified."""
         arms_RX22, bucket_R = state["arms"].read(), state["bucket"].read()
         bucket_X = torch.arange(arms_RX22.shape[1], device=bucket_R.device)
         here_RX = ((bucket_X == bucket_R[:, None]) & took_R[:, None]).to(arms_RX22.dtype)

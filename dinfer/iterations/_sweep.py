@@ -12,7 +12,7 @@ STOPS = ("block", "cut", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedSweep(Iteration):
-    """One block after the other, each from a multiple of the block length on; blocks without masks are skipped.
+    """One block after the other, each beginning at a multiple of the block length. Blocks without masks are skipped.
 
     `stop` says what a generated stop token does. "block" finishes its block. "cut" ends the row as soon as all before
     the first one is decoded. Decoded tokens do not change, so the answer is the same in fewer forwards; decoders that

@@ -90,5 +90,5 @@ class DMaxSweep(MultiBlock):
         return padded(span(lanes.start_B, lanes.end_B, width), scratch)
 
     def belief(self, confidence_BX: Tensor, held_BX: Tensor) -> Tensor:
-        """The probability of what stands at each position: of what was committed now, and 1 of what stood there."""
+        """The probability of the token at each position: of one committed now; 1 if the token stood there before."""
         return torch.where(held_BX, 1.0, confidence_BX)

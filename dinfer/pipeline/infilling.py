@@ -5,8 +5,9 @@ Backslashes elsewhere are themselves.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from dinfer.engine.request import Counts
 
@@ -48,14 +49,5 @@ def parse(text: str) -> list[str | int]:
 
 def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
     """The positions of each unbroken run of mask tokens."""
-    return list(_runs([token == mask_id for token in ids]))
-
-
-def _runs(masked: list[bool]) -> Iterator[range]:
-    begin = None
-    for position, open_ in enumerate([*masked, False]):
-        if open_ and begin is None:
-            begin = position
-        elif not open_ and begin is not None:
-            yield range(begin, position)
-            begin = None
+    runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]
+    return [range(run[0], run[-1] + 1) for run in runs]

@@ -5,10 +5,13 @@ import random
 import time
 from dataclasses import replace
 
+from dinfer.engine.engine import Engine
+from dinfer.engine.request import Request
 from dinfer.serving.served import Catalogue, Served
 
 LOG = logging.getLogger("dinfer.serving")
 PARTS = 16  # answers are of so many lengths: rows then enter and leave one by one, and all numbers of rows come up
+PAUSES = 2.0, 10.0  # rounds of steps that a client waits on average before it asks again
 
 
 def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
@@ -19,20 +22,43 @@ def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
     """
     for served in {id(served.engine): served for served in catalogue}.values():
         began = time.perf_counter()
-        _run(served, prompt_tokens)
+        meet_shapes(served, prompt_tokens, times=2 if served.pipe.engine.runtime.graphs else 1)
         LOG.info("%s: warm after %.1f s", served.name, time.perf_counter() - began)
 
 
-def _run(served: Served, prompt_tokens: int) -> None:
-    """Keeps all rows busy, twice: a graph is captured when its shape comes up the second time."""
+def meet_shapes(served: Served, prompt_tokens: int, *, times: int) -> None:
+    """Clients that all ask at once, that want answers of all lengths, and that ask when they like.
+
+    Rows that enter a block together take other steps than rows that do so one by one. `times`: how often all of it
+    happens. A graph is captured when its shape comes up the second time. No prompt comes twice: it would share keys.
+    """
     pipe, draw = served.pipe, random.Random(0)
-    spec, rows = pipe.model.spec, pipe.engine.runtime.rows
+    vocab, mask, rows = pipe.model.spec.vocab, pipe.model.spec.mask_id or 0, pipe.engine.runtime.rows
     most = min(served.max_new_tokens, served.max_length - 1)
     size = min(prompt_tokens, served.max_length - most)
-    mask = spec.mask_id or 0  # any token but this one
-    prompts = [[(mask + draw.randrange(1, spec.vocab)) % spec.vocab for _ in range(size)] for _ in range(2 * rows)]
-    lengths = [max(most * (1 + i % PARTS) // PARTS, 1) for i in range(2 * rows)]
-    requests = [replace(request, stops=False) for request in pipe.requests(prompts, lengths, None)]
-    for _ in range(2):
-        for _update in pipe.engine.run(requests, deltas="commit"):
-            pass
+    whole, parts = [most] * rows * 2, [max(most * (1 + i % PARTS) // PARTS, 1) for i in range(rows * 2)]
+    for lengths, pause in times * [(whole, 0.0), (parts, 0.0), *((whole, pause) for pause in PAUSES)]:
+        drawn = (draw.choices(range(1, vocab), k=size) for _ in lengths)
+        prompts = [[(mask + token) % vocab for token in tokens] for tokens in drawn]  # without the mask token
+        requests = [replace(request, stops=False) for request in pipe.requests(prompts, lengths, None)]
+        _ask(pipe.engine, requests, rows, pause)
+
+
+def _ask(engine: Engine, requests: list[Request], clients: int, pause: float) -> None:
+    """Each client asks again after its answer and `pause` rounds on average. Raises the error of a request."""
+    draw, now, waiting = random.Random(0), 0, requests[::-1]
+
+    def later() -> int:
+        return now + (int(draw.expovariate(1 / pause)) if pause else 0)
+
+    due = [later() for _ in range(clients)]
+    while waiting or engine.busy:
+        while waiting and due and min(due) <= now:
+            due.remove(min(due))
+            engine.add(waiting.pop(), deltas="commit")
+        now += 1
+        for update in engine.step() if engine.busy else ():
+            if update.error is not None:
+                raise update.error
+            if update.completion is not None:
+                due.append(later())

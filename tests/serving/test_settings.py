@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.serving import served, tiny
 
 import dinfer
+from dinfer.core.protocols import StepShape
+from dinfer.engine.runner import bucket
+from dinfer.serving.served import catalogue
 from dinfer.serving.settings import Settings
-from dinfer.serving.warm_up import warm_up
+from dinfer.serving.warm_up import meet_shapes, warm_up
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -72,3 +78,28 @@ def test_a_warm_server_has_its_memory_and_answers_as_any() -> None:
         body = {"model": "tiny", "prompt": "2 + 3", "max_tokens": 8}
         (want,) = pipe.generate(["2 + 3"], max_new_tokens=8, chat=False)
         assert client.ask("/v1/completions", body).json()["choices"][0]["text"] == want.text
+
+
+def test_a_warm_server_has_met_the_shapes_that_clients_lead_to() -> None:
+    """Also those of rows that enter a block together, and of prompts none of which shares keys."""
+    pipe = dinfer.load(
+        "tiny-llada2", iteration="block_diffusion", decoder={"name": "threshold", "threshold": 0.02}, cache="block",
+        device="cpu", runtime=dinfer.Runtime(rows=2, max_length=64, share=True, settle=True, gather=True),
+    )  # fmt: skip
+    runner, met = pipe.engine.runner, Counter[StepShape]()
+
+    @contextmanager
+    def note(shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
+        kv, capacity = runner.state.kv, runner.state.canvas.capacity
+        met[bucket(shape, kv.page, kv.table_NP.shape[1], capacity, pipe.model.spec.vocab)] += 1
+        yield
+
+    runner.observer = note
+    (served,) = catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=32, created=0)
+    meet_shapes(served, 16, times=2)
+    captured = {shape for shape, count in met.items() if count > 1}
+    met.clear()
+    prompts = [[*range(first, first + 16)] for first in range(10, 100, 16)]
+    for _ in pipe.engine.run(pipe.requests(prompts, 32, None), deltas="commit"):
+        pass
+    assert met.keys() <= captured

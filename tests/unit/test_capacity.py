@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from benchmarks import throughput
-from benchmarks.capacity import check, denoising, layouts, measure
+from benchmarks.capacity import check, degrees, denoising, layouts, measure
 from benchmarks.capacity.__main__ import main
 from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.front_end import FrontEnd
+from benchmarks.capacity.limits import read
 from benchmarks.capacity.replica import Setting, lanes_of
 from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
+from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
 from dinfer.engine.request import Update
 
@@ -291,3 +293,25 @@ def test_two_cards_are_one_replica_or_two(monkeypatch: pytest.MonkeyPatch) -> No
     )  # of two cards: 1.25 times those of a replica each
     assert [load["share"] for load in one["loads"]] == [0.2, 0.5] and len(two["loads"]) == 3
     assert one["loads"][0]["replicas"] == 2 and two["loads"][0]["replicas"] == 1
+
+
+def test_more_cards_are_extrapolated_from_one_and_two() -> None:
+    """One card is as measured; two give back what the split was made of; the limit is what no card divides."""
+    times = {"1 rows": {"nccl": 300.0, "one-shot": 100.0}, "1024 rows": {"nccl": 100.0}}
+    two, spec = {"collectives, bf16, 2 cards": {"us": times}}, shape("small-llada2")[1]
+    sums = 2 * spec.layers * 0.1
+    split = degrees.Split.of(one=10.0, two=6.0 + sums, sums=sums)
+    assert (split.whole, split.shared) == (pytest.approx(2.0), pytest.approx(8.0))
+
+    def step(cards: int) -> float:
+        made = degrees.extrapolated(report(10.0), "small-llada2", split, two, cards, alone=10.0)
+        assert made.cards == cards
+        return made.window(1, 32, 100).p50
+
+    assert step(1) == pytest.approx(10.0)
+    assert step(2) == pytest.approx(6.0 + sums) and step(4) == pytest.approx(4.0 + sums)
+    times["1024 rows"] = {"nccl": 1124.0}  # a microsecond for each row beyond the first
+    rows = 64 * 32 * spec.hidden / 4096
+    want = 2 * spec.layers * (100 + (rows - 1) * 1024 / 1023) / 1e3
+    assert degrees.sums_ms(two, spec, 64 * 32, 2) == pytest.approx(want)
+    assert degrees.sums_ms(two, spec, 64 * 32, 1) == 0 and degrees.splits(read(degrees.RESULTS / degrees.TWO))

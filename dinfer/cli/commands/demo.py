@@ -40,20 +40,20 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
-    from dinfer.analysis.comparison import compare, row
+    from dinfer.analysis.comparison import compare
 
     console = Console(highlight=False)
     console.print(Rule("a held-out problem", style="bright_black", align="left"))
     work_out(pipe, problems[0], new_tokens, delay)
     console.print(Rule(f"{len(problems)} held-out problems", style="bright_black", align="left"))
     with Report() as progress:
-        scores = compare(pipe, decoders, problems, new_tokens, progress.at)
+        rows = compare(pipe, decoders, problems, new_tokens, progress.at)
     iteration, cache = pipe.recipe.iteration, pipe.recipe.cache
     caption = (
         "NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
         f"{type(iteration).__name__} of {iteration.block}, {type(cache).__name__}."
     )
-    console.print(table([row(score) for score in scores], caption))
+    console.print(table(rows, caption))
 
 
 def decoders_of(config: dict[str, Any]) -> list[Any]:
