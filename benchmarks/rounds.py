@@ -110,16 +110,17 @@ def engine_of(given: argparse.Namespace) -> Engine:
 
 
 def requests_of(engine: Engine, given: argparse.Namespace, count: int) -> list[Request]:
-    """Prompts of all lengths from a third of `--prompt` on."""
+    """Prompts and generations of all lengths from a third of the longest on, so that rows are at all stages."""
     prompts = random_prompts(engine.recipe.model.spec, count, given.prompt)
-    least = given.prompt // 3
-    return [
-        Request(prompt[: least + 37 * i % (given.prompt - least + 1)], given.new) for i, prompt in enumerate(prompts)
-    ]
+
+    def size(most: int, number: int) -> int:
+        return most // 3 + number % (most - most // 3 + 1)
+
+    return [Request(p[: size(given.prompt, 37 * i)], size(given.new, 53 * i)) for i, p in enumerate(prompts)]
 
 
 def measured(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
-    closed_loop(engine, requests[: 2 * in_flight], in_flight)  # caches of the host are warm
+    closed_loop(engine, requests[:in_flight], in_flight)  # caches of the host are warm
     worker: Any = engine.loop.worker
     host, waited, busy, launches = worker.host, worker.waited, worker.busy, worker.launches
     rounds = _Rounds(engine)
@@ -152,7 +153,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64, 256])
     parser.add_argument("--rounds", type=int, default=4, help="requests for each in flight")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of the longest prompt")
-    parser.add_argument("--new", type=int, default=64, help="max_new_tokens")
+    parser.add_argument("--new", type=int, default=96, help="max_new_tokens of the longest")
     parser.add_argument("--cache", default="dual")
     parser.add_argument("--step-us", type=float, default=300, help="what each step takes on the simulated device")
     parser.add_argument("--position-us", type=float, default=0.45, help="and each position of it")

@@ -86,13 +86,13 @@ SMALL_LLADA2 = LLADA2_MINI | {
 }  # fmt: skip
 SMALL_SDAR = SDAR_4B | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 128, "vocab_size": 512,
+    "intermediate_size": 128, "vocab_size": 512, "mask_token_id": 511, "eos_token_id": 510,
 }  # fmt: skip
 # Options of the family: the vocabulary of these is too small for the ids that config.json leaves to the authors' code.
 # And the length of SDAR's attention blocks, which its config.json does not say.
 OPTIONS: dict[str, dict[str, Any]] = {
     "small-llada2": {"mask_id": 511, "stop_ids": [510]}, "sdar-4b": {"block": 4}, "sdar-8b": {"block": 4},
-    "small-sdar": {"block": 4, "mask_id": 511, "stop_ids": [510]},
+    "small-sdar": {"block": 4},
 }  # fmt: skip
 SHAPES = {
     "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "sdar-4b": SDAR_4B,

@@ -1,5 +1,5 @@
-"""Evaluation through lm-eval: dinfer as one of its models, tasks of our own, runs that are measured as they are judged.
+"""Evaluation through lm-eval: dinfer as one of its models, tasks of our own, and measurements of each run.
 
-`dinfer eval` and `dinfer-lm-eval` are the ways in. Needs `pip install dinfer[eval]`; nothing of dinfer but its command
-line imports this package.
+`dinfer eval` and `dinfer-lm-eval` call it. Needs `pip install dinfer[eval]`. Of dinfer, only the command line imports
+this package.
 """

@@ -149,7 +149,7 @@ class DinferLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands in for an empty context: BOS, or EOS where there is none."""
+        """The token of an empty context: BOS, or EOS if there is no BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -184,7 +184,7 @@ class DinferLM(TemplateLM):
         self.among.wait()
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """What lm-eval writes into its results."""
         recipe, how = self.pipe.recipe, self.likelihood
         parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
         return {

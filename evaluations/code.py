@@ -1,4 +1,4 @@
-"""Tasks whose answers are programs: what is taken out of an answer, and pass@1 in the sandbox."""
+"""Tasks whose answers are programs: takes the program out of an answer, and computes pass@1 in the sandbox."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def blocks(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The first fenced block of each answer, closed or not; the answer as it is where there is none."""
+    """The first fenced block of each answer, closed or not; without one, the whole answer."""
     return [[_block(text) for text in texts] for texts in responses]
 
 

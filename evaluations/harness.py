@@ -2,7 +2,7 @@
 
     dinfer-lm-eval --model dinfer --model_args model=tiny,decoder.threshold=0.8 --tasks mini_gsm --apply_chat_template
 
-lm-eval 0.4.13 looks for no models outside itself, so `lm_eval --model dinfer` needs a script that registers one. Later
+lm-eval 0.4.13 finds no models outside itself, so `lm_eval --model dinfer` needs a script that registers ours. Later
 releases find the entry point.
 """
 

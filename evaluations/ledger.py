@@ -1,7 +1,7 @@
-"""Answers on disk, one JSON line each, written at once: a run that is killed goes on where it was.
+"""Answers on disk, one JSON line each, written at once, so that a killed run can continue.
 
-A run has one file a rank. A later session reads the files of all ranks, however many there were. The first line of a
-session says what it ran with: sessions that would answer differently do not share a file. A session locks its file.
+A run has one file for each rank. A later session reads the files of all ranks. The first line of a session holds its
+settings: sessions that would answer differently do not share a file. A session locks its file.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ class Answer:
 
 
 def key_of(*parts: Any) -> str:
-    """A name for a request: the same in every session, and no other request has it."""
+    """A name for a request, unique and the same in every session."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 

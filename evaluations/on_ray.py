@@ -1,4 +1,4 @@
-"""Data-parallel ranks on a Ray cluster: Ray Train starts them, and tells them of each other as torchrun does."""
+"""Data-parallel ranks on a Ray cluster. Ray Train starts them, and sets the variables that torchrun sets."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ Work = Callable[[], dict[str, Any] | None]
 
 
 def on_ray(work: Work, address: str, count: int | None, *, cards: int, device: str | None) -> dict[str, Any] | None:
-    """Calls `work` in `count` processes; what the first one returns. None: one process for each card.
+    """Calls `work` in `count` processes (None: one for each card). Returns what it returns in the first.
 
     Each has `cards` cards. `work` finds the others by `evaluations.ranks.ranks`. Raises ValueError, and what `work`
     raised.

@@ -1,4 +1,4 @@
-"""One evaluation: tasks through lm-eval, judged and measured in one run, and written down."""
+"""One evaluation: runs tasks through lm-eval, scores and measures them, and writes the report."""
 
 import difflib
 import hashlib
@@ -38,7 +38,7 @@ TASK_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of an evaluation, beside the recipe."""
+    """The settings of an evaluation other than the recipe."""
 
     tasks: tuple[str, ...]
     include: tuple[str, ...] = ()  # folders with tasks of the user's
@@ -88,7 +88,7 @@ def evaluate(
     runtime: Mapping[str, Any], stem: Path | None, overwrite: bool = False, command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Runs the tasks, or what is left of them. The report on the first rank, None on others.
+    """Runs the tasks, or what is left of them. Returns the report on the first rank, None on others.
 
     `load` makes the pipeline, after files and tasks are checked. `stem`: writes STEM.json, STEM.samples.jsonl,
     STEM.answers-RANK.jsonl, and runs.csv beside them; None: keeps nothing. `overwrite`: begins anew. Raises OSError,
@@ -157,7 +157,7 @@ def chosen(tasks: Mapping[str, Any], documents: tuple[int, int] | None) -> dict[
 
 
 def load_tasks(settings: Settings) -> dict[str, Any]:
-    """The tasks as lm-eval wants them. To read all of lm-eval's takes seconds, so our folder is tried alone first.
+    """The tasks as lm-eval takes them. To read all of lm-eval's takes seconds, so our folder is tried first.
 
     Raises ValueError for tasks that are not there, cannot be loaded, or cannot do what the settings say.
     """

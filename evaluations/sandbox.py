@@ -109,7 +109,7 @@ def _said(reader: int) -> str:
 
 
 class CodeEval:
-    """Stands in for the hub's metric `code_eval`: pass@k of programs with their tests (Codex, arXiv:2107.03374)."""
+    """Replaces the hub's metric `code_eval`: pass@k of programs with their tests (Codex, arXiv:2107.03374)."""
 
     limits = Limits()
 

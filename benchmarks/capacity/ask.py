@@ -1,9 +1,11 @@
 """Asks the simulator what docs/scaling.md answers, and writes the answers.
 
     python -m benchmarks.capacity.ask --steps FILE.json ... --rows 16,64,256 --out FILE.json
+    python -m benchmarks.capacity.ask --steps FILE.json ... --trace TRACE.csv --speed 4 --cards 1,8,64 --out FILE.json
 
 For each number of rows: one card under Poisson arrivals, from a fifth of what it can do to a little more. Then 1, 8, 64
-and 1,024 cards under the same load a card, to each in turn and to the less loaded of two; and what they share.
+and 1,024 cards under the same load a card, to each in turn and to the less loaded of two; and what they share. With
+`--trace`, so many cards under a trace instead, played by `--speed` a card faster than it was recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from benchmarks.capacity.front_end import FrontEnd
 from benchmarks.capacity.limits import read, shared
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
-from benchmarks.capacity.traffic import Asked, poisson
+from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.provenance import begun, save
 
 LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05)  # of the most that a card does
@@ -83,6 +85,23 @@ def answers(given: argparse.Namespace) -> dict[str, Any]:
     return {"curves": curves, "scale": scale}
 
 
+def traced(given: argparse.Namespace) -> dict[str, Any]:
+    """Requests of a trace, without those that are longer than what was measured."""
+    times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()
+    question = Question(given, times, given.usual_rows)
+    for cards in given.cards:
+        played = trace(given.trace, given.speed * cards)
+        kept = [one for one in played if one.prompt + one.new <= times.longest]
+        seconds = min(given.seconds, kept[-1].at)
+        warm = seconds * given.warm / given.seconds
+        for policy in ("turns", "two_choices", "least") if cards > 1 else ("turns",):
+            cluster = question.cluster(Router(policy=policy), cards // times.cards, warm)
+            row = {"policy": policy, "rows": given.usual_rows, **cluster.open_loop(kept, seconds)}
+            rows.append(row | {"left_out": len(played) - len(kept)})
+            print(policy, told(rows[-1]), flush=True)
+    return {"trace": rows}
+
+
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
@@ -99,9 +118,11 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--warm", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path, help="Azure's CSV or Mooncake's JSON lines")
+    parser.add_argument("--speed", type=float, default=1.0, help="by how much faster the trace is played for each card")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    report = {**begun(given, torch.device("cpu")), **answers(given)}
+    report = {**begun(given, torch.device("cpu")), **(traced(given) if given.trace else answers(given))}
     save(report, given.out)
 
 

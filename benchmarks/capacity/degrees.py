@@ -18,7 +18,6 @@ rows but those of LLaDA2-mini on one card are extrapolated, by these rules:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from benchmarks.capacity.limits import read
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes, between
 from benchmarks.capacity.traffic import Asked, poisson
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import shape
 from dinfer.core.protocols import ModelSpec
 
@@ -186,11 +185,9 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--warm", type=float, default=8)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    setting = vars(given) | {"out": None, "prompt": PROMPT, "new": NEW, "rows": ROWS, "cards": CARDS}
     rows = compared(given.tokens_per_step, given.seconds, given.warm)
-    report = {"setting": setting, **provenance(torch.device("cpu")), "extrapolated": True, "rows": rows}
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    how = {"prompt": PROMPT, "new": NEW, "rows_of_replica": ROWS, "of_cards": CARDS, "extrapolated": True}
+    save({**begun(given, torch.device("cpu")), **how, "rows": rows}, given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Draws the figures of docs/scaling.md.
 
-    python -m benchmarks.capacity.plots benchmarks/results/scaling-llada2-mini-h200.json
+    python -m benchmarks.capacity.plots benchmarks/results/scaling-llada2-mini-h200.json \
+        benchmarks/results/scaling-degrees-h200.json
 
 Needs matplotlib (`pip install dinfer[plot]`).
 """
@@ -58,10 +59,30 @@ def cards(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def degrees(report: dict[str, Any]) -> Figure:
+    """Time of an answer over the load on eight cards, a line a layout; dashed what is extrapolated."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    kinds = list(dict.fromkeys((row["shape"], row["format"]) for row in report["rows"]))
+    axes = figure.subplots(1, len(kinds))
+    for place, kind in zip(axes, kinds, strict=True):
+        for row in (row for row in report["rows"] if (row["shape"], row["format"]) == kind):
+            name = f"{report['of_cards'] // row['cards']} x {row['cards']}"
+            rates = [load["tokens_per_s"] / 1e3 for load in row["loads"]]
+            times, style = [load["latency_s"]["p50"] for load in row["loads"]], "-" if row["measured"] else "--"
+            place.plot(rates, times, f"o{style}", ms=3, color=f"C{row['cards'].bit_length()}", label=name)
+        place.set(xlabel="thousand tokens a second", title=", ".join(kind), ylim=(0, None))
+        place.grid(alpha=0.3)
+        place.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="an answer, s")
+    axes[-1].legend(frameon=False, title="replicas x cards", fontsize="small", loc="upper left")
+    return figure
+
+
 def main() -> None:
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dinfer", "font.family": "sans-serif"})
-    report = json.loads(Path(sys.argv[1]).read_text())
-    for name, figure in {"scaling-load": load(report), "scaling-cards": cards(report)}.items():
+    report, layouts = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
+    figures = {"scaling-load": load(report), "scaling-cards": cards(report), "scaling-degrees": degrees(layouts)}
+    for name, figure in figures.items():
         figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 USUAL = 0.8  # of the most that a card does
+NETWORK = 100e9  # bits a second of one network card
+POLICIES = {"turns": "in turn", "two_choices": "the less loaded of two", "least": "the least loaded"}
 NAMES = {
     "tokens_per_s": "tokens/s",
     "first_text_s": "first text",
@@ -72,6 +74,50 @@ def cards(report: dict[str, Any]) -> str:
             f"| {count:,} | {row['tokens_per_s']:,.0f} | {late[0]} | {late[1]} | {shared['proxy']:.1f} cores "
             f"| {shared['controller']:.2f} cores | {shared['bits_per_s'] / 1e9:.3f} Gbit/s |"
         )
+    first, last = (row for row in (report["scale"][0], report["scale"][-1]))
+    alone, many = first["shared"], last["shared"]
+    each = (many["controller"] - alone["controller"]) / (last["cards"] - first["cards"])
+    lines.append(
+        f"| full with, if all grows in proportion | | | {many['cards_of_proxy']:.1f} cards "
+        f"| {(1 - alone['controller']) / each:,.0f} replicas "
+        f"| {last['cards'] * NETWORK / many['bits_per_s']:,.0f} cards at {NETWORK / 1e9:.0f} Gbit/s |"
+    )
+    return "\n".join(lines)
+
+
+def traced(report: dict[str, Any]) -> str:
+    """Many cards under a trace."""
+    lines = [
+        "| cards | requests go | requests/s | tokens/s | first block, median and 99% | answer, median and 99% |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for row in report["trace"]:
+        block, whole = row["first_block_s"], row["latency_s"]
+        lines.append(
+            f"| {row['cards']} | {POLICIES[row['policy']] if row['cards'] > 1 else '-'} | {row['requests_per_s']:.0f} "
+            f"| {row['tokens_per_s']:,.0f} | {block['p50']:.2f} s, {block['p99']:.2f} s "
+            f"| {whole['p50']:.2f} s, {whole['p99']:.2f} s |"
+        )
+    return "\n".join(lines)
+
+
+def degrees(report: dict[str, Any]) -> str:
+    """Eight cards as replicas of one, two, four or eight."""
+    loads = (0.1, 0.3, 0.5, 0.7, 0.9)
+    lines = [
+        "| eight cards | an answer alone | most, requests/s | "
+        + " | ".join(f"at {share:.0%}" for share in loads)
+        + " |",
+        "| --- |" + " --- |" * (2 + len(loads)),
+    ]
+    for row in report["rows"]:
+        own = {load["share"]: load["latency_s"] for load in row["loads"]}
+        cells = [f"{own[share]['p50']:.2f} s" if share in own else "too much" for share in loads]
+        count = report["of_cards"] // row["cards"]
+        lines.append(
+            f"| {row['shape']}, {row['format']}: {count} x {row['cards']}{'' if row['measured'] else ' *'} "
+            f"| {row['alone_s']:.2f} s | {row['most']:.0f} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -94,8 +140,9 @@ def layouts(report: dict[str, Any]) -> str:
 
 def sections(results: Path) -> dict[str, str]:
     """The parts of docs/scaling.md by name."""
-    check, scaling, layout = (
-        json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in ("check", "llada2-mini", "layouts")
+    names = ("check", "llada2-mini", "layouts", "trace", "degrees")
+    check, scaling, layout, trace, degree = (
+        json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
     )
     setting = scaling["setting"]
     steps = ", ".join(f"`{Path(path).stem}`" for path in setting["steps"])
@@ -108,4 +155,6 @@ def sections(results: Path) -> dict[str, str]:
         "loads": f"{about}\n\n{loads(scaling)}",
         "cards": cards(scaling),
         "layouts": layouts(layout),
+        "trace": f"`{trace['command']}`.\n\n{traced(trace)}",
+        "degrees": degrees(degree),
     }

@@ -1,9 +1,10 @@
-"""The published dInfer and this project on the same work, on one card, one run after another.
+"""The published dInfer or Diffulex and this project on the same work, on one card, one run after another.
 
     python -m benchmarks.peers.compare --peer FOLDER --out benchmarks/results/peers-h200.json
+    python -m benchmarks.peers.compare --diffulex FOLDER --out benchmarks/results/diffulex-h200.json
     python -m benchmarks.peers.compare --peer FOLDER --out /tmp/dry.json --dry-run       # tiny shapes on a CPU
 
-FOLDER holds the peer's package (README.md beside this file says how to bring it). Each run is a process with compile
+FOLDER holds a peer's package (README.md beside this file says how to bring it). Each run is a process with compile
 caches of its own, so that its first call is that of a fresh machine. Runs are added to the file as they end: `--only`
 runs some, and a file begun before is gone on with.
 """
@@ -24,7 +25,12 @@ from benchmarks.provenance import provenance, save
 from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
-RUNS = {  # a side, and what is asked of it
+BLOCKS = {  # shapes with keys that are final once a block is finished, and what is asked of both sides
+    "llada": ("llada-8b", "--cache block --attention-block 32"),
+    "sdar-4b": ("sdar-4b", "--cache block --attention-block 4 --block 4 --rate 2 --prompt 512"),
+    "sdar-8b": ("sdar-8b", "--cache block --attention-block 4 --block 4 --rate 2 --prompt 512"),
+}
+DENSE: dict[str, tuple[str, list[str]]] = {  # LLaDA-8B: a side, and what is asked of it
     "peer-eager": ("published", ["--eager"]),
     "peer-dual": ("published", []),
     "ours-dual": ("ours", []),
@@ -36,31 +42,55 @@ RUNS = {  # a side, and what is asked of it
     "peer-batch8": ("published", ["--batch", "8"]),
     "ours-batch8": ("ours", ["--batch", "8"]),
 }
+RUNS = {name: (side, "llada-8b", options) for name, (side, options) in DENSE.items()} | {
+    f"{side}-{name}-batch{batch}": (side, shape, [*options.split(), "--batch", str(batch)])
+    for name, (shape, options) in BLOCKS.items()
+    for batch in (1, 16)
+    for side in ("diffulex", "ours")
+}
+SMALL = {"llada-8b": "small", "sdar-4b": "small-sdar", "sdar-8b": "small-sdar"}
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder that holds the peer's package, dinfer/")
+    parser.add_argument("--peer", type=Path, help="folder that holds the published dInfer, dinfer/")
     parser.add_argument("--peer-commit", default="fce4e328")
+    parser.add_argument("--diffulex", type=Path, help="folder that holds diffulex/ and diffulex_kernel/")
+    parser.add_argument("--diffulex-commit", default="184ba97")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--only", nargs="*", choices=RUNS, help="default: all of the peers whose folders are given")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--dry-run", action="store_true")
-    return parser.parse_args(args)
+    given = parser.parse_args(args)
+    there = {"published": given.peer, "diffulex": given.diffulex, "ours": ROOT}
+    blocks = [name for name in RUNS if name not in DENSE]
+    wanted = [*(DENSE if given.peer else ()), *(blocks if given.diffulex else ())]
+    given.only = wanted if given.only is None else given.only
+    for name in given.only:
+        if there[RUNS[name][0]] is None:
+            parser.error(f"{name} needs --{'peer' if RUNS[name][0] == 'published' else 'diffulex'} FOLDER")
+    if not given.only:
+        parser.error("nothing to run: give --peer FOLDER, --diffulex FOLDER or --only")
+    return given
 
 
-def run(name: str, given: argparse.Namespace, config: Path, scratch: Path) -> dict[str, Any]:
+def run(name: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One run in a process of its own. Raises CalledProcessError, TimeoutExpired."""
-    side, options = RUNS[name]
-    out = scratch / f"{name}.json"
-    # Both packages are called dinfer: the first folder wins, and the working directory comes before all.
-    folders = [str(given.peer.resolve()), str(ROOT)] if side == "published" else [str(ROOT)]
+    side, shape, options = RUNS[name]
+    out, config = scratch / f"{name}.json", scratch / "config.json"
+    config.write_text(json.dumps(SHAPES[SMALL[shape] if given.dry_run else shape]))
+    # The published dInfer is called as ours: the first folder wins, and the working directory comes before all.
+    folders = {
+        "published": [str(given.peer.resolve()), str(ROOT)] if given.peer else [],
+        "diffulex": [str(ROOT), str(given.diffulex.resolve())] if given.diffulex else [],
+        "ours": [str(ROOT)],
+    }[side]
     caches = {f"{kind}_CACHE_DIR": str(scratch / name / kind) for kind in ("TRITON", "TORCHINDUCTOR")}
     environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     dry = ["--device", "cpu", "--eager", "--prompt", "32", "--new", "64"] if given.dry_run else []
     line = [sys.executable, "-m", f"benchmarks.peers.{side}", "--config", str(config), "--out", str(out)]
     subprocess.run([*line, *options, *dry], cwd=folders[0], env=environment, check=True, timeout=given.limit)
-    return {"who": "peer" if side == "published" else "ours"} | json.loads(out.read_text())
+    return {"who": "ours" if side == "ours" else "peer"} | json.loads(out.read_text())
 
 
 def main(args: list[str] | None = None) -> None:
@@ -68,13 +98,13 @@ def main(args: list[str] | None = None) -> None:
 
     given = arguments(args)
     about = provenance(torch.device("cpu" if given.dry_run else "cuda"))
-    about |= {"transformers": version("transformers"), "peer_commit": given.peer_commit}
+    about |= {"transformers": version("transformers")}
+    about |= {"peer_commit": given.peer_commit} if given.peer else {}
+    about |= {"diffulex_commit": given.diffulex_commit} if given.diffulex else {}
     found = json.loads(given.out.read_text()) if given.out.is_file() else {**about, "runs": {}}
     with tempfile.TemporaryDirectory(prefix="dinfer-peers-") as scratch:
-        config = Path(scratch, "config.json")
-        config.write_text(json.dumps(SHAPES["small" if given.dry_run else "llada-8b"]))
         for name in given.only:
-            found["runs"][name] = run(name, given, config, Path(scratch))
+            found["runs"][name] = run(name, given, Path(scratch))
             save(found, given.out)
             row = found["runs"][name]
             print(f"{name}: {row['ms_per_forward']:.2f} ms a forward, first call {row['warm_up_s']:.1f} s", flush=True)

@@ -16,7 +16,7 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
 from benchmarks.peers.work import RATE, arguments, report
 from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
-from dinfer.core.registry import MODELS
+from dinfer.core.registry import MODELS, option
 from dinfer.decoders.threshold import Threshold
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import family_of, random_network
@@ -26,16 +26,19 @@ from dinfer.loading.checkpoint import family_of, random_network
 class Scripted(Threshold):
     """Computes the threshold rule, and commits the leftmost masks."""
 
+    rate: int = option(RATE, "masks that every step commits")
+
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         super().select(stats, view, state)
-        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= RATE))
+        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= self.rate))
 
 
 def main(args: list[str] | None = None) -> None:
     given = arguments(__doc__, args)
     device, config = torch.device(given.device), json.loads(given.config.read_text())
     cuda = device.type == "cuda"
-    family = MODELS.build(family_of(config))
+    family = family_of(config)
+    family = MODELS.build({"name": family, "block": given.attention_block} if given.attention_block else family)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if cuda else torch.float32
     model: Any = random_network(family, family.spec(config), dtype=dtype, device=device)
@@ -44,8 +47,9 @@ def main(args: list[str] | None = None) -> None:
     if given.quantize:
         quantize(model, given.quantize)
     cache = {"name": "vicinity", "back": 16, "ahead": 16, "warmup": 4} if given.cache == "vicinity" else given.cache
-    iteration = {"name": "blockwise", "block": given.block, "stop": "off"}
-    recipe = dinfer.compose(model, iteration=iteration, decoder=Scripted(), cache=cache)
+    counted = model.spec.causal_block is not None and not model.spec.prompt_block  # from position 0
+    iteration = {"name": "block_diffusion" if counted else "blockwise", "block": given.block, "stop": "off"}
+    recipe = dinfer.compose(model, iteration=iteration, decoder=Scripted(rate=given.rate), cache=cache)
     pipe = dinfer.Pipeline(recipe, None, dinfer.Runtime(rows=given.batch, graphs=cuda and not given.eager))
     prompts = random_prompts(model.spec, given.batch, given.prompt)
 

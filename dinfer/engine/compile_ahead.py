@@ -3,10 +3,14 @@
 The step runs on the meta device first, where tensors have a shape and no values. So all its kernels are known before
 the first of them has to run, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend on a model's
 shapes alone, so nothing is computed, and the memory of the card is not touched.
+
+On the meta device torch imports its compiler, which takes a second. So a file in Triton's cache notes what has been
+compiled: the next start on the machine launches at once, and each launch reads its kernel from the cache.
 """
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,16 +33,17 @@ logger = logging.getLogger(__name__)
 class KernelCompiler:
     """Compiles what steps of a kind launch, once for each kind. If it cannot, the first launch compiles as ever."""
 
-    def __init__(self, recipe: Recipe, alloc: Callable[[Recipe, torch.device], BatchState]) -> None:
-        """`alloc`: makes the state that the steps run on, on another device."""
-        self._recipe, self._alloc = recipe, alloc
+    def __init__(self, recipe: Recipe, alloc: Callable[[Recipe, torch.device], BatchState], sizes: object) -> None:
+        """`alloc`: makes the state that the steps run on, on another device; `sizes`: all that its shapes depend on."""
+        self._recipe, self._alloc, self._sizes = recipe, alloc, sizes
         self._twin: tuple[Recipe, BatchState] | None = None
         self._known: set[StepShape] = set()
         self._able = isinstance(recipe.model, nn.Module) and recipe.ranks.size == 1
 
     def compile(self, shape: StepShape) -> None:
         """Compiles for a step of this shape and for those of the other phases that its rows will be in."""
-        kind = replace(shape, width=(shape.lanes * shape.width).bit_length(), lanes=0, pages=0, scored=shape.scored > 0)
+        lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
+        kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0)
         if not self._able or kind in self._known:
             return
         self._known.add(kind)
@@ -50,17 +55,31 @@ class KernelCompiler:
             logger.info("kernels are compiled at their first launch from now on: %s", error)
         logger.info("kernels of %s: %.1f s", shape, time.perf_counter() - began)
 
-    def _compile(self, shape: StepShape) -> None:
-        from dinfer.kernels.triton.ahead import compiled_beside
+    @property
+    def _what(self) -> str:
+        """All that the kernels of a step depend on, beside its shape."""
+        recipe, settings = self._recipe, {k: v for k, v in os.environ.items() if k.startswith("DINFER_")}
+        weights = {(name, weight.dtype) for name, weight in recipe.model.state_dict().items()}  # type: ignore[attr-defined]
+        parts = recipe.iteration, recipe.decoder, recipe.cache, recipe.sampling
+        return repr((recipe.model.spec, sorted(map(repr, weights)), parts, self._sizes, sorted(settings.items())))
 
+    def _compile(self, shape: StepShape) -> None:
+        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside
+
+        device = self._recipe.model.device
+        done = compiled_before(f"{self._what} {shape}", device)
+        if done.exists():
+            return
         if self._twin is None:
             recipe = on_meta(self._recipe)
             self._twin = recipe, self._alloc(recipe, META)
         recipe, state = self._twin
         slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
-        with compiled_beside(self._recipe.model.device):
+        with compiled_beside(device):
             for each in dict.fromkeys((shape, *followers(recipe, state, shape))):
                 denoise_step(recipe, state, each, slot_B)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 def on_meta(recipe: Recipe) -> Recipe:

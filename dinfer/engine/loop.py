@@ -92,7 +92,7 @@ class Loop:
         if self.batch is None:
             return
         self._admit()
-        self._each(self.running, self.scheduler.update)
+        self._each(self.scheduler.changed(self.running), self.scheduler.update)
         rows = self.running
         steps = self.scheduler.plan(rows)
         if rows and not steps:

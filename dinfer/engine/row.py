@@ -35,6 +35,8 @@ class Row:
     deltas: Deltas | None = None  # its updates hold new output
     drafts: bool = False  # its updates hold the active blocks, drafts included
     logprobs: bool = False  # its updates hold log-probabilities of new output
+    followed: bool = field(init=False)  # someone asks what each step does to the canvas
+    told: Told = field(init=False)  # what it asks steps to tell of its tokens
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -69,10 +71,9 @@ class Row:
     need: Need = field(default_factory=lambda: Need(0))  # cached plan
     need_at: tuple[int, ...] = ()  # the cursors that the plan is valid for
 
-    @property
-    def followed(self) -> bool:
-        """Whether someone asks what each step does to the canvas."""
-        return self.snapshots or self.drafts or self.deltas is not None
+    def __post_init__(self) -> None:
+        self.followed = self.snapshots or self.drafts or self.deltas is not None
+        self.told = Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
 
     @property
     def left(self) -> int:
@@ -109,11 +110,6 @@ class Row:
             f"request {self.index}: {STALL_LIMIT} steps without a commit or a new block, at step {step}, in the "
             f"{block}: the {why}."
         )
-
-    @property
-    def told(self) -> Told:
-        """What it asks steps to tell of its tokens."""
-        return Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
 
     def look(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
         """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that.

@@ -1,4 +1,4 @@
-"""The fields of a config.json: which kinds and values they may have, and what they are where they are absent."""
+"""The fields of a config.json: the types and values that they may have, and their defaults."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ DIVIDES = (
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of another kind than it has to be, which might pass for a default or a yes."""
+    """Raises ValueError for a field of the wrong type, which might be taken for a default or for true."""
     for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
         for name in names:
             value = config.get(name, least)

@@ -16,8 +16,8 @@ from dinfer.loading.token_ids import PUBLISHED, listed
 class Names:
     """A checkpoint's tensor names, without ".weight". `{i}` stands for the layer, `{e}` for the expert.
 
-    None: the family has no such tensor. Those that a family has may still be absent in a model without bias, QK-norm
-    or experts: its `ModelSpec` says so.
+    None: the family has no such tensor. A model without bias, QK-norm or experts lacks some of the others, as its
+    `ModelSpec` says.
     """
 
     embedding: str = "model.embed_tokens"
@@ -77,7 +77,7 @@ class HubCheckpoint(ModelFamily):
 def published(field: str, ids: tuple[int, ...], vocab: int, option: tuple[int, ...], remedy: str) -> tuple[int, ...]:
     """The token ids of a field that no file of a checkpoint names: those that the family's authors publish.
 
-    A vocabulary that is too small for them is another one: then it is those of the option, if it is given.
+    If the vocabulary is too small for them, it is another one. Then these are the ids of the option, if it is given.
     """
     if max(ids) < vocab:
         logging.getLogger(__name__).warning("no file of the checkpoint names %s: %s %s", field, PUBLISHED, [*ids])
@@ -92,7 +92,7 @@ def published(field: str, ids: tuple[int, ...], vocab: int, option: tuple[int, .
 
 @dataclass(frozen=True, kw_only=True)
 class HubFamily(HubCheckpoint):
-    """A family over the one transformer core. What is particular to it is in `spec` and `names`."""
+    """A family of the one transformer core. `spec` and `names` hold all that differs."""
 
     published_mask: ClassVar[int]  # for checkpoints whose files name none
 

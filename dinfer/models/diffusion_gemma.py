@@ -31,9 +31,9 @@ DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 @MODELS.register("diffusion_gemma")
 @dataclass(frozen=True, kw_only=True)
 class DiffusionGemma(HubCheckpoint):
-    """DiffusionGemma checkpoints; of the 26B-A4B one the text part. The vision tower is left where it is.
+    """DiffusionGemma checkpoints. Of 26B-A4B the text part is loaded, and the vision tower is not.
 
-    As published with iteration=self_conditioned, decoder=renoise, sampling.temperature=1 and cache=block.
+    Published decoding: iteration=self_conditioned, decoder=renoise, sampling.temperature=1 and cache=block.
     """
 
     paper = "DiffusionGemma, transformers 5.23"

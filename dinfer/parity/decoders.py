@@ -30,7 +30,7 @@ PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a decoder of the goldens is said in dinfer."""
+    """The decoder and settings that repeat a decoder case of the goldens."""
 
     config: dict[str, Any]  # name and options of the decoder; `reference`: whose rule it has, see `references`
     decay: float | None = None  # the least confidence is 1 - step * decay as long as that is above the threshold

@@ -1,4 +1,4 @@
-"""How runs of the later sets are said in dinfer: insertion and deletion, length, attention-driven caches."""
+"""Plans for runs of the later sets: insertion and deletion, length, attention-driven caches."""
 
 from dataclasses import replace
 from functools import partial

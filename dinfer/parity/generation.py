@@ -1,4 +1,4 @@
-"""Generation cases: whole runs of the engine, token ids equal and forwards not more than the reference's."""
+"""Generation cases: whole runs of the engine. Token ids must be equal, and forwards no more than the reference's."""
 
 import copy
 import json

@@ -1,6 +1,6 @@
-"""What a folder of goldens holds, read strictly: a field that is missing is an error, one that is unknown is not run.
+"""Reads a folder of goldens strictly: a missing field is an error, and a case with an unknown field is skipped.
 
-All rules come from the JSON. Case and file names only make up the ids under which cases are reported.
+All rules come from the JSON. Case and file names only form the ids of cases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
 
 
 def broken(case_id: str, error: GoldenError) -> Case:
-    """A case that could not even be read, so that it fails under its own id and the others still run."""
+    """A case that cannot be read: it fails under its own id, and the others still run."""
 
     def run() -> str:
         raise error
@@ -51,7 +51,7 @@ def broken(case_id: str, error: GoldenError) -> Case:
 
 
 class Fields:
-    """A JSON object that knows which of its entries have been read, so that none is ignored in silence."""
+    """A JSON object that notes which of its entries were read, so that none is ignored."""
 
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, Mapping):

@@ -26,7 +26,7 @@ Trail = list[tuple[list[int], int]]  # the canvas after each step that changed i
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run of the goldens is said in dinfer."""
+    """The components and settings that repeat a run of the goldens."""
 
     iteration: dict[str, Any]
     decoder: dict[str, Any]

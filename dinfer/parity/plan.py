@@ -1,4 +1,4 @@
-"""What a recorded run asks of dinfer, and what of it is compared."""
+"""How dinfer repeats a recorded run, and what is compared."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ NEVER = 1e9  # a threshold that no confidence reaches
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run of the goldens is said in dinfer."""
+    """The components and settings that repeat a run of the goldens."""
 
     iteration: dict[str, Any]  # of components, see `dinfer.parity.references.build`
     decoder: dict[str, Any]

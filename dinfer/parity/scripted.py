@@ -1,4 +1,4 @@
-"""A model that says what was recorded, so that decoders run in the real step on the reference's very logits."""
+"""A model that returns recorded logits, so that decoders run in the real step on those of the reference."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -55,6 +55,7 @@ def main() -> None:
     triton.compiler.compile = compiled
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda device=None: "a card"  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     from dinfer.core.canvas import Phase
     from dinfer.core.protocols import StepShape
@@ -80,13 +81,17 @@ def main() -> None:
         COMPILED.clear()
         LOADED.clear()
 
-    compiler = KernelCompiler(recipe, alloc)
+    compiler = KernelCompiler(recipe, alloc, 64)
     shape = StepShape(Phase.FULL, 1, 64, 1, 8, 4)
     with torch.inference_mode():
         compiler.compile(shape)
         note("first")
         compiler.compile(shape)
         note("again")
+        KernelCompiler(recipe, alloc, 64).compile(shape)
+        note("next start")
+        KernelCompiler(recipe, alloc, 65).compile(shape)
+        note("other sizes")
         twin = on_meta(recipe)
         state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
         with compiled_beside(torch.device("cuda", 0)):  # what the steps launch

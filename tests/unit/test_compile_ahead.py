@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from dinfer.engine.compile_ahead import KernelCompiler
 pytest.importorskip("triton")
 
 
-def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path()}
+def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": path(), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "support.compiled_ahead"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -30,6 +32,8 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert found["first"]["kernels"] > 10 and found["first"]["loaded"] == found["first"]["kernels"]
     assert "MainThread" not in found["first"]["threads"]
     assert found["again"]["kernels"] == 0
+    assert found["next start"]["loaded"] == 0, "the cache has them"
+    assert found["other sizes"]["loaded"] > 0
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 
 
@@ -43,5 +47,5 @@ def test_what_cannot_be_compiled_ahead_changes_nothing(alloc: Any) -> None:
     requests = requests_for(recipe)
     want = [outcome(completion) for completion in completions(engine_for(recipe), requests)]
     engine = engine_for(recipe)
-    engine.runner.compiler = KernelCompiler(recipe, alloc)  # there is no card to compile for
+    engine.runner.compiler = KernelCompiler(recipe, alloc, None)  # there is no card to compile for
     assert [outcome(completion) for completion in completions(engine, requests)] == want

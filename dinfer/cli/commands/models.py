@@ -48,7 +48,7 @@ def run(args: Namespace) -> None:
             console.print(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
         console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
     console.print(
-        Text("to run the first of a group: model=NAME; another one: model.checkpoint=HUB_NAME too", "bright_black")
+        Text("model=NAME runs the first of a group. For another one add model.checkpoint=HUB_NAME.", "bright_black")
     )
 
 

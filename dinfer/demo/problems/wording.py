@@ -1,8 +1,8 @@
-"""The freedom of the solution texts: which wordings, which orders, and how many of them.
+"""The choices in solution texts: wordings, orders of facts, and how many of each are in use.
 
-A masked-diffusion model that fills several positions at once draws them from their marginals. Where a text is
-free (two wordings, two orders of the same facts), the marginals are mixtures, and a low confidence threshold
-commits pieces of both: that is what parallel decoding costs. The constants set how much of it there is.
+A masked diffusion model that fills several positions at once draws them from their marginals. If a text may have two
+wordings, or two orders of the same facts, the marginals are mixtures. Then a low confidence threshold commits pieces of
+both: this is the cost of parallel decoding. The constants set how many such choices there are.
 """
 
 from random import Random

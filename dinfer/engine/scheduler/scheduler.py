@@ -1,6 +1,6 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dinfer.core.canvas import Cursors, Phase
@@ -39,6 +39,7 @@ class Scheduler:
         self._free = free_positions(recipe.model.spec)
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
+        self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -66,6 +67,10 @@ class Scheduler:
         ]
         return self._steps
 
+    def changed(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows whose next step may need something else than their last one."""
+        return [row for row in rows if not row.steady or not row.need_at or self._counts_forwards]
+
     def update(self, row: Row) -> None:
         """Works out what a row needs now."""
         self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
@@ -81,7 +86,7 @@ class Scheduler:
         for shape, seconds in measured:
             if shape.phase == deciding(self.recipe) and not shape.settles:
                 self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
-        for row in rows:
+        for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
         if self._repeatable:
@@ -118,9 +123,11 @@ class Scheduler:
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
-        candidates = self._candidates(phase, group.width, rows)
-        for row in rows:
-            row.tried = candidates
+        candidates = 0
+        if self._tries:
+            candidates = self._candidates(phase, group.width, rows)
+            for row in rows:
+                row.tried = candidates
         sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
