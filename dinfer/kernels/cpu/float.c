@@ -20,11 +20,10 @@
 #endif
 #define WIDE (2 * LANES)
 #define DEEP 256
-#define PANEL 512  /* rows of inputs that stay in the second-level cache while tiles pass */
-#define QUERIES 64 /* that share the transposed keys of a tile */
+#define PANEL 512 /* rows of inputs that stay in the second-level cache while tiles pass */
 
-/* Eight rows of eight floats become eight columns: to[i][0..7] of rows[0..7][k + i]. */
-INLINE void transpose(const float *const *rows, int64_t k, float *to) {
+/* Eight rows of eight floats become eight columns: to[i * step + 0..7] of rows[0..7][k + i]. */
+INLINE void transpose(const float *const *rows, int64_t k, float *to, int64_t step) {
     __m256 a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i] + k);
     for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
@@ -34,39 +33,39 @@ INLINE void transpose(const float *const *rows, int64_t k, float *to) {
             a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
         }
     for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * WIDE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * WIDE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+        _mm256_storeu_ps(to + i * step, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * step, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
     }
 }
 
 /* WIDE rows of n floats as a tile w[n][WIDE]. */
 INLINE void arrange(const float *const *rows, int64_t n, float *tile) {
     for (int64_t part = 0; part < WIDE; part += 8)
-        for (int64_t i = 0; i < n; i += 8) transpose(rows + part, i, tile + i * WIDE + part);
+        for (int64_t i = 0; i < n; i += 8) transpose(rows + part, i, tile + i * WIDE + part, WIDE);
 }
 
-/* Up to TALL rows times WIDE columns over n inputs. Row k of the matrix is at w + at[k], or at w + k * WIDE.
+/* TALL rows times WIDE columns over n inputs, of which `rows` times `lanes` products are stored.
 
-   `lanes`: columns that are stored. The products are added to what is there, unless they are the `first`. */
-INLINE void multiply(const float *x, int64_t x_row, int64_t rows, const float *w, const int64_t *at, int64_t n, float *out,
-                     int64_t out_row, int64_t lanes, int first) {
-    const float *from[TALL];
+   Input k of row r is x[r][at[k]], or x[r][k] without `at`; the matrix is w[n][WIDE]. The products are added to what is there,
+   unless they are the `first`. */
+INLINE void multiply(const float *const *x, const int64_t *at, const float *w, int64_t n, float *out, int64_t step,
+                     int64_t rows, int64_t lanes, int first) {
     Floats low[TALL], high[TALL];
 #pragma GCC unroll 8
-    for (int r = 0; r < TALL; r++) from[r] = x + least(r, rows - 1) * x_row, low[r] = high[r] = FLOAT_ZERO;
-    for (int64_t k = 0; k < n; k++) {
-        const float *here = at ? w + at[k] : w + k * WIDE;
-        Floats a = LOAD_FLOATS(here), b = LOAD_FLOATS(here + LANES);
+    for (int r = 0; r < TALL; r++) low[r] = high[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < n; k++, w += WIDE) {
+        Floats a = LOAD_FLOATS(w), b = LOAD_FLOATS(w + LANES);
+        int64_t i = at ? at[k] : k;
 #pragma GCC unroll 8
         for (int r = 0; r < TALL; r++) {
-            Floats each = EACH_FLOAT(from[r][k]);
+            Floats each = EACH_FLOAT(x[r][i]);
             low[r] = MULTIPLY_ADD(a, each, low[r]), high[r] = MULTIPLY_ADD(b, each, high[r]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < TALL; r++) {
         if (r >= rows) break;
-        float *to = out + r * out_row;
+        float *to = out + r * step;
         if (lanes >= WIDE) {
             STORE_FLOATS(to, first ? low[r] : ADD_FLOATS(low[r], LOAD_FLOATS(to)));
             STORE_FLOATS(to + LANES, first ? high[r] : ADD_FLOATS(high[r], LOAD_FLOATS(to + LANES)));
@@ -91,8 +90,11 @@ int dinfer_linear_float(const float *x, const float *w, float *out, int64_t R, i
             int64_t n = least(DEEP, K - k);
             for (int64_t i = 0; i < WIDE; i++) rows[i] = o + i < O ? w + (o + i) * K + k : nothing;
             arrange(rows, n, tile);
-            for (int64_t r = first; r < end; r += TALL)
-                multiply(x + r * K + k, K, least(TALL, end - r), tile, 0, n, out + r * O + o, O, O - o, !k);
+            for (int64_t r = first; r < end; r += TALL) {
+                const float *from[TALL];
+                for (int64_t i = 0; i < TALL; i++) from[i] = x + least(r + i, end - 1) * K + k;
+                multiply(from, 0, tile, n, out + r * O + o, O, end - r, O - o, !k);
+            }
         }
     }
     return 0;
@@ -111,63 +113,84 @@ INLINE float power(float x) {
     return p * scale;
 }
 
-/* Scores of a query become its weights: those of keys [from, to), 0 for others among n. */
-INLINE void softmax(float *score, int64_t n, int64_t from, int64_t to, float scale) {
-    float most = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : most)
-    for (int64_t s = from; s < to; s++) most = score[s] > most ? score[s] : most;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t s = from; s < to; s++) sum += score[s] = power((score[s] - most) * scale);
-    float by = 1 / sum;
-    for (int64_t s = from; s < to; s++) score[s] *= by;
+/* Scores[n][WIDE] of WIDE queries become their weights: those of keys [from, to), and 0 for others. */
+INLINE void softmax(float *score, int64_t n, const int32_t *from, const int32_t *to, float scale) {
+    float most[WIDE], sum[WIDE];
+    for (int i = 0; i < WIDE; i++) most[i] = -INFINITY, sum[i] = 0;
+    for (int32_t s = 0; s < n; s++) {
+        const float *here = score + s * WIDE;
+#pragma omp simd
+        for (int i = 0; i < WIDE; i++) {
+            float x = here[i], highest = most[i];
+            most[i] = (s >= from[i]) & (s < to[i]) & (x > highest) ? x : highest;
+        }
+    }
+    for (int32_t s = 0; s < n; s++) {
+        float *here = score + s * WIDE;
+#pragma omp simd
+        for (int i = 0; i < WIDE; i++) {
+            float weight = power((here[i] - most[i]) * scale);
+            here[i] = (s >= from[i]) & (s < to[i]) ? weight : 0;
+            sum[i] += here[i];
+        }
+    }
+    for (int i = 0; i < WIDE; i++) sum[i] = 1 / sum[i];
     for (int64_t s = 0; s < n; s++)
-        if (s < from || s >= to) score[s] = 0;
+        for (int i = 0; i < WIDE; i++) score[s * WIDE + i] *= sum[i];
 }
 
 /* Each query of q[B, W, H, E] attends to the keys [from, to) of its lane, in pages[B, P] of k and v[, T, G, E].
 
-   E is a multiple of WIDE, and at most DEEP. */
+   WIDE queries are the columns of a tile, over which keys pass, and then the dimensions of the values. E is a multiple of
+   WIDE, and at most DEEP. */
 int dinfer_attention(const float *q, const float *k, const float *v, const int64_t *pages, const int64_t *from,
                      const int64_t *to, float *out, int64_t B, int64_t W, int64_t H, int64_t G, int64_t E, int64_t P, int64_t T,
                      int64_t threads) {
     static const float nothing[DEEP];
-    int64_t pieces = (W + QUERIES - 1) / QUERIES, most = (P * T + WIDE - 1) / WIDE * WIDE;
+    int64_t pieces = (W + WIDE - 1) / WIDE;
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *score = malloc(QUERIES * most * sizeof *score);
-        int64_t *at = malloc(most * sizeof *at);
-        float tile[DEEP * WIDE] __attribute__((aligned(64)));
+        float *score = malloc(P * T * WIDE * sizeof *score), tile[DEEP * WIDE] __attribute__((aligned(64)));
+        int64_t *at = malloc(P * T * sizeof *at);
         if (!score || !at) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < B * H * pieces; task++) {
-            int64_t piece = task % pieces, h = task / pieces % H, b = task / pieces / H, row = b * W + piece * QUERIES;
-            int64_t queries = least(QUERIES, W - piece * QUERIES), low = P * T, high = 0;
+            int64_t piece = task % pieces, h = task / pieces % H, b = task / pieces / H, row = b * W + piece * WIDE;
+            int64_t queries = least(WIDE, W - piece * WIDE), low = P * T, high = 0;
+            int32_t first[WIDE], last[WIDE];
+            const float *rows[WIDE];
             if (!score || !at) continue;
-            for (int64_t i = row; i < row + queries; i++) {
-                low = least(low, from[i]);
-                high = to[i] > high ? to[i] : high;
-            }
+            for (int64_t i = row; i < row + queries; i++) low = least(low, from[i]), high = to[i] > high ? to[i] : high;
             high = least(high, P * T);
-            for (int64_t s = low; s < high; s++) at[s - low] = ((pages[b * P + s / T] * T + s % T) * G + h / (H / G)) * E;
-            const float *own = q + (row * H + h) * E;
-            for (int64_t s = low; s < high; s += WIDE) {
-                const float *keys[WIDE];
-                for (int64_t i = 0; i < WIDE; i++) keys[i] = s + i < high ? k + at[s + i - low] : nothing;
-                arrange(keys, E, tile);
-                for (int64_t i = 0; i < queries; i += TALL)
-                    multiply(own + i * H * E, H * E, least(TALL, queries - i), tile, 0, E, score + i * most + s - low, most,
-                             WIDE, 1);
+            for (int64_t i = 0; i < WIDE; i++) {
+                int64_t own = row + least(i, queries - 1);
+                first[i] = from[own] - low, last[i] = least(to[own], high) - low;
+                rows[i] = i < queries ? q + (own * H + h) * E : nothing;
             }
-            for (int64_t i = 0; i < queries; i++)
-                softmax(score + i * most, high - low, from[row + i] - low, least(to[row + i], high) - low, 1 / sqrtf(E));
-            for (int64_t e = 0; e < E; e += WIDE)
-                for (int64_t i = 0; i < queries; i += TALL)
-                    multiply(score + i * most, most, least(TALL, queries - i), v + e, at, high - low,
-                             out + ((row + i) * H + h) * E + e, H * E, WIDE, 1);
+            arrange(rows, E, tile);
+            for (int64_t s = low; s < high; s++) at[s - low] = ((pages[b * P + s / T] * T + s % T) * G + h / (H / G)) * E;
+            for (int64_t s = 0; s < high - low; s += TALL) {
+                for (int64_t i = 0; i < TALL; i++) rows[i] = k + at[least(s + i, high - low - 1)];
+                multiply(rows, 0, tile, E, score + s * WIDE, WIDE, high - low - s, WIDE, 1);
+            }
+            softmax(score, high - low, first, last, 1 / sqrtf(E));
+            for (int64_t e = 0; e < E; e += TALL) {
+                for (int64_t i = 0; i < TALL; i++) rows[i] = v + least(e + i, E - 1);
+                multiply(rows, at, score, high - low, tile + e * WIDE, WIDE, E - e, WIDE, 1);
+            }
+            for (int64_t i = 0; i < queries; i += 8) {
+                float some[8 * DEEP];
+                for (int64_t e = 0; e < E; e += 8) {
+                    for (int64_t j = 0; j < 8; j++) rows[j] = tile + (e + j) * WIDE;
+                    transpose(rows, i, some + e, E);
+                }
+                for (int64_t j = 0; j < least(8, queries - i); j++)
+                    memcpy(out + ((row + i + j) * H + h) * E, some + j * E, E * sizeof *out);
+            }
         }
         free(score), free(at);
     }
