@@ -111,7 +111,7 @@ def child(args: list[str], cache: str) -> dict[str, Any]:
     return {"process_s": round(time.perf_counter() - began, 3)} | json.loads(done.stdout.splitlines()[-1])
 
 
-def main(args: list[str] | None = None) -> None:
+def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
     parser.add_argument("--device", default="cuda")
@@ -126,6 +126,11 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    return given
+
+
+def main(args: list[str] | None = None) -> None:
+    given = arguments(args)
     if given.child:
         print(json.dumps(start(given)))
         return

@@ -12,7 +12,7 @@ import torch
 from support.command_line import write_checkpoint
 
 import dinfer.kernels
-from benchmarks import dataset, goals, open_blocks, parts, single, step, throughput
+from benchmarks import dataset, goals, open_blocks, parts, rounds, single, startup, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -318,3 +318,26 @@ def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
     assert (found["tokens_per_s"], found["ratio"], found["failed"], found["requests"]) == (30.0, 0.75, 1, 2)
     assert found["steady_ratio"] == 0.5  # 30 tokens within the second in which the last request had not begun
     assert found["first_piece_ms"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}
+
+
+def test_rounds_leave_out_the_steps_and_wait_for_the_simulated_device(tmp_path: Path) -> None:
+    """A device that takes a second for each step is all that a round takes; one that takes nothing is never busy."""
+    shares = []
+    for step_us in ("1e6", "0"):
+        out = tmp_path / "rounds.json"
+        sizes = ["--in-flight", "2", "--rounds", "2", "--prompt", "9", "--new", "9", "--position-us", "0"]
+        rounds.main([*sizes, "--step-us", step_us, "--out", str(out)])
+        (run,) = json.loads(out.read_text())["runs"]
+        assert run["requests"] == 4 and run["launches"] >= run["rounds"] > 0
+        shares.append(run["device_share"])
+    assert shares[0] > 0.9 and shares[1] == 0
+
+
+def test_a_start_is_told_phase_by_phase() -> None:
+    given = startup.arguments(
+        ["--shape", "small", "--device", "cpu", "--prompt", "4", "--block", "4", "--in-flight", "2"]
+    )
+    phases = startup.start(given)["phases"]
+    names = ["weights on the card", "one request", "the same again", "all in flight"]
+    assert [phase["phase"] for phase in phases] == names
+    assert all(phase["kernels"] == 0 for phase in phases[1:])
