@@ -30,12 +30,12 @@ class Folder(Protocol):
 def read_object(path: SmallFile) -> dict[str, Any]:
     """A file that holds a JSON object."""
     try:
-        text = path.read_text()
-        if text.startswith(POINTER):
-            raise CheckpointError(f"{path} {FETCH}")
-        found = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        pointer = (text := path.read_text()).startswith(POINTER)
+        found = None if pointer else json.loads(text)
+    except ValueError as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if pointer:
+        raise CheckpointError(f"{path} {FETCH}")
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {found!r:.80}")
     return found

@@ -224,6 +224,23 @@ def test_another_network_is_refused_by_name(name: str, field: str, value: Any) -
         read_spec(family_for(CONFIGS[name]), CONFIGS[name] | {field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_causal", True), ("mlp_only_layers", [1]), ("decoder_sparse_step", 2), ("attention_bias", True),
+        ("rope_scaling", True),
+    ],
+)  # fmt: skip
+def test_another_rnd1_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field}=.* is not supported"):
+        read_spec(family_for(CONFIGS["rnd1"]), CONFIGS["rnd1"] | {field: value})
+
+
+def test_rnd1_is_known_by_its_class_too() -> None:
+    for name in ("RND1", "RND1LM"):
+        assert family_of({"architectures": [name]}) == "rnd1"
+
+
 def test_a_mixture_without_its_size_is_refused() -> None:
     config = {name: value for name, value in CONFIGS["sdar_moe"].items() if name != "num_experts"}
     with pytest.raises(CheckpointError, match=r"config\.json lacks the field 'num_experts'"):

@@ -38,6 +38,14 @@ def count(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+RND1 = {
+    "model_type": "rnd1", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "hidden_act": "silu", "mask_token_id": 151669,
+    "eos_token_id": 151645,
+}  # fmt: skip
+
+
 def test_llada_8b() -> None:
     """8.02B, without the embedding and the head 6.98B: table of the card of GSAI-ML/iLLaDA-8B-Base."""
     model = network(LLADA_8B)
@@ -70,7 +78,12 @@ def test_sdar_8b() -> None:
     assert count(network(read(SDAR))) == 8_190_735_360
 
 
-@pytest.mark.parametrize("config", [LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read(DREAM), read(SDAR)])
+def test_rnd1() -> None:
+    """30532122624, as of Qwen3-30B-A3B, from which it grew: the sizes are the defaults of the authors' config class."""
+    assert count(network(RND1)) == 30_532_122_624
+
+
+@pytest.mark.parametrize("config", [RND1, LLADA_8B, LLADA2_MINI, read("llada_moe_7b_a1b"), read(DREAM), read(SDAR)])
 def test_a_checkpoint_fills_every_parameter(config: dict[str, Any]) -> None:
     """In every layout: every row is somebody's, and nobody's twice."""
     family = MODELS.build(family_of(config))
