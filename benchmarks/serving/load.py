@@ -133,7 +133,8 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
         if now < WINDOW * len(lows):
             lows[-1] = min(lows[-1], resident)
         elif now < seconds:
-            print(f"{now:.0f} s: {in_flight:.0f} in flight, {len(outcomes)} done, lowest {lows[-1:]}", flush=True)
+            low = lows[-1] // MEGABYTE if lows else 0
+            print(f"{now:.0f} s: {in_flight:.0f} in flight, {len(outcomes)} done, {low} MB", flush=True)
             lows.append(resident)
         if now >= next_kill and now < 0.9 * seconds:
             index = draw.randrange(PROCESSES)

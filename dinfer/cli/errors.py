@@ -4,11 +4,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
 from typing import Any, NoReturn
 
 from dinfer.cli.terminal import say, settle_stdout, standard_streams
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_ASKED_TO_END = Event()  # by Ctrl-C
 
 
 class Interrupted(KeyboardInterrupt):
@@ -82,14 +84,25 @@ def message(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
+def check_interrupted() -> None:
+    """Raises KeyboardInterrupt if Ctrl-C has come and was lost: Python ignores errors in callbacks, such as of imports.
+
+    For a command that goes on until it is told to end.
+    """
+    if _ASKED_TO_END.is_set():
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def _second_interrupt_kills() -> Iterator[None]:
     """The first Ctrl-C ends the work in order; a second one ends the process at once."""
 
     def interrupt(number: int, frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
+        _ASKED_TO_END.set()
         raise KeyboardInterrupt
 
+    _ASKED_TO_END.clear()
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import resource
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +15,8 @@ from dinfer.serving.guard import MAX_HEAD, head_too_large
 from dinfer.serving.settings import Settings
 
 LOG = logging.getLogger("dinfer.serving")
+# The header by which Java's and other clients offer HTTP/2. httptools leaves out the body of a request that has it.
+UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 LINGER = 2.0  # seconds in which a client that still sends may read why it is refused
 OTHERS = 256  # files that the process has open beside its connections
 
@@ -44,6 +47,9 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             if self._refused:
                 return
+            if self._head is not None or self.cycle is None or self.cycle.response_complete:
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = UPGRADE.sub(b"ignored", head) + end + rest
             super().data_received(data)
             if self._head is not None:
                 self._head += len(data)

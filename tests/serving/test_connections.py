@@ -98,8 +98,13 @@ def test_other_methods_are_told_which_there_are(port: Port) -> None:
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
 def test_an_upgrade_is_answered_in_http(port: Port, upgrade: bytes) -> None:
-    asked = b"Upgrade: %s\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: a\r\n" % upgrade
-    assert said(port, [GET % asked]).startswith(b"HTTP/1.1 200 ")
+    offer = b"Upgrade: %s\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: a\r\n" % upgrade
+    assert said(port, [GET % offer]).startswith(b"HTTP/1.1 200 ")
+    body = b'{"model": "tiny", "text": "2 + 3"}'
+    more = offer + b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+    asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more + body
+    for parts in ([asked], [asked[:-9], asked[-9:]], [asked[:99], asked[99:]]):
+        assert said(port, parts).startswith(b"HTTP/1.1 200 "), parts
 
 
 def test_an_old_client_is_answered(port: Port) -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
+from support.command_line import CommandLine
 from support.serving import QUESTION, Client, served
 
 import dinfer
+from dinfer.cli.commands import serve as serve_command
 from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
 from dinfer.engine.pages import prompt_keys
@@ -305,6 +308,23 @@ def test_a_server_that_cannot_say_where_it_is_ends() -> None:
         pytest.raises(OSError, match="No space left"),
     ):  # fmt: skip
         run.serve(client.server, made, full)
+
+
+def test_an_interrupt_that_is_lost_while_the_model_loads_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a callback of an import, where Python ignores errors."""
+
+    def loads(*_: Any) -> Any:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        return client.server
+
+    monkeypatch.setattr(serve_command, "made", loads)
+    monkeypatch.setattr(run, "serve", lambda *_: pytest.fail("it serves"))
+    with served() as client:
+        assert CommandLine(monkeypatch, capsys)("serve", "port=0").status == 130
 
 
 def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words() -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.errors import FAILED, fail
+from dinfer.cli.errors import FAILED, check_interrupted, fail
 from dinfer.cli.recipe import counted, need, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
@@ -62,6 +62,7 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     with listen(settings) as socket:
         server = made(config, others, settings)
         log_as_json()
+        check_interrupted()
         with tuned():
             serve(server, socket, announced([model.name for model in server.catalogue]))
     return None
