@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-FILES = {"tiny": ("tiny-further-cpu", "tiny-further-more-cpu"), "tiny-llada2": ("tiny-llada2-further-cpu",)}
+FILES = {
+    "tiny": ("tiny-further-cpu", "tiny-further-more-cpu", "tiny-further-prior-cpu"),
+    "tiny-llada2": ("tiny-llada2-further-cpu",),
+}
 
 
 def further(results: Path) -> str:
