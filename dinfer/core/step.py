@@ -78,7 +78,7 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
-    read_BX = places_read(cache, iteration, model.spec, shape, computed.logits_RL)
+    read_BX = places_read(cache, iteration, model.spec, shape, computed)
     h_BWD = model.forward(x_BWD, fed.reading(read_BX))
     if old_BWX is not None:
         cache.observe(pos_BW, old_BWX, attend.values(), lanes, cache_state)

@@ -28,20 +28,21 @@ FEWEST = 64  # positions more than are read, from which on a step leaves them ou
 
 
 def places_read(
-    cache: CachePolicy, iteration: Iteration, spec: ModelSpec, shape: StepShape, logits_RL: Tensor
+    cache: CachePolicy, iteration: Iteration, spec: ModelSpec, shape: StepShape, computed: Window
 ) -> Tensor | None:
     """Which of the W hidden states are read, once all keys and values are kept; None: all. int64 [B, X]
 
-    Of a prefill none are, of other passes those whose logits decode the active blocks. Caches that follow attention see
-    all queries, some iterations all logits, and experts of limited capacity choose by all tokens of an attention block.
+    Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Caches that
+    follow attention see all queries, some iterations all logits, and experts of limited capacity choose by all tokens
+    of an attention block.
     """
     experts, active = spec.experts, shape.blocks * shape.block
     everywhere = cache.follows or (experts is not None and experts.capacity is not None)
     if everywhere or shape.lanes * (shape.width - active) < FEWEST:
         return None
-    if shape.phase == Phase.PREFILL:
-        return logits_RL.new_empty(shape.lanes, 0)
-    return None if iteration.scores == "window" else logits_RL.clamp_min(0).view(shape.lanes, active)
+    if shape.phase == Phase.PREFILL and computed.settled_B is not None:
+        return computed.logits_RL.new_empty(shape.lanes, 0)
+    return None if iteration.scores == "window" else computed.logits_RL.clamp_min(0).view(shape.lanes, active)
 
 
 def window(

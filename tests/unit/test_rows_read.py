@@ -17,7 +17,7 @@ from dinfer.core.canvas import Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, ITERATIONS
-from dinfer.core.window import places_read
+from dinfer.core.window import Window, places_read
 from dinfer.engine.request import Request
 
 BLOCK, PROMPT, NEW = 8, list(range(1, 22)), 16
@@ -65,8 +65,9 @@ def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypa
 def test_experts_that_a_block_shares_see_all_its_tokens() -> None:
     _, spec = shape("small-llada2")
     assert spec.experts is not None
-    wide, logits_RL = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2), torch.zeros(4, 32, dtype=torch.int64)
+    wide, place_BW = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2), torch.zeros(4, 64, dtype=torch.int64)
+    computed = Window(place_BW, place_BW, torch.ones(4, dtype=torch.bool), place_BW[:, :32])
     for capacity in (None, 4):
         shared = replace(spec, experts=replace(spec.experts, capacity=capacity))
-        read_BX = places_read(CACHES.build("block"), ITERATIONS.build("block_diffusion"), shared, wide, logits_RL)
+        read_BX = places_read(CACHES.build("block"), ITERATIONS.build("block_diffusion"), shared, wide, computed)
         assert (read_BX is None) == (capacity is not None)
