@@ -1,6 +1,10 @@
-"""Draws accuracy against tokens per forward from a table of `benchmarks.quality`, with the Pareto front.
+"""Draws accuracy against tokens per forward from tables of one model, with the Pareto front.
 
-    python -m benchmarks.pareto benchmarks/results/tiny-everything-h200.json docs/images/tiny-pareto.png
+    cd benchmarks/results
+    python -m benchmarks.pareto tiny-everything-h200.json tiny-further-cpu.json multi-block-tiny-h200.json \
+        multi-block-tiny-cpu.json ../../docs/images/tiny-pareto.png
+
+The tables are of `benchmarks.quality` and `benchmarks.multi_block`, on the same problems.
 
 Needs matplotlib (`pip install dinfer[plot]`).
 """
@@ -14,7 +18,7 @@ from typing import Any
 
 from dinfer.analysis.pareto import front
 
-SHAPES = {"blockwise": "o", "smooth": "s", "full": "^"}
+SHAPES = {"blockwise": "o", "smooth": "s", "full": "^", "multi_block": "D", "lopa": "P"}
 GOOD = 20  # points of accuracy below the best that the right panel shows
 
 
@@ -29,7 +33,7 @@ def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 6.5), layout="constrained")
     decoders = sorted({row["decoder"] for row in rows})
-    colours = dict(zip(decoders, [*pyplot.get_cmap("tab10").colors, "black", "gold"], strict=False))
+    colours = {name: pyplot.get_cmap("tab20")(i) for i, name in enumerate(decoders)}
     best = front(rows)
     low = max(row["accuracy"] for row in rows) - GOOD
     for axes, floor in zip(panels, (0.0, low), strict=True):
@@ -45,7 +49,7 @@ def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:
         axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         least, most = axes.get_xlim()
-        axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8) if least < tick < most])
+        axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if least < tick < most])
         axes.grid(alpha=0.3)
     marks = [Line2D([], [], marker="o", ls="", color=colours[name], label=name) for name in decoders]
     marks += [
@@ -63,17 +67,19 @@ def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:
 
 def label(row: dict[str, Any]) -> str:
     """A recipe in words."""
-    parts = (row["iteration"], row["decoder"], row["options"], f"cache={row['cache']}")
+    opened = row.get("iteration_options", "").replace("blocks=4 block=32 align=False", "")
+    parts = (row["iteration"], opened.strip(), row["decoder"], row["options"], f"cache={row['cache']}")
     return " ".join(part for part in parts if part)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
-    report = json.loads(given.table.read_text())
-    rows = report["rows"]
+    rows = [row for table in given.tables for row in json.loads(table.read_text())["rows"]]
+    if len({row["problems"] for row in rows}) > 1:
+        parser.error("the tables are of different numbers of problems")
     draw(rows, f"The model in the box, {rows[0]['problems']} held-out problems, {len(rows)} recipes", given.out)
 
 

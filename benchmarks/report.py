@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.ablation_table import ablation
 from benchmarks.capacity import table as scaling
+from benchmarks.further_table import further
 from benchmarks.open_blocks_table import open_blocks
 from benchmarks.peers import table
 from benchmarks.several_table import repair, several
@@ -264,6 +265,7 @@ def rendered(readme: str) -> str:
 def rendered_results(page: str) -> str:
     """docs/results.md with its tables written anew."""
     page = _with_section(page, f"{quality()}\n\n{second()}\n", "box")
+    page = _with_section(page, further(RESULTS) + "\n", "further")
     page = _with_section(page, several(RESULTS) + "\n", "several")
     page = _with_section(page, repair(RESULTS) + "\n", "repair")
     return _with_section(page, everything() + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ from dinfer.analysis.pareto import aup, front
 
 Row = dict[str, Any]
 FILES = {
-    "tiny": ("multi-block-tiny-h200",),
+    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu"),
     "tiny-d2f": ("multi-block-tiny-d2f-h200", "lopa-tiny-d2f-h200"),
     "tiny-llada2": ("multi-block-tiny-llada2-h200",),
     "tiny-llada2-multi-block": ("multi-block-tiny-llada2-multi-block-h200",),
-    "tiny-llada2-insert-delete": ("multi-block-tiny-llada2-insert-delete-h200",),
+    "tiny-llada2-insert-delete": (
+        "multi-block-tiny-llada2-insert-delete-h200", "multi-block-tiny-llada2-insert-delete-cpu",
+    ),
+}  # fmt: skip
+SECOND = {  # the presets' recipes on other problems
+    "tiny-d2f": "multi-block-tiny-d2f-second-cpu",
+    "tiny-llada2-multi-block": "multi-block-tiny-llada2-multi-block-second-cpu",
 }
 SHOWN = {
     "fixed": ("steps=32",),
@@ -25,7 +32,11 @@ SHOWN = {
         "threshold=0.9 edit_threshold=0.5", "threshold=0.7 edit_threshold=0.5", "threshold=0.6 edit_threshold=0.0",
         "threshold=0.5 edit_threshold=0.0", "threshold=0.4 edit_threshold=0.0",
     ),
-    "insert_delete": ("threshold=0.5 edit_threshold=0.0", "threshold=0.4 edit_threshold=0.0"),
+    "entropy_bound": ("bound=0.1", "bound=0.4"),
+    "insert_delete": (
+        "threshold=0.9 edit_threshold=0.5", "threshold=0.7 edit_threshold=0.5", "threshold=0.6 edit_threshold=0.0",
+        "threshold=0.5 edit_threshold=0.0", "threshold=0.4 edit_threshold=0.0",
+    ),
     "dmax": ("threshold=0.5", "threshold=0.3"),
 }  # fmt: skip
 
@@ -42,11 +53,12 @@ def rows_of(results: Path, name: str) -> list[Row]:
 
 def several(results: Path) -> str:
     """A table for each model: a line a recipe, on the problems that recipes are chosen by and the held-out ones."""
-    about = reports(results, "tiny-d2f")[0]
+    every = [report for name in FILES for report in reports(results, name)]
+    made = " or ".join(dict.fromkeys(f"{report['hardware']}, torch {report['torch']}" for report in every))
+    count, new = every[0]["rows"][0]["problems"], every[0]["setting"]["new"]
     parts = [
-        f"{about['rows'][0]['problems']} problems of each set, `max_new_tokens={about['setting']['new']}`, float32, "
-        f"{about['hardware']}, torch {about['torch']}; `blocks=4`, else the defaults of the iterations. Each cell: "
-        "accuracy, and tokens per forward.",
+        f"{count} problems of each set, `max_new_tokens={new}`, float32, {made}; `blocks=4`, else the defaults of "
+        "the iterations. Each cell: accuracy, and tokens per forward, whatever the hardware. -: not measured.",
     ]
     for name in FILES:
         lines = [
@@ -56,28 +68,62 @@ def several(results: Path) -> str:
             "| --- |" + " --- |" * 4,
         ]
         pairs = [
-            pair for report in reports(results, name) for pair in zip(report["validation"], report["rows"], strict=True)
+            pair for report in reports(results, name) for pair in zip_longest(report["validation"], report["rows"])
         ]
-        for chosen, row in pairs:
+        for chosen, row in sorted(pairs, key=lambda pair: order(pair[1])):
             if "add_at" in row["iteration_options"] or row["options"] not in SHOWN.get(row["decoder"], ()):
                 continue
-            cells = [f"{one['accuracy']:.1f}%, {one['tpf']:.2f}" for one in (chosen, row)]
+            cells = [cell(one) for one in (chosen, row)]
             lines.append(
                 f"| `{row['iteration']}` | `{row['decoder']}` {row['options']} | {cells[0]} | {cells[1]} "
                 f"| {row['nfe']:.1f} |"
             )
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, areas(results)])
+    return "\n\n".join([*parts, again(results), areas(results)])
+
+
+def cell(row: Row | None) -> str:
+    """Accuracy and tokens per forward. None: not measured."""
+    return "-" if row is None else f"{row['accuracy']:.1f}%, {row['tpf']:.2f}"
+
+
+def order(row: Row) -> tuple[int, int]:
+    """Where a row stands in its table: by iteration, then by decoder; settings stay as they were measured."""
+    iterations = ("multi_block", "lopa", "dmax", "blockwise", "block_diffusion")
+    return iterations.index(row["iteration"]), [*SHOWN, row["decoder"]].index(row["decoder"])
+
+
+def again(results: Path) -> str:
+    """The recipes of the presets on problems of another seed, beside those of the first."""
+    lines = [
+        "The recipes of two presets on held-out problems of another seed:",
+        "",
+        "| model | iteration | decoder | seed 0 | seed 1 |",
+        "| --- |" + " --- |" * 4,
+    ]
+    names = ("iteration", "iteration_options", "decoder", "options")
+    for name, file in SECOND.items():
+        first = {tuple(row[n] for n in names): row for row in rows_of(results, name)}
+        for row in json.loads((results / f"{file}.json").read_text())["rows"]:
+            cells = [cell(one) for one in (first[tuple(row[n] for n in names)], row)]
+            lines.append(
+                f"| `{name}` | `{row['iteration']}` | `{row['decoder']}` {row['options']} | " + " | ".join(cells) + " |"
+            )
+    return "\n".join(lines)
 
 
 def areas(results: Path) -> str:
-    """The area under accuracy and parallelism of each way to decode the first model, by its front."""
+    """The area under accuracy and parallelism of each way to decode the models in the box, by its front."""
     one = json.loads((results / "tiny-everything-h200.json").read_text())["rows"]
     adapter, more = rows_of(results, "tiny-d2f"), rows_of(results, "tiny")
+    second = json.loads((results / "tiny-llada2-quality.json").read_text())["rows"]
+    edits = rows_of(results, "tiny-llada2-multi-block")
     sets = {
         "`tiny`, `threshold`": [row for row in one if (row["iteration"], row["decoder"]) == ("blockwise", "threshold")],
         "`tiny`, one block, every recipe": one,
-        "`tiny`, up to four blocks, `threshold`": [row for row in more if row["iteration"] == "multi_block"],
+        "`tiny`, up to four blocks, `threshold`": [
+            row for row in more if (row["iteration"], row["decoder"]) == ("multi_block", "threshold")
+        ],
         "`tiny-d2f`, one block, `threshold`": [
             row for row in adapter if (row["iteration"], row["decoder"]) == ("blockwise", "threshold")
         ],
@@ -85,6 +131,15 @@ def areas(results: Path) -> str:
             row for row in adapter if (row["iteration"], row["decoder"]) == ("multi_block", "threshold")
         ],
         "`tiny-d2f`, up to four blocks, every decoder": [row for row in adapter if row["iteration"] == "multi_block"],
+        "`tiny`, up to four blocks and their versions": [row for row in more if row["iteration"] == "lopa"],
+        "`tiny-d2f`, up to four blocks and their versions": [row for row in adapter if row["iteration"] == "lopa"],
+        "`tiny-llada2`, one block, `threshold`": [row for row in second if row["decoder"] == "threshold"],
+        "`tiny-llada2`, one block, every decoder": second,
+        "`tiny-llada2`, up to four blocks, every decoder": rows_of(results, "tiny-llada2"),
+        "`tiny-llada2-multi-block`, up to four blocks, `threshold`": [
+            row for row in edits if (row["iteration"], row["decoder"]) == ("multi_block", "threshold")
+        ],
+        "`tiny-llada2-multi-block`, up to four blocks, every decoder": edits,
     }
     best = max(row["accuracy"] for rows in sets.values() for row in rows)
     lines = ["| held-out problems | AUP |", "| --- | --- |"]

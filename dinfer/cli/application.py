@@ -23,7 +23,7 @@ from dinfer.cli.recipe import located, ranks_of
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
-from dinfer.distributed.started import follows
+from dinfer.engine.distributed.started import follows
 
 Task = Callable[[dict[str, Any], str | None], None]
 

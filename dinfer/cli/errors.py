@@ -31,7 +31,7 @@ def failures() -> tuple[type[Exception], ...]:
     import torch
 
     from dinfer.analysis.tuning import NothingFound
-    from dinfer.distributed.leader import RankFailed
+    from dinfer.engine.distributed.leader import RankFailed
     from dinfer.engine.request import NonFiniteLogits, StalledRow
 
     return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError

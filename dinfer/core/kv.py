@@ -232,9 +232,9 @@ class PagedAttend:
             self.queries.append(q_BWHE)
         if read_BX is None:
             return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW)
-        q_BXHE = at(q_BWHE, read_BX)
-        if q_BXHE.shape[1] == 0:
-            return q_BXHE
+        if read_BX.shape[1] == 0:
+            return q_BWHE[:, :0]
         start_BX, end_BX = (at(bound_BW, read_BX) for bound_BW in interval_BW)
         own_BX = None if self.own_BW is None else at(self.own_BW, read_BX)
+        q_BXHE = at(q_BWHE, read_BX)  # the last of them: no interval may be written right before `paged_attention`
         return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), own_BX)

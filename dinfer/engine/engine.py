@@ -13,7 +13,7 @@ import torch
 
 from dinfer.core.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.speculation import refusal
-from dinfer.distributed.started import leader
+from dinfer.engine.distributed.started import leader
 from dinfer.engine.leading import LeadingWorker
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update

@@ -14,8 +14,8 @@ from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import values_of
-from dinfer.distributed.interrupts import uninterrupted
-from dinfer.distributed.leader import Leader, RankFailed
+from dinfer.engine.distributed.interrupts import uninterrupted
+from dinfer.engine.distributed.leader import Leader, RankFailed
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Entry, Worker

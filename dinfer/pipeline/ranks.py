@@ -24,9 +24,9 @@ from dinfer.core.protocols import ModelFamily, ModelSpec
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.recipe import Recipe
 from dinfer.core.spec import Rank
-from dinfer.distributed.follower import Follower
-from dinfer.distributed.leader import Leader
-from dinfer.distributed.started import FIELD, follows, leader, started
+from dinfer.engine.distributed.follower import Follower
+from dinfer.engine.distributed.leader import Leader
+from dinfer.engine.distributed.started import FIELD, follows, leader, started
 from dinfer.engine.leading import model_number, read, shape_of, spelled
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from dinfer.distributed.leader import RankFailed
+from dinfer.engine.distributed.leader import RankFailed
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server

@@ -76,9 +76,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
         "core.verification", "core.branches",
     },
-    "distributed": set(),
     "engine": {
-        "distributed", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
+        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
         "core.state", "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
@@ -91,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.ranks": {
-        "core.protocols", "core.ranks", "core.recipe", "core.spec", "distributed", "engine", "loading.checkpoint",
+        "core.protocols", "core.ranks", "core.recipe", "core.spec", "engine", "loading.checkpoint",
         "loading.packed",
     },
     "pipeline.pipeline": {
@@ -109,7 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
-        "distributed", "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
+        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
         "core.registry", "engine", "pipeline", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
@@ -121,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "distributed", "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
         "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,3 +194,17 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
             done |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
         assert {i: c.canvas for i, c in done.items()} == {i: w[0] for i, w in enumerate(want) if i not in cancelled}
         assert cancelled and engine.occupancy()["pages_free"] == 16
+
+
+def test_the_kernels_of_a_first_request_are_compiled_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is left to its launch, which would wait for it. The cache is empty, and no other test has such heads."""
+    threads: list[str] = []
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: threads.append(threading.current_thread().name))
+    model = tiny_model("bidirectional", dtype=torch.bfloat16, device="cuda", head_dim=128)
+    recipe = compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
+    completions(engine_for(recipe, rows=1, graphs=True), requests_for(recipe)[:1])
+    assert threads and threading.current_thread().name not in threads

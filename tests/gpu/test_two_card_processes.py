@@ -9,7 +9,7 @@ import torch
 from support.rank_processes import Program, kill
 
 import dinfer
-from dinfer.distributed.started import leader
+from dinfer.engine.distributed.started import leader
 
 pytestmark = [
     pytest.mark.gpu,

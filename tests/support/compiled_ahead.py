@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from triton.runtime import driver
 
 COMPILED: list[str] = []  # the thread that compiled each kernel
 LOADED: list[object] = []
+BROKEN: list[bool] = []  # not empty: the compiler fails
 
 
 class Driver:
@@ -45,6 +47,8 @@ class Compiled:
 
 
 def compiled(source: Any, **options: Any) -> Compiled:
+    if BROKEN:
+        raise RuntimeError("ptxas is gone")
     COMPILED.append(threading.current_thread().name)
     return Compiled()
 
@@ -92,6 +96,13 @@ def main() -> None:
         note("next start")
         KernelCompiler(recipe, alloc, 65).compile(shape)
         note("other sizes")
+        wider = replace(shape, lanes=40)
+        BROKEN.append(True)
+        KernelCompiler(recipe, alloc, 64).compile(wider)
+        BROKEN.clear()
+        note("broken")
+        KernelCompiler(recipe, alloc, 64).compile(wider)
+        note("mended")
         twin = on_meta(recipe)
         state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
         with compiled_beside(torch.device("cuda", 0)):  # what the steps launch

@@ -11,7 +11,7 @@ import torch
 
 import dinfer
 import dinfer.pipeline.ranks
-from dinfer.distributed.started import leader
+from dinfer.engine.distributed.started import leader
 
 
 def say(*words: Any) -> None:

@@ -24,6 +24,7 @@ from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
 from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
+from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import Update
 
 LANES = (1, 2, 4, 8, 64)
@@ -252,6 +253,17 @@ def test_what_is_measured_can_be_simulated_and_compared(tmp_path: Path, monkeypa
     setting = json.loads(out.read_text())["setting"] | {"prompt": 32, "new": 64}
     row = check.compared(times, setting, run, FrontEnd())["tokens_per_s"]
     assert row["simulated"] > 0 and row["off"] == pytest.approx(row["simulated"] / 100 - 1)
+
+
+@pytest.mark.matrix
+def test_a_replica_of_two_ranks_is_measured(tmp_path: Path) -> None:
+    out, common = tmp_path / "steps.json", "--shape small-llada2 --device cpu --spread --prompts-of 32 --new 32"
+    try:
+        measure.main([*common.split(), "--in-flight", "1", "--tensor-parallel", "2", "--out", str(out)])
+    finally:
+        if (ranks := leader()) is not None:
+            ranks.close()
+    assert StepTimes.read(out).cards == 2
 
 
 def test_prices_and_percentiles() -> None:

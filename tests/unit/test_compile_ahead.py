@@ -34,6 +34,7 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert found["again"]["kernels"] == 0
     assert found["next start"]["loaded"] == 0, "the cache has them"
     assert found["other sizes"]["loaded"] > 0
+    assert found["broken"]["kernels"] == 0 < found["mended"]["kernels"], "one error spoils nothing that comes later"
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 
 

@@ -86,5 +86,5 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     with pytest.raises(IncompatibleRecipe, match=r"mixes tokens with the mask token, and this model has none"):
         compose(tiny_model("uniform"), iteration="dmax", decoder="entropy_bound", cache="none")
     spec = {"delete_id": 5, "split_id": 6}
-    with pytest.raises(IncompatibleRecipe, match=r"moves tokens, and DMaxSweep remembers"):
+    with pytest.raises(IncompatibleRecipe, match=r"moves tokens, and iteration=dmax remembers"):
         compose(tiny_model("block_causal", **spec), iteration="dmax", decoder="insert_delete", cache="block")

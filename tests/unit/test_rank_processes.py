@@ -26,8 +26,8 @@ from dinfer.cli.main import main
 from dinfer.core.ranks import ALONE
 from dinfer.core.registry import option
 from dinfer.decoders.threshold import Threshold
-from dinfer.distributed.leader import RankFailed
-from dinfer.distributed.started import leader
+from dinfer.engine.distributed.leader import RankFailed
+from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.ranks import everywhere

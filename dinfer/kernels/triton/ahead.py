@@ -44,7 +44,8 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
     with _TURN, ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         JITFunction.run = compile_or_run
         try:
-            with compiling_for(device), triton.AsyncCompileMode(pool):
+            # With errors the mode would stay on behind its end. `_load` raises what it ignores.
+            with compiling_for(device), triton.AsyncCompileMode(pool, ignore_errors=True):
                 yield
         finally:
             JITFunction.run = run

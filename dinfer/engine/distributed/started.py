@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from dinfer.distributed.leader import FAREWELL, Leader
+from dinfer.engine.distributed.leader import FAREWELL, Leader
 
 FIELD = "runtime.tensor_parallel"
 # What torchrun tells a process. Those that dinfer starts have nothing to do with it.
@@ -14,7 +14,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 # Ctrl-C reaches all processes of a terminal, and rank 0 alone decides. Torch comes last: it takes seconds to load.
 BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
-    "from dinfer.distributed.child import connected; follower = connected(*sys.argv[1:]); "
+    "from dinfer.engine.distributed.child import connected; follower = connected(*sys.argv[1:]); "
     "from dinfer.pipeline.ranks import follow; follow(follower)"
 )
 _leaders: list[Leader] = []

@@ -15,8 +15,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dinfer.distributed.channel import Channel
-from dinfer.distributed.motion import BEAT, SILENT, Motion
+from dinfer.engine.distributed.channel import Channel
+from dinfer.engine.distributed.motion import BEAT, SILENT, Motion
 
 Work = Callable[[str, list[Any]], Any]
 PATIENCE = 60.0  # seconds in which rank 0 answers a process that knocks
