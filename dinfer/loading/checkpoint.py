@@ -322,7 +322,9 @@ def _place(network: nn.Module, device: torch.device) -> None:
 
 
 def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    if like.is_contiguous():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return torch.empty_like(like, device=device)  # scales of 4 bits lie in memory as kernels want them
 
 
 def save_network(
