@@ -308,7 +308,23 @@ def empty_network(
                     module.hold(own, format.empty(module.get_parameter(own).shape, dtype), format)
                 except ValueError as error:
                     raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
-    return network.to_empty(device=device).requires_grad_(False).eval()
+    _place(network, device)
+    return network.eval()
+
+
+def _place(network: nn.Module, device: torch.device) -> None:
+    """What `to_empty` does, which asks for each tensor like a meta tensor: torch then imports sympy, over a second."""
+    for module in network.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(_empty(parameter, device), requires_grad=False))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, _empty(buffer, device))
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if like.is_contiguous():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return torch.empty_like(like, device=device)  # scales of 4 bits lie in memory as kernels want them
 
 
 def save_network(

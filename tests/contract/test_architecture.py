@@ -287,6 +287,15 @@ def test_no_error_is_swallowed(path: Path) -> None:
             assert not all(isinstance(statement, (ast.Pass, ast.Continue)) for statement in node.body), node.lineno
 
 
+def test_loading_a_model_imports_no_computer_algebra() -> None:
+    """Torch does so when it is asked for a tensor like one without memory, and then every command starts later."""
+    code = "import sys, dinfer; dinfer.load('tiny', device='cpu'); print('sympy' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert out.stdout.strip() == "False"
+
+
 def test_importing_dinfer_is_light() -> None:
     """Nor does it cost anything to learn the name and the options of a component, or where a checkpoint is."""
     heavy = [

@@ -4,7 +4,7 @@ Shape suffixes: O outputs, K inputs, X experts.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Format(ABC):
     beside: ClassVar[tuple[str, ...]] = ()  # what the names of the buffers end in that belong to a parameter
     stored: ClassVar[str | None] = None  # what a checkpoint's weights are in that it may hold as they are
     takes: ClassVar[Inputs] = "plain"  # "rounded": whatever makes the inputs may round them to float8
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
+        """Itself: it has no state, and is told by its identity. So a copy of a network can be quantized too."""
+        return self
 
     def check(self, device: torch.device, what: str) -> None:
         """Raises ValueError where the device cannot compute with it; `what` says in the message what asks for it."""
