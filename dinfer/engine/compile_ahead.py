@@ -26,7 +26,7 @@ from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 
 META = torch.device("meta")
-COMPILE_AHEAD = "DINFER_COMPILE_AHEAD"  # 0 in the environment: each kernel is compiled at its first launch
+COMPILE_AHEAD = "DINFER_COMPILE_AHEAD"  # 1 in the environment turns it on: no card has measured it yet
 logger = logging.getLogger(__name__)
 
 

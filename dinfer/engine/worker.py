@@ -74,7 +74,7 @@ class Worker:
 
         device = self.recipe.model.device
         self.runner.open(alloc(self.recipe, device))
-        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD, "1") != "0":
+        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD) == "1":
             self.runner.compiler = KernelCompiler(self.recipe, alloc, (room, self.runtime))
 
     def close(self) -> None:
