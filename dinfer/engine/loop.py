@@ -3,7 +3,7 @@
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -60,11 +60,13 @@ class Loop:
     @torch.inference_mode()
     def round(self) -> None:
         """Every row that is ready takes a step, and waiting requests enter."""
-        self._deliver()  # what an interrupt has left
-        if self._flights:
-            self._admit()  # while the device is busy
-        else:
+        if self._moved:  # an interrupt has left them
+            self._end()
+        self._deliver()
+        if not self._flights:
             self._launch()
+        elif self.running:  # else the room may grow
+            self._admit()  # while the device is busy
         if self.ahead and len(self._flights) == 1 and not self.waiting:
             self._each(self.running, self.scheduler.prepare)
             self._start(self.scheduler.plan(self.running, in_flight=True))
@@ -148,7 +150,7 @@ class Loop:
             return
         rows = self._flights.popleft()
         self._each(rows, partial(self._move, seen))
-        self._end([row for row in self._moved if row.cursors.phase not in ACTIVE])
+        self._end()
         clock = self.worker.runner.clock
         self.scheduler.observe(rows, [] if clock is None else clock.read())
 
@@ -167,8 +169,9 @@ class Loop:
                 row.hear(self.batch.state.tellings)
             self._moved.append(row)
 
-    def _end(self, rows: Sequence[Row]) -> None:
+    def _end(self) -> None:
         """Frees the slots of rows that are done. Their canvases are read together, since each read waits."""
+        rows = [row for row in self.running if row.cursors.phase not in ACTIVE]
         if self.batch is None or not rows:
             return
         unread = [row for row in rows if not row.followed]

@@ -77,7 +77,8 @@ class Runner:
         kv, canvas = self.state.kv, self.state.canvas
         asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         shape = kind if self.graphs else asked
-        if self.graphs and kind not in self._captured and self._seen[kind] < WORTH:
+        alone = self.recipe.ranks.size == 1  # one of several ranks may lack memory for a graph, and all run one shape
+        if self.graphs and alone and kind not in self._captured and self._seen[kind] < WORTH:
             shape = stand_in(kind, self._captured)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import pytest
@@ -20,8 +20,9 @@ from support.matrix import (
     thinned,
 )
 from support.models import tiny_model
+from torch import Tensor
 
-from dinfer.core.canvas import Cursors
+from dinfer.core.canvas import Canvas, Cursors
 from dinfer.core.protocols import CachePolicy
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
@@ -194,6 +195,37 @@ def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) 
             found |= {u.index: outcome(u.completion) for u in engine.step() if u.completion is not None}
     assert [found[i] for i in range(3)] == want
     assert watch.guesses > 0 and Interrupted.waits > 9
+
+
+def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(2)]
+    want, read, reads = run(engine_for(recipe, rows=2), requests), Canvas.rows, count()
+
+    def interrupted(canvas: Canvas, slots: list[int]) -> Tensor:
+        if next(reads) == 0:
+            raise KeyboardInterrupt
+        return read(canvas, slots)
+
+    monkeypatch.setattr(Canvas, "rows", interrupted)
+    engine, found = engine_for(recipe, rows=2), dict[int, tuple]()
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            found |= {u.index: outcome(u.completion) for u in engine.step() if u.completion is not None}
+    assert [found[i] for i in range(2)] == want
+    assert next(reads) > 1 and engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
+
+
+def test_room_grows_though_a_wrong_guess_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    engine = launched_ahead(engine_for(recipe, rows=4))
+    requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(4)]
+    list(engine.run(requests[:1]))
+    assert max(engine.occupancy()["running"] for _ in engine.run(requests)) == 4
 
 
 def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:

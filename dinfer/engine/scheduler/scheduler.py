@@ -68,8 +68,8 @@ class Scheduler:
         return self._steps
 
     def changed(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows whose next step may need something else than their last one."""
-        return [row for row in rows if not row.steady or not row.need_at or self._counts_forwards]
+        """The rows that are elsewhere than they were when their plan was made."""
+        return [row for row in rows if row.need_at != row.cursors[: self._deciding]]
 
     def update(self, row: Row) -> None:
         """Works out what a row needs now."""
