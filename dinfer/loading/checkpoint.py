@@ -346,7 +346,7 @@ def differences(
 ) -> Iterator[str]:
     """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
     if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):
-        yield f"config.json has no {FIELD}, but {words} is packed: say there how (quant_method, bits, group_size)"
+        yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
     yield from (f"missing: {name}" for name in placements if name not in tensors)
     yield from (f"unexpected: {name}" for name in tensors if name not in placements)
     for name in placements.keys() & tensors.keys():

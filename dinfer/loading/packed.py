@@ -62,10 +62,10 @@ class Integers(NamedTuple):
     group_K: Tensor  # int64: which group each input is in
 
     def inputs(self, at: slice) -> tuple[Tensor, Tensor]:
-        """Values around 0 and scales of inputs that are whole groups."""
+        """Values around 0 and scales of inputs that are whole groups, or a part of the only group."""
         group = self.values.shape[1] // self.scale.shape[1]
         zero = self.zero.index_select(1, self.group_K[at])
-        return (self.values[:, at] - zero).to(torch.int8), self.scale[:, at.start // group : at.stop // group]
+        return (self.values[:, at] - zero).to(torch.int8), self.scale[:, at.start // group : -(-at.stop // group)]
 
     def widened(self) -> Tensor:
         """The values in float32. [O, K]"""

@@ -42,6 +42,8 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
 
         def on_headers_complete(self) -> None:
             self._head = None
+            if self.parser.should_upgrade():
+                raise ValueError("the header stood where `data_received` has not looked")
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -74,7 +76,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
             running = self.cycle is not None and not self.cycle.response_complete
             if running and not self.cycle.more_body:  # what follows a whole request is not its fault
                 self.cycle.keep_alive = False
-                self.flow.pause_reading()
+                self._refused = True  # it is read and dropped, so that an end is seen, and none of it resets the answer
                 return
             if running and (self.cycle.response_started or self.pipeline):
                 self.transport.close()

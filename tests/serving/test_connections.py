@@ -77,6 +77,22 @@ def test_garbage_behind_a_request_disturbs_no_answer(port: Port) -> None:
     assert json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
+def test_what_follows_garbage_does_not_reset_the_answer(port: Port) -> None:
+    heard = said(port, [GET % b"" + b"garbage\r\n\r\n", b"x" * 4096])
+    assert heard.startswith(b"HTTP/1.1 200 ") and b'"object":"list"' in heard
+
+
+@pytest.mark.parametrize("cut", [None, 0, 3])
+def test_a_body_is_never_taken_for_a_request(port: Port, cut: int | None) -> None:
+    """`cut`: characters of the header that come in the first part; None: blank lines come before the request."""
+    body = GET % b""
+    offer = b"Content-Length: %d\r\nConnection: upgrade, close\r\nUpgrade: h2c\r\n" % len(body)
+    asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % offer + body
+    at = asked.index(b"Upgrade: h2c") + (cut or 0)
+    heard = said(port, [b"\r\n\r\n" + asked] if cut is None else [asked[:at], asked[at:]])
+    assert b'"object":"list"' not in heard and heard.count(b"HTTP/1.1 ") == 1 and heard.startswith(b"HTTP/1.1 4")
+
+
 def test_requests_may_follow_each_other_at_once(port: Port) -> None:
     heard = said(port, [(GET % b"") * 8 + LAST])
     assert heard.count(b"HTTP/1.1 200 ") == heard.count(b'"object":"list"') == 9

@@ -153,6 +153,8 @@ def test_8_bits_with_a_scale_for_each_output_stay(tmp_path: Path) -> None:
     values, scale = load(tmp_path).blocks[1].qkv.weight_of("weight")
     assert values.dtype == torch.int8
     assert torch.equal(values.float() * scale[:, None], joined(weights, "q_proj", "k_proj", "v_proj"))
+    values, scale = load(tmp_path, rank=Rank(1, 2)).blocks[1].mlp.down.weight_of("weight")
+    assert torch.equal(values.float() * scale[:, None], joined(weights, "ff_out")[:, 128:])
 
 
 def test_rounding_again_takes_the_values(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ BAD = {
     "a flag that is a text": (GPTQ | {"desc_act": "no"}, "desc_act='no' is not supported"),
     "an order that is none": (scheme(actorder="best"), "actorder='best' is not supported"),
     "4 bits that are floats": (W4A16 | {"format": "nvfp4-pack-quantized"}, "use .*'pack-quantized'"),
-    "no word of it": (None, r"has no quantization_config, but .*weight_packed is packed"),
+    "no word of it": (None, r"does not say in quantization_config how .*weight_packed is packed"),
     "groups of another size": (scheme(group_size=64), r"groups of 64.*\n.*scale: \(128, 1\), must be \(128, 2\)"),
 }  # fmt: skip
 
