@@ -78,7 +78,7 @@ def cards(report: dict[str, Any]) -> str:
     alone, many = first["shared"], last["shared"]
     each = (many["controller"] - alone["controller"]) / (last["cards"] - first["cards"])
     lines.append(
-        f"| full with, if all grows in proportion | | | {many['cards_of_proxy']:.1f} cards "
+        f"| full with, if all grows in proportion | | | | {many['cards_of_proxy']:.1f} cards "
         f"| {(1 - alone['controller']) / each:,.0f} replicas "
         f"| {last['cards'] * NETWORK / many['bits_per_s']:,.0f} cards at {NETWORK / 1e9:.0f} Gbit/s |"
     )
