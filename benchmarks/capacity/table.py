@@ -41,6 +41,11 @@ def _pair(key: str, pair: dict[str, float] | None) -> str:
     return f"{form.format(pair['measured'])}, {form.format(pair['simulated'])} ({100 * pair['off']:+.1f}%)"
 
 
+def spread(seconds: dict[str, float]) -> str:
+    """Median and 99th percentile."""
+    return f"{seconds['p50']:.2f} s, {seconds['p99']:.2f} s"
+
+
 def loads(report: dict[str, Any]) -> str:
     """One card at its usual load, and at the most."""
     lines = [
@@ -50,10 +55,9 @@ def loads(report: dict[str, Any]) -> str:
     ]
     for row in report["curves"]:
         if row["share"] == USUAL:
-            block, whole = row["first_block_s"], row["latency_s"]
             lines.append(
-                f"| {row['rows']} | {row['most']:.1f} | {row['tokens_per_s']:.0f} | {block['p50']:.2f} s, "
-                f"{block['p99']:.2f} s | {whole['p50']:.2f} s, {whole['p99']:.2f} s "
+                f"| {row['rows']} | {row['most']:.1f} | {row['tokens_per_s']:.0f} "
+                f"| {spread(row['first_block_s'])} | {spread(row['latency_s'])} "
                 f"| {1e6 / 3600 / row['tokens_per_s']:.3f} |"
             )
     return "\n".join(lines)
@@ -92,11 +96,9 @@ def traced(report: dict[str, Any]) -> str:
         "| --- |" + " --- |" * 5,
     ]
     for row in report["trace"]:
-        block, whole = row["first_block_s"], row["latency_s"]
         lines.append(
             f"| {row['cards']} | {POLICIES[row['policy']] if row['cards'] > 1 else '-'} | {row['requests_per_s']:.0f} "
-            f"| {row['tokens_per_s']:,.0f} | {block['p50']:.2f} s, {block['p99']:.2f} s "
-            f"| {whole['p50']:.2f} s, {whole['p99']:.2f} s |"
+            f"| {row['tokens_per_s']:,.0f} | {spread(row['first_block_s'])} | {spread(row['latency_s'])} |"
         )
     return "\n".join(lines)
 
@@ -130,7 +132,7 @@ def layouts(report: dict[str, Any]) -> str:
     ]
     for row in report["rows"]:
         loads = {load["share"]: load["latency_s"] for load in row["loads"]}
-        cells = [f"{loads[s]['p50']:.2f} s, {loads[s]['p99']:.2f} s" if s in loads else "too much" for s in shares]
+        cells = [spread(loads[share]) if share in loads else "too much" for share in shares]
         kind = "one replica" if "2 cards" in row["case"] else "a replica each"
         lines.append(
             f"| {row['case']}: {kind} | {row['alone_s']:.2f} s | {row['tokens_per_s']:.0f} | {' | '.join(cells)} |"

@@ -53,6 +53,12 @@ HUB_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }  # fmt: skip
+EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+}
 LLADA = Architecture(
     keys={
         "d_model": "embedding_length", "n_layers": "block_count", "n_heads": "attention.head_count",
@@ -77,11 +83,8 @@ DREAM = Architecture(
 )
 LLADA_MOE = Architecture(
     keys=HUB_KEYS
-    | {
-        "dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length",
-        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
-    },
+    | EXPERT_KEYS
+    | {"dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length"},
     same={"model_type": "llada_moe", "hidden_act": "silu", "qk_layernorm": True},
     tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.LLADA_MOE,
@@ -92,11 +95,8 @@ LLADA_MOE = Architecture(
 )  # fmt: skip
 RND1 = Architecture(
     keys=HUB_KEYS
-    | {
-        "intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length",
-        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-        "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
-    },
+    | EXPERT_KEYS
+    | {"intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length"},
     same={"model_type": "rnd1", "hidden_act": "silu"},
     tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.RND1,
