@@ -1,4 +1,4 @@
-"""Residual RMSNorm and SwiGLU, one program a row or a piece of it."""
+"""Residual RMSNorm and SwiGLU. A program takes a row or a piece of one."""
 
 import torch
 import triton
@@ -27,14 +27,14 @@ def _swapped(
 ):  # fmt: skip
     """A row plus the same row of the other GPU, rounded once (`Exchange`).
 
-    The place that is written was read two swaps ago. The other GPU has finished that kernel, since it has begun the
-    next swap: the wait of the last swap saw its flag. Counts wrap around, so their difference is compared.
+    It writes to the place that the other GPU read two swaps ago. That kernel has ended: the last swap waited for a flag
+    of the other GPU's next kernel. Counts wrap around, so it compares their difference.
     """
     row = tl.program_id(0)
     count = tl.load(count_ptr + row) + 1
     place = ((count & 1) * ROWS + row) * WIDEST + column
     tl.store(theirs_ptr + place, own, mask=inside)
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads write before one sets the flag
     tl.atomic_xchg(their_flag_ptr + row, count, sem="release", scope="sys")
     seen = tl.atomic_add(my_flag_ptr + row, 0, sem="acquire", scope="sys")
     while seen - count < 0:
@@ -46,7 +46,7 @@ def _swapped(
 
 @triton.jit
 def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
+    """A row plus the sum of the parts of its addend."""
     delta = _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
     return (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
 
@@ -119,7 +119,7 @@ def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded]:  # fmt: skip
-    """See `dinfer.kernels.norm.add_rms_norm`; with an `exchange`, `delta_BWD` is one of two addends."""
+    """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     narrow, both = inputs != "plain", inputs == "both"
     plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
@@ -158,5 +158,5 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded:
     _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
         gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
     )
-    # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
+    # A scale needs the whole row. One program for a whole row would take longer than a second launch.
     return out_BWM if inputs == "plain" else round_rows(out_BWM)
