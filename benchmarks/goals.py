@@ -7,8 +7,8 @@
 Each run is a process of its own and writes `goals-NAME-h200.json` in the folder after each number in flight. So one
 that fails or is cut short costs no other, and leaves what it has measured. A file that is whole is left as it is:
 `--again` measures it anew. `mini` and `mini-fp8` are also the curve of tokens a second and latency over 1 to 512 in
-flight: their levels come in the order of what is wanted most. Compiled kernels are shared; `TRITON_CACHE_DIR` keeps them
-for later calls. `python -m benchmarks.report` draws the curve and writes the tables.
+flight: their levels come in the order of what is wanted most. Compiled kernels are shared; `TRITON_CACHE_DIR` keeps
+them for later calls. `python -m benchmarks.report` draws the curve and writes the tables.
 """
 
 from __future__ import annotations
