@@ -17,6 +17,7 @@ would be if every step took its least time, by bytes or by multiply-adds (`bench
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -60,14 +61,23 @@ class Scripted(Decoder):
         return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
 
 
-def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wanted: Any) -> dict[str, Any]:
-    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`."""
+def closed_loop(
+    engine: Engine, requests: list[Request], in_flight: int, most_s: float = math.inf, **wanted: Any
+) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`.
+
+    After `most_s` seconds it takes out those that run and tells nothing.
+    """
     waiting, began, first, latency = list(requests)[::-1], {}, {}, []
     done: list[Completion] = []
     blocks: dict[int, int] = {}
     start = time.perf_counter()
     full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
     while waiting or engine.busy:
+        if time.perf_counter() - start > most_s:
+            for index in began:
+                engine.cancel(index)
+            return {}
         while waiting and len(began) - len(done) < in_flight:
             began[engine.add(waiting.pop(), **wanted)] = time.perf_counter()
         for update in engine.step():
@@ -113,15 +123,17 @@ def staggered(requests: list[Request]) -> list[Request]:
 
 
 def measured(
-    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float]
-) -> dict[str, Any]:
+    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float],
+    most_warm_up: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
 
-    `card`: its rates, see `benchmarks.limits`.
+    `card`: its rates, see `benchmarks.limits`. `most_warm_up`: seconds after which the warm-up ends.
     """
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
-    closed_loop(engine, work if stagger else requests, in_flight)  # the whole, or sizes to come are captured later
+    # The whole where time allows it: what sizes come up later is captured while it is timed.
+    closed_loop(engine, work if stagger else requests, in_flight, math.inf if most_warm_up is None else most_warm_up)
     warm_up, captured = time.perf_counter() - began, engine.runner.captured
     with Clock(engine) as clock:
         result = closed_loop(engine, work, in_flight)
@@ -193,6 +205,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64])
     parser.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    parser.add_argument("--warm-up", type=float, help="seconds after which a warm-up is cut short")
     parser.add_argument("--prompts", choices=("random", "problems"), default="random")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
     parser.add_argument("--new", type=int, default=512, help="max_new_tokens")
@@ -240,7 +253,7 @@ def main(args: list[str] | None = None) -> None:
     alone = closed_loop(pipe.engine, requests[:1], 1)
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
     for in_flight in given.in_flight:
-        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger, card)
+        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger, card, given.warm_up)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(

@@ -13,16 +13,16 @@ from dinfer.kernels.types import Deferred, Inputs, Share
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, in float32 or more, rounded to the dtype of `x`, and then times the weight.
+    """x / rms(x) over the last dimension, in float32 or wider, rounded to the dtype of `x`, then times the weight.
 
-    The published models round in this order, and in bfloat16 it shows.
+    The published models round in this order, and in bfloat16 the order matters.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D
 
 
 def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) times the weight, None: 1, in float32 or more, and rounded once, at the end (Gemma)."""
+    """x / rms(x) times the weight (None: 1), in float32 or wider, rounded once at the end (Gemma)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
@@ -41,7 +41,7 @@ def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
 def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
 ) -> tuple[Tensor, Deferred]:
-    """s = x + delta, and `rms_norm` of it as the next layer takes its `inputs`. [B, W, D] each; delta None: s = x"""
+    """s = x + delta (None: 0), and `rms_norm` of s in the form that the next layer takes. [B, W, D] each"""
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
@@ -67,10 +67,7 @@ def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred
 
 
 def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
-    """silu(gate) * up of the halves of the last dimension, as the next layer takes its `inputs`.
-
-    [B, W, 2M] -> [B, W, M]
-    """
+    """silu(gate) * up of the halves of the last dimension, in the form that the next layer takes. [B, W, 2M -> M]"""
     if use_triton(gate_up_BWX, "gate"):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
@@ -82,7 +79,7 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
 
 
 def geglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
-    """As `swiglu`, with gelu by its tanh approximation."""
+    """As `swiglu`, with the tanh approximation of GELU."""
     gate, up = gate_up_BWX.chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh") * up, inputs)
 

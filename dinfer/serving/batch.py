@@ -1,6 +1,6 @@
-"""Answers a file of requests in OpenAI's batch format. The server's own application answers them, without a network.
+"""Answers a file of requests in OpenAI's batch format, with the server's application but without a network.
 
-Each answer is one whole line of the output. A run that was killed resumes where it was.
+Each answer is one whole line of the output. A killed run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.protocol import Strict
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
-
-NO_LIMIT = 10**9
+from dinfer.serving.settings import NO_LIMIT, Settings
 
 
 def settings(round_timeout: float) -> Settings:
-    """A file waits for nobody: as many of its lines run at a time as the caller says, and each may take its time.
+    """Settings without limits: the caller says how many lines run at a time, and no client waits.
 
     `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
     """
@@ -60,7 +58,7 @@ class Line:
 
 
 def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
-    """All lines of the file that are not blank. `setup`: the settings that an answer depends on."""
+    """The lines of the file that are not blank. `setup`: the settings on which answers depend."""
     base = hashlib.blake2b(json.dumps(setup, sort_keys=True, default=str).encode(), digest_size=12)
     source.seek(0)
     for number, text in enumerate(source, 1):
@@ -71,25 +69,25 @@ def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
 
 
 class Output:
-    """The file of answers, locked while it is open. A pipe or a device takes answers too, but keeps none."""
+    """The file of answers, locked while it is open. A pipe or a device also takes answers, but keeps none."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        """Raises ValueError for a file of another kind, or one that another process writes; OSError."""
-        self.path, self.ids = path, dict[str, str | None]()  # custom ids by the id of the answer
+        """Raises ValueError for a file of another kind or one that another process writes, and OSError."""
+        self.path, self.ids = path, dict[str, str | None]()  # custom ids by answer id
         with naming(path):
             self._file = path.open("ab", buffering=0)
         self._keeps = path.is_file()
         if not self._keeps:
             return
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process
         except BlockingIOError as error:
             self._file.close()
             raise ValueError(f"another process writes {path}: wait for its end, or give another file") from error
         if overwrite:
             self._file.truncate(0)
         self._size = self._read()
-        self._file.truncate(self._size)  # a last line that a kill cut short: its request is answered again
+        self._file.truncate(self._size)  # drops a last line that a kill cut short
 
     def __enter__(self) -> Output:
         return self
@@ -98,14 +96,14 @@ class Output:
         self._file.close()
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Keeps an answer: it is in the file when this returns. Raises OSError, and then the file has none of it."""
+        """Appends an answer to the file, all of it or, with an OSError, none."""
         left = memoryview(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         size = len(left)
         with naming(self.path):
             try:
                 while left:
                     left = left[self._file.write(left) :]
-            except OSError:  # such as a full disk
+            except OSError:  # for example a full disk
                 if self._keeps:
                     self._file.truncate(self._size)
                 raise
@@ -114,7 +112,7 @@ class Output:
         self.ids[answer["id"]] = answer["custom_id"]
 
     def _read(self) -> int:
-        """Reads the answers that the file has, and returns their size in bytes."""
+        """Reads the answers in the file, and returns their size in bytes. Raises ValueError."""
         size = 0
         with self.path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -132,7 +130,7 @@ class Output:
         return size
 
 
-# Answers lines, and hands each answer over: `dinfer batch` here, or on a Ray cluster.
+# Answers lines and hands over each answer: in this process, or on a Ray cluster.
 Answering = Callable[[Iterator[Line], Callable[[dict[str, Any]], None]], None]
 
 
@@ -142,8 +140,8 @@ def run(
 ) -> None:  # fmt: skip
     """Answers all lines of `asked` that `output` lacks.
 
-    `progress` is told how many lines are answered, of how many, and the last answer. Raises ValueError if `output` is
-    of other lines or of another setup, OSError, EngineFailed, RankFailed.
+    `progress` gets the number of answered lines, the number of lines, and the last answer. Raises ValueError if
+    `output` has answers to other lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
@@ -159,7 +157,7 @@ def run(
             progress(len(output.ids), len(ids), answer)
 
     def left() -> Iterator[Line]:
-        """The lines that still need an answer. A line with an error is answered with that error."""
+        """The lines without an answer. It answers a faulty line with its error."""
         seen: dict[str, int] = {}
         for line in lines(asked, setup):
             try:
@@ -179,7 +177,7 @@ def run(
 def answer_here(
     waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server], at_once: int
 ) -> None:
-    """Answers lines with an engine in this process, `at_once` of them at a time. Raises EngineFailed."""
+    """Answers lines with an engine in this process, `at_once` lines at a time. Raises EngineFailed."""
     server = make()
     app = application(server)
 
@@ -203,13 +201,13 @@ def answer_here(
 
 
 def check(server: Server) -> None:
-    """Raises EngineFailed or RankFailed if an engine has failed: its last answers may be wrong."""
+    """Raises EngineFailed or RankFailed if an engine has failed, since its last answers may be wrong."""
     if server.failure is not None:
         raise ended(server.failure)
 
 
 async def answered(app: Any, line: Line) -> dict[str, Any]:
-    """The answer of the application to a line that can be read."""
+    """The application's answer to a valid line."""
     ask = read(line)
     status, request_id, body = await post(app, ask.url, json.dumps(ask.body).encode())
     error = None if status < 400 else body["error"]
@@ -217,7 +215,7 @@ async def answered(app: Any, line: Line) -> dict[str, Any]:
 
 
 def refusal(line: Line, error: ApiError) -> dict[str, Any]:
-    """The answer to a line that cannot be read."""
+    """The answer to a faulty line."""
     found = error.body()["error"]
     found["message"] = f"line {line.number}: {found['message']}"
     try:
@@ -228,28 +226,15 @@ def refusal(line: Line, error: ApiError) -> dict[str, Any]:
 
 
 def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An answer as the file has it."""
+    """An answer in OpenAI's batch format."""
     kept = None if error is None else {key: error[key] for key in ("code", "message", "param")}
     return {"id": line.id, "custom_id": name, "response": response, "error": kept}
 
 
 def read(line: Line) -> Ask:
     """The request of a line. Raises ApiError."""
-    return checked(parsed(line.text))
-
-
-def parsed(text: bytes) -> Any:
-    """What a line says. Raises ApiError."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"it is not JSON: {error}", None, "invalid_json") from error
-
-
-def checked(given: Any) -> Ask:
-    """The request that a line's JSON holds. Raises ApiError."""
-    try:
-        ask = Ask.model_validate(given)
+        ask = Ask.model_validate(parsed(line.text))
     except ValidationError as error:
         raise of_validation(
             RequestValidationError([{**one, "loc": ("line", *one["loc"])} for one in error.errors()])
@@ -257,6 +242,14 @@ def checked(given: Any) -> Ask:
     if ask.body.get("stream"):
         raise refused("body.stream", ask.body["stream"], "cannot be honoured in a file: leave it out")
     return ask
+
+
+def parsed(text: bytes) -> Any:
+    """The JSON of a line. Raises ApiError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"it is not JSON: {error}", None, "invalid_json") from error
 
 
 async def post(app: Any, path: str, content: bytes) -> tuple[int, str, Any]:

@@ -1,4 +1,4 @@
-"""Residual RMSNorm and SwiGLU, one program a row or a piece of it."""
+"""Residual RMSNorm and SwiGLU. A program takes a row or a piece of one."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
 def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.constexpr, WIDEST: tl.constexpr):
     """A row plus the same row of the other GPU, rounded once (`Exchange`).
 
-    This empties the place that it has read. The other GPU writes there again two swaps later, and it gets so far only
-    with the row of the next swap, which this GPU sends when this kernel has ended.
+    It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the row
+    of the next swap, and this GPU sends that row only after this kernel.
     """
     EMPTY: tl.constexpr = -(1 << 15)
     row = tl.program_id(0)
@@ -40,7 +40,7 @@ def _plus(
     x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
     PARTS: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
-    """A row and what is to be added to it: parts that are so far apart, the first weighted, and the other GPU's."""
+    """A row plus the sum of the parts of its addend, and of the other GPU's addend if `ROWS` is not 0."""
     row = tl.program_id(0)
     delta_ptr += row.to(tl.int64) * stride + column
     delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED).to(x.dtype)
@@ -124,7 +124,7 @@ def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded]:  # fmt: skip
-    """See `dinfer.kernels.norm.add_rms_norm`; with an `exchange`, `delta_BWD` is one of two addends."""
+    """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     narrow, both = inputs != "plain", inputs == "both"
     plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
@@ -162,5 +162,5 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded:
     _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
         gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
     )
-    # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
+    # A scale needs the whole row. One program for a whole row would take longer than a second launch.
     return out_BWM if inputs == "plain" else round_rows(out_BWM)
