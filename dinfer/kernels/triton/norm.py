@@ -16,8 +16,8 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
 def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.constexpr, WIDEST: tl.constexpr):
     """A row plus the same row of the other GPU, rounded once (`Exchange`).
 
-    It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the row
-    of the next swap, and this GPU sends that row only after this kernel.
+    It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the
+    row of the next swap, and this GPU sends that row only after this kernel.
     """
     EMPTY: tl.constexpr = -(1 << 15)
     row = tl.program_id(0)
