@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STEADY = "--stagger --settle --gather"
-MINI = f"--shape llada2-mini --spread {STEADY} --in-flight 64,128,256,1,8,32,512 --warm-up 30"
+MINI = f"--shape llada2-mini --spread {STEADY} --in-flight 64,128,256,1,8,32,512 --rounds 3,2,2,4,5,4,2 --warm-up 30"
 LONG = "--shape llada2-mini --spread --settle --in-flight 1,8 --new 256 --rounds 1"
 SDAR = "--block 4 --rate 2 --prompt 512 --new 256"
 DUAL = "--shape llada-8b --prompt 128 --new 256 --rate 4"

@@ -8,6 +8,7 @@ from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
+from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.types import Deferred, Inputs, Share
 
 
@@ -32,7 +33,8 @@ def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add as kernel
 
-        return kernel(x_BWD, to_add(delta_BWD))
+        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
+        return kernel(x_BWD, to_add(delta_BWD), exchange)
     return x_BWD + close(delta_BWD).view_as(x_BWD)
 
 
@@ -43,10 +45,10 @@ def add_rms_norm(
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        exchange = None
-        if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
-            exchange, delta_BWD = found, delta_BWD.value
-        return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs, exchange)
+        if delta_BWD is None:
+            return kernel(x_BWD, None, weight_D, eps, inputs)
+        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
+        return kernel(x_BWD, to_add(delta_BWD), weight_D, eps, inputs, exchange)
     delta = None if delta_BWD is None else close(delta_BWD)
     if native.able("norm", x_BWD, weight_D, delta):
         x_BWD, normed_BWD = native.add_rms_norm(x_BWD, delta, weight_D, eps)
@@ -55,6 +57,13 @@ def add_rms_norm(
         x_BWD = x_BWD + delta.view_as(x_BWD)
     normed_BWD = rms_norm(x_BWD, weight_D, eps)
     return x_BWD, _as(normed_BWD, inputs)
+
+
+def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred]:
+    """By what a kernel adds up two ranks' addends as it reads them, and this rank's; None, and what it was given."""
+    if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
+        return found, delta_BWD.value
+    return None, delta_BWD
 
 
 def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:

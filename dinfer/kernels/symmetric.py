@@ -6,33 +6,40 @@ for the others, and reads theirs. One kernel does it all (torch's symmetric memo
 
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 ROOM = 8 << 20  # bytes of a GPU's buffer
 ONE_SHOT = 384 << 10  # up to so many bytes to read from the others each GPU adds up all; for more, each adds up a part
+EMPTY = -(1 << 15)  # -0.0 in 16 bits
 ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU that has symmetric memory
 WIDTH = 16  # bytes that a thread reads at a time
 
 
 class Exchange(NamedTuple):
-    """Memory through which two GPUs swap rows. A kernel writes its row to the other GPU and reads its own memory.
+    """Memory through which two GPUs swap rows of 16-bit numbers. Each writes to the other's and reads its own.
 
-    A row has two places and uses them in turn. `count_R` counts its swaps; a flag says which count has arrived.
+    A row has two places and uses them in turn. `count_R` counts its swaps. An empty place holds -0.0, and a -0.0 is
+    sent as 0. So a number says by itself that it has arrived, and no flag waits behind it. The LL protocol of NCCL and
+    the Lamport all-reduce of TensorRT-LLM work like this.
     """
 
-    mine: Tensor  # [2, R, width]
+    mine: Tensor  # int16 [2, R, width]
     theirs: Tensor  # the other GPU's
-    my_flag_R: Tensor  # int32
-    their_flag_R: Tensor
     count_R: Tensor  # int32
+
+    @classmethod
+    def over(cls, mine: Tensor, theirs: Tensor) -> Self:
+        """Empties the places of this GPU. mine, theirs: int16 [2, R, width]"""
+        mine.fill_(EMPTY)
+        return cls(mine, theirs, torch.zeros(mine.shape[1], dtype=torch.int32, device=mine.device))
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` fit. All programs of a kernel must run at once, or they wait for ever."""
         fits = x.numel() // x.shape[-1] <= self.mine.shape[1] and x.shape[-1] <= self.mine.shape[2]
-        return fits and x.dtype == self.mine.dtype
+        return fits and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class SymmetricSum:
@@ -48,17 +55,11 @@ class SymmetricSum:
         _symmetric_memory.rendezvous(self.buffer, group)
         self.exchange = None
         if self.size == 2:
-            swapped, flags = 2 * ROWS * WIDEST * 2, ROWS * 4
-            inbox = _symmetric_memory.empty(swapped + flags, dtype=torch.uint8, device=device)
-            inbox.zero_()
+            inbox = _symmetric_memory.empty(2, ROWS, WIDEST, dtype=torch.int16, device=device)
             memory = _symmetric_memory.rendezvous(inbox, group)
-            other = memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype)
-            mine, theirs = (all[:swapped].view(torch.bfloat16).view(2, ROWS, WIDEST) for all in (inbox, other))
-            my_flag_R, their_flag_R = (all[swapped:].view(torch.int32) for all in (inbox, other))
-            count_R = torch.zeros(ROWS, dtype=torch.int32, device=device)
-            self.exchange = Exchange(mine, theirs, my_flag_R, their_flag_R, count_R)
+            self.exchange = Exchange.over(inbox, memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype))
+            memory.barrier()  # a rank writes only after the other has emptied its places
             torch.cuda.synchronize(device)
-            memory.barrier()  # a rank writes only after the other has set its flags to zero
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> "SymmetricSum | None":
