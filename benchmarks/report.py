@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import goals_table
 from benchmarks.ablation_table import ablation
 from benchmarks.capacity import table as scaling
 from benchmarks.further_table import further
@@ -348,9 +349,12 @@ def rendered_performance(page: str) -> str:
     for name, body in {
         "steps": steps(),
         "peers": table.peers(),
+        "diffulex": table.diffulex(),
         "parts": parts(),
         "quantized": quantized(),
+        "goals": goals_table.goals(RESULTS),
         "throughput": throughput(),
+        "startup": goals_table.startup(RESULTS),
         "ablation": ablation(RESULTS),
         "open-blocks": open_blocks(RESULTS),
     }.items():
@@ -381,6 +385,7 @@ PAGES = {
 def main() -> None:
     for path, render in PAGES.items():
         path.write_text(render(path.read_text()))
+    goals_table.draw_curve(RESULTS, ROOT / "docs" / "images")
 
 
 if __name__ == "__main__":

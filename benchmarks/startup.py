@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.throughput import Scripted, closed_loop
 from dinfer.core.recipe import compose
@@ -135,15 +135,14 @@ def main(args: list[str] | None = None) -> None:
         print(json.dumps(start(given)))
         return
     words = list(sys.argv[1:] if args is None else args)
-    report: dict[str, Any] = {"setting": vars(given) | {"out": None}}
+    report = begun(given, torch.device(given.device))
     with tempfile.TemporaryDirectory(prefix="dinfer-kernels-") as cache:
         for name in ("cold", "warm"):
             report[name] = child(words, cache)
             print(f"{name}: {report[name]['process_s']} s in all")
             for phase in report[name]["phases"]:
                 print("   ", phase, flush=True)
-    if given.out:
-        given.out.write_text(json.dumps(report | provenance(torch.device(given.device)), indent=1) + "\n")
+            save(report, given.out)
 
 
 if __name__ == "__main__":

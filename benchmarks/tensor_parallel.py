@@ -36,6 +36,8 @@ from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.ranks import ALONE, Ranks
+from dinfer.kernels.norm import add_rms_norm
+from dinfer.kernels.types import Share
 from dinfer.loading.checkpoint import random_network
 
 BLOCK, PROMPT, NEW = 32, 128, 256
@@ -65,14 +67,14 @@ class Case(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-CASES = [
-    Case("collectives", 2),
+CASES = [  # what matters most comes first: the budget may end before the last
     Case("llada-8b", 1), Case("llada2-mini", 1), Case("llada-8b", 1, "fp8"), Case("llada2-flash", 1, "fp8"),
-    Case("llada-8b", 2), Case("llada2-mini", 2), Case("llada-8b", 2, "fp8"), Case("llada-8b", 2, None, "fused"),
-    Case("llada2-flash", 2), Case("llada-8b", 2, "fp8", "fused"),
-    Case("llada-8b", 2, None, "nccl"), Case("llada2-mini", 2, None, "nccl"),
-    *(Case("llada2-mini", 2, None, "fused", rows, kind) for rows in (1, 8, 32) for kind in ("divided", "dealt out")),
-    Case("llada2-flash", 2, None, "symmetric", 1, "dealt out"),
+    Case("llada-8b", 2, None, "fused"), Case("llada-8b", 2, "fp8", "fused"),
+    Case("llada2-mini", 2, None, "fused"), Case("llada2-mini", 2, None, "fused", 1, "dealt out"),
+    Case("llada2-mini", 2), Case("llada-8b", 2, None, "nccl"), Case("collectives", 2),
+    *(Case("llada2-mini", 2, None, "fused", rows, kind) for rows in (8, 32) for kind in ("divided", "dealt out")),
+    Case("llada2-flash", 2), Case("llada-8b", 2), Case("llada2-mini", 2, None, "nccl"), Case("llada-8b", 2, "fp8"),
+    Case("llada2-flash", 2, None, "fused"), Case("llada2-flash", 2, None, "fused", 1, "dealt out"),
 ]  # fmt: skip
 TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2"}
 
@@ -81,7 +83,9 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     """What one rank measures of a case."""
     cuda = device.type == "cuda"
     if case.shape == "collectives":
-        return {"us": collective_times(ranks, device)} if cuda else {}
+        return collective_times(ranks, device) if cuda else {}
+    if cuda and {"fused": ranks.exchange, "symmetric": ranks.small}.get(case.sums, ranks) is None and case.cards > 1:
+        raise RuntimeError("the cards cannot read each other's memory")
     if case.sums != "fused":
         ranks = replace(ranks, exchange=None, small=None if case.sums == "nccl" else ranks.small)
     ranks = replace(ranks, rank=replace(ranks.rank, expert_parallel=case.experts != "divided"))
@@ -135,17 +139,21 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
 card_rates = cache(rates)  # once in a process
 
 
-def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds of one sum of [rows, 4096] bfloat16, by rows and method."""
-    small = ranks.small
+def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Microseconds of one sum of [rows, 4096] bfloat16, by rows and method; and what a norm takes longer by one."""
+    small, weight = ranks.small, torch.ones(4096, dtype=torch.bfloat16, device=device)
     found: dict[str, dict[str, float]] = {}
+    longer: dict[str, float] = {}
     for rows in (1, 8, 32, 64, 128, 256, 1024):
         x = torch.randn(rows, 4096, dtype=torch.bfloat16, device=device)
         ways: dict[str, Any] = {"nccl": lambda x=x: dist.all_reduce(x, group=ranks.group)}
         if small is not None and small.takes(x):
             ways |= {"one-shot": partial(small.one_shot, x), "two-shot": partial(small.two_shot, x)}
         found[f"{rows} rows"] = {name: graph_us(way) for name, way in ways.items()}
-    return found
+        if ranks.exchange is not None and ranks.exchange.takes(x):
+            norms = [graph_us(partial(add_rms_norm, x, delta, weight, 1e-5)) for delta in (x, Share(x, ranks))]
+            longer[f"{rows} rows"] = round(norms[1] - norms[0], 2)
+    return {"us": found, "longer_norm_us": longer}
 
 
 def graph_us(work: Any) -> float:
@@ -255,7 +263,7 @@ def main(args: list[str] | None = None) -> None:
     until = time.perf_counter() + given.budget
     cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
 
-    def measure(*parts: tuple[Sequence[Case], Sequence[str]]) -> dict[str, Any]:
+    def measure(*parts: tuple[Sequence[Case], Sequence[str]]) -> None:
         groups = [
             Group([case for case in cases if any(part in case.name for part in given.only)], own, given, folder)
             for cases, own in parts
@@ -266,16 +274,12 @@ def main(args: list[str] | None = None) -> None:
         for name, one in found.items():
             print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
         save(report, given.out)
-        return found
 
     tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
-    first, *cases = tiny
     with tempfile.TemporaryDirectory() as folder:
-        alone = [case for case in cases if case.cards == 1]
-        if "failed" in measure(([first], cards)).get(first.name, {}):  # the cards cannot read each other's memory
-            cases = [case._replace(sums="nccl") for case in cases]
+        alone = [case for case in tiny if case.cards == 1]
         measure((alone[::2], cards[:1]), (alone[1::2], cards[1:]))  # side by side, a case on each card
-        measure(([*dict.fromkeys(case for case in cases if case.cards > 1)], cards))
+        measure(([*dict.fromkeys(case for case in tiny if case.cards > 1)], cards))
 
 
 def run_cases(given: argparse.Namespace) -> None:

@@ -8,15 +8,17 @@ Full-size shapes have random weights, so a scripted decoder commits a fixed numb
 that of a real model, whatever the logits say. The models in the box decode for real. Before anything else, one
 request alone says how long the first block takes with nothing compiled. Then, for each number in flight, a round of
 warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
-so that rows are at all stages afterwards, as they are where requests come when they like; `steady` is then what was
-finished while that many were in flight, without the last requests, which have the card to themselves. With `--spread`
-tokens choose their experts independently of each other (`benchmarks.feeds`). The limit beside tokens/s is what they
-would be if every step took its least time, by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
+so that rows are at all stages afterwards, as they are where requests come when they like. `steady` is what was finished
+while that many were in flight, without the last requests, which have the card to themselves. With `--stagger` it begins
+when the first have all finished a block, since all are prefilled at once before. With `--spread` tokens choose their
+experts independently of each other (`benchmarks.feeds`). The limit beside tokens/s is what they would be if every step
+took its least time, by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -60,14 +62,25 @@ class Scripted(Decoder):
         return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
 
 
-def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wanted: Any) -> dict[str, Any]:
-    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`."""
+def closed_loop(
+    engine: Engine, requests: list[Request], in_flight: int, *, most_s: float = math.inf, ramp: bool = False,
+    **wanted: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`.
+
+    After `most_s` seconds it takes out those that run and tells nothing. `ramp`: `steady` begins only when as many as
+    are in flight have finished a block, since the prefills of all at once come before that.
+    """
     waiting, began, first, latency = list(requests)[::-1], {}, {}, []
     done: list[Completion] = []
     blocks: dict[int, int] = {}
     start = time.perf_counter()
-    full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
+    full = begun_at = 0.0, 0  # seconds, and blocks finished, while so many were in flight
     while waiting or engine.busy:
+        if time.perf_counter() - start > most_s:
+            for index in began:
+                engine.cancel(index)
+            return {}
         while waiting and len(began) - len(done) < in_flight:
             began[engine.add(waiting.pop(), **wanted)] = time.perf_counter()
         for update in engine.step():
@@ -82,11 +95,14 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wante
                 done.append(update.completion)
         if waiting:
             full = time.perf_counter() - start, sum(blocks.values())
+            if ramp and len(first) < in_flight:
+                begun_at = full
     seconds = time.perf_counter() - start
     counts = [completion.counts for completion in done]
     block = engine.recipe.iteration.block
     aligned = all(len(r.prompt) % block == 0 and r.new_tokens % block == 0 for r in requests)
     tokens, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
+    lasted, finished = full[0] - begun_at[0], full[1] - begun_at[1]
     return {
         "requests": len(done),
         "most_forwards": max(c.forwards for c in counts),
@@ -94,7 +110,7 @@ def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wante
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "tpf": tokens / forwards,
-        "steady_tokens_per_s": full[1] * block / full[0] if full[1] and aligned else None,
+        "steady_tokens_per_s": finished * block / lasted if finished and aligned else None,
         "tokens_per_denoise_step": tokens / (forwards - sum(c.prefills for c in counts)),
         "first_block_s": spread([*first.values()]),
         "latency_s": spread(latency),
@@ -113,18 +129,21 @@ def staggered(requests: list[Request]) -> list[Request]:
 
 
 def measured(
-    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float]
-) -> dict[str, Any]:
+    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float],
+    most_warm_up: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
 
-    `card`: its rates, see `benchmarks.limits`.
+    `card`: its rates, see `benchmarks.limits`. `most_warm_up`: seconds after which the warm-up ends.
     """
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
-    closed_loop(engine, work if stagger else requests, in_flight)  # the whole, or sizes to come are captured later
+    # The whole where time allows it: what sizes come up later is captured while it is timed.
+    most_s = math.inf if most_warm_up is None else most_warm_up
+    closed_loop(engine, work if stagger else requests, in_flight, most_s=most_s)
     warm_up, captured = time.perf_counter() - began, engine.runner.captured
     with Clock(engine) as clock:
-        result = closed_loop(engine, work, in_flight)
+        result = closed_loop(engine, work, in_flight, ramp=stagger)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
     least = run_limit(
@@ -185,14 +204,21 @@ def memory(engine: Engine, before: int) -> dict[str, float]:
     return {"kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9}
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
     parser.add_argument("--model", help="a real model in place of random weights, such as tiny")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
-    parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64])
-    parser.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    parser.add_argument("--in-flight", type=numbers, default=[64])
+    parser.add_argument(
+        "--rounds", type=numbers, default=[2], help="timed requests for each in flight: one number, or one for each"
+    )
+    parser.add_argument("--warm-up", type=float, help="seconds after which a warm-up is cut short")
     parser.add_argument("--prompts", choices=("random", "problems"), default="random")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
     parser.add_argument("--new", type=int, default=512, help="max_new_tokens")
@@ -219,6 +245,10 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
         parser.error("--spread is for random weights: leave it out, or --model")
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     given.length = given.length or given.prompt + given.new
+    if len(given.rounds) == 1:
+        given.rounds *= len(given.in_flight)
+    if len(given.rounds) != len(given.in_flight):
+        parser.error(f"--rounds has {len(given.rounds)} numbers and --in-flight {len(given.in_flight)}: give as many")
     return given
 
 
@@ -239,8 +269,8 @@ def main(args: list[str] | None = None) -> None:
     requests = pipe.requests(prompts(given, pipe, max(given.in_flight)), given.new, None)
     alone = closed_loop(pipe.engine, requests[:1], 1)
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
-    for in_flight in given.in_flight:
-        run = measured(pipe.engine, requests[:in_flight], given.rounds, given.stagger, card)
+    for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
+        run = measured(pipe.engine, requests[:in_flight], rounds, given.stagger, card, given.warm_up)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(

@@ -5,8 +5,9 @@
     python -m benchmarks.peers.compare --peer FOLDER --out /tmp/dry.json --dry-run       # tiny shapes on a CPU
 
 FOLDER holds a peer's package (README.md beside this file says how to bring it). Each run is a process with compile
-caches of its own, so that its first call is that of a fresh machine. Runs are added to the file as they end: `--only`
-runs some, and a file begun before is gone on with.
+caches of its own, so that its first call is that of a fresh machine; with `--caches FOLDER` runs of a side share them,
+and only its first run compiles all. Runs are added to the file as they end, one that fails costs no other, and those
+that the file has are left as they are. `--only` runs some, in that order.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ DENSE: dict[str, tuple[str, list[str]]] = {  # LLaDA-8B: a side, and what is ask
 }
 RUNS = {name: (side, "llada-8b", options) for name, (side, options) in DENSE.items()} | {
     f"{side}-{name}-batch{batch}": (side, shape, [*options.split(), "--batch", str(batch)])
-    for name, (shape, options) in BLOCKS.items()
     for batch in (1, 16)
+    for name, (shape, options) in BLOCKS.items()
     for side in ("diffulex", "ours")
 }
 SMALL = {"llada-8b": "small", "sdar-4b": "small-sdar", "sdar-8b": "small-sdar"}
@@ -60,6 +61,8 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=RUNS, help="default: all of the peers whose folders are given")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
+    parser.add_argument("--repeats", type=int, default=3, help="timed generations of a run")
+    parser.add_argument("--caches", type=Path, help="folder of compiled kernels that the runs of a side share")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(args)
     there = {"published": given.peer, "diffulex": given.diffulex, "ours": ROOT}
@@ -85,10 +88,12 @@ def run(name: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "diffulex": [str(ROOT), str(given.diffulex.resolve())] if given.diffulex else [],
         "ours": [str(ROOT)],
     }[side]
-    caches = {f"{kind}_CACHE_DIR": str(scratch / name / kind) for kind in ("TRITON", "TORCHINDUCTOR")}
+    own = given.caches.resolve() / side if given.caches else scratch / name
+    caches = {f"{kind}_CACHE_DIR": str(own / kind) for kind in ("TRITON", "TORCHINDUCTOR")}
     environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     dry = ["--device", "cpu", "--eager", "--prompt", "32", "--new", "64"] if given.dry_run else []
     line = [sys.executable, "-m", f"benchmarks.peers.{side}", "--config", str(config), "--out", str(out)]
+    line += ["--repeats", str(given.repeats)]
     subprocess.run([*line, *options, *dry], cwd=folders[0], env=environment, check=True, timeout=given.limit)
     return {"who": "ours" if side == "ours" else "peer"} | json.loads(out.read_text())
 
@@ -102,12 +107,19 @@ def main(args: list[str] | None = None) -> None:
     about |= {"peer_commit": given.peer_commit} if given.peer else {}
     about |= {"diffulex_commit": given.diffulex_commit} if given.diffulex else {}
     found = json.loads(given.out.read_text()) if given.out.is_file() else {**about, "runs": {}}
+    failed = []
     with tempfile.TemporaryDirectory(prefix="dinfer-peers-") as scratch:
-        for name in given.only:
-            found["runs"][name] = run(name, given, Path(scratch))
+        for name in [name for name in given.only if name not in found["runs"]]:
+            try:
+                row = found["runs"][name] = run(name, given, Path(scratch))
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                failed.append(name)
+                print(f"{name}: {error}", flush=True)
+                continue
             save(found, given.out)
-            row = found["runs"][name]
             print(f"{name}: {row['ms_per_forward']:.2f} ms a forward, first call {row['warm_up_s']:.1f} s", flush=True)
+    if failed:
+        sys.exit(f"benchmarks.peers.compare: {', '.join(failed)} failed")
 
 
 if __name__ == "__main__":

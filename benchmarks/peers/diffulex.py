@@ -3,11 +3,18 @@
 It runs with CUDA graphs and without vLLM, for which it has kernels of its own. One block of a request is active
 (buffer_size 1), as here. Its LLaDA is D2F's: block-causal, so keys of finished blocks are final and no pass over the
 whole canvas comes after the first. Nothing of its code is here.
+
+It counts the masks of the next block as new tokens and ends a request before that block is decoded. So it is asked for
+one block more, and the tokens before that block count. Its log and its record of each step are off, and functions that
+it compiles may have as many shapes as they meet: all in its favour.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import socket
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -57,12 +64,15 @@ def engine(given: Any, config: dict[str, Any], folder: str) -> Any:
     settings = getattr(import_module(f"diffulex.model.config.{name}.configuration_{name}"), kind)(**config)
     diffulex.engine.engine.auto_tokenizer_from_pretrained = lambda *given, **more: NoTokenizer(config)
     diffulex.model.auto_model.load_model = lambda model, settings: fill(model, config)
-    length = given.prompt + given.new
+    length = given.prompt + given.new + 2 * given.block  # the block more, and the masks behind it
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
     made = Diffulex(
         folder, hf_config=settings, model_name=name, decoding_strategy=strategy, buffer_size=1,
         mask_token_id=config["mask_token_id"], block_size=given.block, page_size=32, tensor_parallel_size=1,
-        max_num_reqs=given.batch,
-        max_model_len=length, max_num_batched_tokens=max(given.batch, 2) * length,
+        max_num_reqs=given.batch, max_model_len=length, max_num_batched_tokens=max(given.batch, 2) * length,
+        num_pages=given.batch * (length // 32 + 2), master_port=port,
         enable_prefix_caching=False, enable_vllm_layers=False, enforce_eager=given.eager, device_ids=[0],
         decoding_thresholds={"add_block_threshold": 1.0, "semi_complete_threshold": 1.0, "accept_threshold": 0.9},
     )  # fmt: skip
@@ -83,10 +93,14 @@ def main(args: list[str] | None = None) -> None:
     config = (MORE if config["model_type"] == "llada" else SDAR_IDS) | config
     config |= {"pad_token_id": config["eos_token_id"], "torch_dtype": "bfloat16"}
     Path(scratch.name, "config.json").write_text(json.dumps(config))
+    os.environ["DIFFULEX_SAVE_TRACE"] = "0"
+    torch._dynamo.config.recompile_limit = 64
     run = engine(given, config, scratch.name)
     from diffulex import SamplingParams
 
-    settings = SamplingParams(temperature=0.0, max_tokens=given.new, ignore_eos=True)
+    logging.disable(logging.INFO)
+    # Without max_nfe it guesses a limit of forwards from the first eight.
+    settings = SamplingParams(temperature=0.0, max_tokens=given.new + given.block, max_nfe=10**6, ignore_eos=True)
     generator, last = torch.Generator().manual_seed(1), min(config["eos_token_id"], config["mask_token_id"])
     prompts = torch.randint(1, last, (given.batch, given.prompt), generator=generator, device="cpu").tolist()
 
@@ -95,9 +109,10 @@ def main(args: list[str] | None = None) -> None:
 
     def generate() -> tuple[int, Any]:
         outputs = answered()
-        tokens = [one.token_ids for one in outputs.trajectories]
-        if any(len(row) < given.new for row in tokens):
-            raise RuntimeError(f"rows of {sorted({len(row) for row in tokens})} tokens, {given.new} were asked for")
+        tokens = [one.token_ids[: given.new] for one in outputs.trajectories]
+        decoded = [sum(token != config["mask_token_id"] for token in row) for row in tokens]
+        if set(decoded) != {given.new}:
+            raise RuntimeError(f"{sorted(set(decoded))} tokens of a row were decoded, {given.new} were asked for")
         return outputs.batch_step_count, tokens
 
     def widths() -> dict[int, list[float]]:

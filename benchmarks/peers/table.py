@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parents[1] / "results" / "peers-h200-5453251.json"
+RESULTS = Path(__file__).parents[1] / "results"
+FILE = RESULTS / "peers-h200-5453251.json"
 TITLES = {  # a row's title, and its run
     "dInfer, eager, dual cache": "peer-eager",
     "dInfer, torch.compile, dual cache": "peer-dual",
@@ -61,4 +62,36 @@ def peers() -> str:
             f"| {title} | {run['ms_per_forward']:.2f} | {window} | {full:.2f} | {run['tokens_per_s']:,.0f} "
             f"| {run['forwards']} | {run['warm_up_s']:.0f} s{' *' if title in together else ''} |"
         )
+    return "\n".join(lines)
+
+
+BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
+SIDES = {"diffulex": "Diffulex", "ours": "ours"}
+
+
+def diffulex(file: Path = RESULTS / "diffulex-h200.json") -> str:
+    """Diffulex and ours on the same work, as far as it was measured."""
+    if not file.is_file():
+        return "Not measured yet: `python -m benchmarks.peers.compare --diffulex FOLDER` does it."
+    report = json.loads(file.read_text())
+    runs, some = report["runs"], next(iter(report["runs"].values()))
+    lines = [
+        f"Random bfloat16 weights, {some['new']} new tokens, prompts of 128 tokens (LLaDA) and 512 (SDAR). Each step "
+        "commits the 4 or 2 leftmost masks on both sides, and keys of finished blocks are final. Diffulex at commit "
+        f"{report['diffulex_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
+        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
+        "forwards. Ours caches a block in the next one's first step, Diffulex in a step of its own.",
+        "",
+        "| run | batch | ms a forward, generation | step | forwards | tokens/s |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for batch in (1, 16):
+        for name, title in BLOCKS.items():
+            for side, who in SIDES.items():
+                if (run := runs.get(f"{side}-{name}-batch{batch}")) is not None:
+                    step = max(run["by_width"].values(), key=lambda found: found["forwards"])["median_ms"]
+                    lines.append(
+                        f"| {who}, {title} | {batch} | {run['ms_per_forward']:.2f} | {step:.2f} ms "
+                        f"| {run['forwards']} | {run['tokens_per_s']:,.0f} |"
+                    )
     return "\n".join(lines)

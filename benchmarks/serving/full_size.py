@@ -59,10 +59,10 @@ def main(args: list[str] | None = None) -> None:
     if own.prompts_to:
         pipe.tokenizer.save_pretrained(own.prompts_to)
         rows = [{"prompt": " ".join(f"w{i}" for i in ids), "output_tokens_count": given.new} for ids in prompts]
-        rows *= given.rounds
+        rows *= max(given.rounds)
         (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for in_flight in given.in_flight:
-        work = requests[:in_flight] * given.rounds
+    for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
+        work = requests[:in_flight] * rounds
         throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight)
         alone = throughput.closed_loop(pipe.engine, work, in_flight)
         followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")

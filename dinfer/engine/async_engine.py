@@ -1,4 +1,4 @@
-"""An engine for asyncio: any number of callers, each of which sees the updates of its own request."""
+"""An engine for asyncio: each of any number of callers sees the updates of its own request."""
 
 import asyncio
 import time
@@ -10,50 +10,50 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Deltas, Request, Update
 from dinfer.engine.turns import Turns
 
-# An update costs its caller some time, and the engine shares the interpreter with all callers. So the more callers
-# there are, the more steps come together.
-PAUSE = 0.0005  # seconds, for each caller
-FRAME, FRAME_PAUSE = 1 / 30, 0.001  # seconds between two canvases, at least: people see no more; and for each caller
+# An update costs its caller time, and the engine shares the interpreter with all callers. So with more callers an
+# update stands for more steps.
+PAUSE = 0.0005  # seconds between two updates, for each caller
+FRAME, FRAME_PAUSE = 1 / 30, 0.001  # seconds between two canvases: at least, since people see no more; for each caller
 SHIFT = 0.05  # seconds of rounds after which the engines that share a thread take turns
-NEW_SHAPE = 10  # times as long may a round take that meets one: it compiles kernels or captures a graph
+NEW_SHAPE = 10  # times the limit that a round may take with a new shape: it compiles kernels or captures a graph
 
 
 class EngineHung(RuntimeError):
-    """A round does not end. The engine can do nothing more, and its thread cannot be stopped."""
+    """A round does not end. The engine is lost, and nothing can stop its thread."""
 
 
 class AsyncEngine:
-    """Runs rounds in a thread while there are requests, so the event loop is never blocked. One event loop at a time.
+    """Runs rounds in a thread while there are requests, so that it never blocks the event loop. One loop at a time.
 
-    Other threads may use the engine meanwhile, but not its `step`. `failure` is the error of a round that belongs to no
-    request, or of a failed device. The engine then cannot be relied on.
+    Other threads may use the engine meanwhile, except for its `step`. `failure` is the error of a round that belongs to
+    no request, or of a failed device. The engine then is not reliable.
     """
 
     def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
-        """`turns`: the thread of rounds. Engines that share a device may share it. None: one of its own."""
+        """`turns`: the thread of rounds. Engines that share a device may share it. None: a thread of its own."""
         self.engine, self._turns = engine, turns or Turns()
         self.failure: BaseException | None = None
-        self.observer: Callable[[float], None] | None = None  # is told how many seconds each round took
+        self.observer: Callable[[float], None] | None = None  # called with the seconds of each round
         self.callers: dict[int, _Caller] = {}  # by request
         self._work: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the callers
-        self._since: float | None = None  # when the round that runs began
+        self._since: float | None = None  # start of the running round
 
     async def stream(
         self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
         logprobs: bool = False, deadline: float | None = None,
     ) -> AsyncGenerator[Update]:  # fmt: skip
-        """The request after each of its steps, the last time with its completion.
+        """Updates of the request after its steps; the last has its completion.
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
-        snapshots, one update stands for several steps: it is that of the last step, with the new output of all. These
-        are the steps of `PAUSE` seconds for each caller. With drafts they are the steps in one region, of
-        `FRAME_PAUSE` seconds for each caller and at least `FRAME`.
-        `deadline`: the time of the event loop's clock at which the request is given up.
+        snapshots, an update stands for several steps: it is that of the last step, with the new output of all. It joins
+        the steps of `PAUSE` seconds for each caller. With drafts it joins steps in the same region, for `FRAME_PAUSE`
+        seconds for each caller and at least `FRAME`.
+        `deadline`: the time of the event loop's clock at which the request ends.
 
-        A caller who stops, by `aclose`, `break` under `contextlib.aclosing`, or as a cancelled task, cancels the
-        request: its slot and pages are free. Raises ValueError for a request that can never run, TimeoutError at the
-        deadline, and the error that ends the request, such as NonFiniteLogits or StalledRow.
+        A caller who stops cancels the request and frees its slot and pages: by `aclose`, by `break` under
+        `contextlib.aclosing`, or as a cancelled task. Raises ValueError for a request that can never run, TimeoutError
+        at the deadline, and the error that ends the request, such as NonFiniteLogits or StalledRow.
         """
         index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
         caller = self.callers[index] = _Caller(every_step=snapshots or deltas is None, drafts=drafts)
@@ -88,9 +88,9 @@ class AsyncEngine:
             self.failure = error
 
     def check_alive(self, limit: float) -> None:
-        """Notes a failure, and tells all callers, if a round has taken longer than `limit` seconds. Any thread may ask.
+        """Fails if a round has taken longer than `limit` seconds, and tells all callers. Any thread may call it.
 
-        A round that meets a shape for the first time may take `NEW_SHAPE` times as long.
+        A round with a new shape may take `NEW_SHAPE` times as long.
         """
         began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
         if self.failure is None and began is not None and time.perf_counter() - began > limit:
@@ -104,7 +104,7 @@ class AsyncEngine:
             await self._turns.run(lambda: self._rounds(loop))
 
     def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs rounds until no work is left or another engine wants the thread. No round waits for the event loop."""
+        """Runs rounds until no work is left or another engine wants the thread, without waiting for the event loop."""
         began = now = time.perf_counter()
         try:
             while self.callers and self.engine.busy and not (self._turns.wanted and now - began > SHIFT):
@@ -126,7 +126,7 @@ class AsyncEngine:
             caller.wake(now)
 
     def _report(self, work: asyncio.Task[None]) -> None:
-        """Tells all callers of an error that concerns the engine and not a request."""
+        """Tells all callers of an error of the engine."""
         error = None if work.cancelled() else work.exception()
         if error is not None:
             self._fail(error)
@@ -144,14 +144,14 @@ class _Caller:
     """The updates that a caller has not taken yet."""
 
     def __init__(self, *, every_step: bool, drafts: bool) -> None:
-        """`every_step`: no steps come together. `drafts`: only those of one region do."""
+        """`every_step`: never join steps. `drafts`: join only steps in the same region."""
         self._every_step, self._drafts = every_step, drafts
         self._updates: deque[Update | BaseException] = deque()
         self._told = asyncio.Event()
-        self._due = 0.0  # when the caller wants the next update
+        self._due = 0.0  # time of the next update
 
     def tell(self, update: Update | BaseException) -> None:
-        """Keeps an update. The caller gets the last one at once, and others with the next `wake`."""
+        """Keeps an update. The caller gets a last update or an error at once, others with the next `wake`."""
         if isinstance(update, Update) and update.completion is None and update.error is None:
             if self._every_step or self._drafts or update.new:
                 self._updates.append(update)
@@ -160,12 +160,12 @@ class _Caller:
             self._told.set()
 
     def wake(self, now: float) -> None:
-        """Lets the caller go on if it is time."""
+        """Wakes the caller if an update is due."""
         if self._updates and (self._every_step or now >= self._due):
             self._told.set()
 
     async def next(self, callers: int) -> Update | BaseException:
-        """What has come since the last time. `callers`: how many there are."""
+        """Waits for the next update, which may join several. `callers`: how many there are."""
         await self._told.wait()
         update = self._updates.popleft()
         held = [update] if isinstance(update, Update) else []
@@ -184,7 +184,7 @@ class _Caller:
 
 
 def joined(updates: list[Update]) -> Update:
-    """The last of a request's updates, with the new output of all."""
+    """The last of a request's updates, with the new output of all of them."""
     last = updates[-1]
     new = [token for update in updates for token in update.new or []]
     if last.logprobs is None:

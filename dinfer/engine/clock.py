@@ -9,16 +9,16 @@ import torch
 
 from dinfer.core.protocols import StepShape
 
-MOST = 32  # measurements that may be under way, or wait to be read
+MOST = 32  # measurements that may run, or wait to be read
 
 
 class StepClock:
-    """What steps take: on a GPU by its own clock, which leaves out what the host does between them."""
+    """The time of steps. A GPU measures with its own clock, which leaves out the host's time between steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._running: deque[tuple[StepShape, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._measured: deque[tuple[StepShape, float]] = deque(maxlen=MOST)  # on ranks that plan nothing, nobody reads
+        self._measured: deque[tuple[StepShape, float]] = deque(maxlen=MOST)  # only rank 0 reads
 
     @contextmanager
     def around(self, shape: StepShape) -> Iterator[None]:

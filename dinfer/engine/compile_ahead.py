@@ -1,11 +1,11 @@
-"""Compiles the kernels of a step before its first launch, and beside each other.
+"""Compiles the kernels of a step in parallel, before its first launch.
 
-The step runs on the meta device first, where tensors have a shape and no values. So all its kernels are known before
-the first of them has to run, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend on a model's
-shapes alone, so nothing is computed, and the memory of the card is not touched.
+The step runs on the meta device first, where tensors have shapes but no values. So all its kernels are known before the
+first of them runs, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend only on a model's
+shapes, so this computes nothing and uses no memory of the card.
 
-On the meta device torch imports its compiler, which takes a second. So a file in Triton's cache notes what has been
-compiled: the next start on the machine launches at once, and each launch reads its kernel from the cache.
+On the meta device torch imports its compiler, which takes a second. So a file in Triton's cache notes what is compiled.
+The next start on the machine launches at once, and each launch reads its kernel from the cache.
 """
 
 import copy
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class KernelCompiler:
-    """Compiles what steps of a kind launch, once for each kind. If it cannot, the first launch compiles as ever."""
+    """Compiles the kernels of steps, once for each kind of step. If that fails, the first launch compiles as usual."""
 
     def __init__(self, recipe: Recipe, alloc: Callable[[Recipe, torch.device], BatchState], sizes: object) -> None:
-        """`alloc`: makes the state that the steps run on, on another device; `sizes`: all that its shapes depend on."""
+        """`alloc` makes the state of the steps on another device. `sizes`: everything that its shapes depend on."""
         self._recipe, self._alloc, self._sizes = recipe, alloc, sizes
         self._twin: tuple[Recipe, BatchState] | None = None
         self._known: set[StepShape] = set()
         self._able = isinstance(recipe.model, nn.Module) and recipe.ranks.size == 1
 
     def compile(self, shape: StepShape) -> None:
-        """Compiles for a step of this shape and for those of the other phases that its rows will be in."""
+        """Compiles for a step of this shape, and for the other phases of its rows."""
         lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
         kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0)
         if not self._able or kind in self._known:
@@ -50,14 +50,14 @@ class KernelCompiler:
         began = time.perf_counter()
         try:
             self._compile(shape)
-        except Exception as error:  # the launch says it better, if the step itself is at fault
+        except Exception as error:  # if the step itself is at fault, the launch raises a better error
             self._able = False
             logger.info("kernels are compiled at their first launch from now on: %s", error)
         logger.info("kernels of %s: %.1f s", shape, time.perf_counter() - began)
 
     @property
     def _what(self) -> str:
-        """All that the kernels of a step depend on, beside its shape."""
+        """Everything but the step's shape that its kernels depend on."""
         recipe, settings = self._recipe, {k: v for k, v in os.environ.items() if k.startswith("DINFER_")}
         weights = {(name, weight.dtype) for name, weight in recipe.model.state_dict().items()}  # type: ignore[attr-defined]
         parts = recipe.iteration, recipe.decoder, recipe.cache, recipe.sampling
@@ -83,7 +83,7 @@ class KernelCompiler:
 
 
 def on_meta(recipe: Recipe) -> Recipe:
-    """The recipe with a copy of its network that has shapes and no values."""
+    """The recipe, with a copy of its network on the meta device."""
     model: Any = recipe.model
     memo: dict[int, object] = {id(buffer): buffer.to(META) for buffer in model.buffers()}
     memo |= {id(weight): nn.Parameter(weight.to(META), requires_grad=False) for weight in model.parameters()}
@@ -91,7 +91,7 @@ def on_meta(recipe: Recipe) -> Recipe:
 
 
 def followers(recipe: Recipe, state: BatchState, shape: StepShape) -> Iterator[StepShape]:
-    """Steps that rows will most likely need after one of this shape: of each phase, as they enter a block and later."""
+    """The steps that rows most likely need after one of this shape: each phase, as they enter a block and later."""
     length, spec = state.canvas.capacity, recipe.model.spec
     start = max(length - shape.blocks * state.block, 0)
     for phase in set(recipe.phases) - {shape.phase, Phase.PREFILL, Phase.VERIFY}:

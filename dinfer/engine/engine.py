@@ -1,8 +1,8 @@
 """Takes requests, runs them together, and returns updates of each.
 
 Requests enter and leave between steps. A round admits the requests that fit, launches the steps that the scheduler
-plans, and reads one small tensor of cursors. All else stays on the device. With CUDA graphs the next round is launched
-as soon as the cursors are there, so that it overlaps the host's work on the last one.
+plans, and reads one small tensor of cursors. Everything else stays on the device. With CUDA graphs it launches the next
+round as soon as it has the cursors, so that the round overlaps the host's work on the last one.
 """
 
 import threading
@@ -26,21 +26,20 @@ from dinfer.kernels.dispatch import on_device
 
 
 class Engine:
-    """Runs requests through one recipe, as many at a time as there is room for; the others wait.
+    """Runs requests through one recipe, as many at a time as fit. The others wait.
 
     `run` takes a list of requests. A server calls `add` at any time, `step` while the engine is `busy`, and `cancel`.
-    Any thread may call these. One thread at a time runs a round for the requests of all, and the others wait for its
-    updates.
+    Any thread may call these. One thread at a time runs a round for all requests, and the others wait for its updates.
 
-    The result of a request depends on that request alone. An error that concerns one request ends that request. An
-    error of a whole step, such as one that the model raises, ends the requests of that step.
+    The result of a request depends only on that request. An error of one request ends that request. An error of a whole
+    step, such as one that the model raises, ends the requests of that step.
 
-    Without `runtime.max_length` memory is allocated on first use. It grows when nothing runs: a request that is longer
+    Without `runtime.max_length` memory is allocated on first use. It grows only when nothing runs, so a request longer
     than all before it waits until then.
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, *, plain: Recipe | None = None) -> None:
-        """`plain`: the recipe for other ranks, if `recipe` has parts that only watch it; None: it has none."""
+        """`plain`: the recipe for other ranks if `recipe` has components that only watch; None: the same."""
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
@@ -73,7 +72,7 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """The failure of another rank of the model, after which no request can run; None: there is none."""
+        """The failure of another rank of the model, after which no request can run; None: no rank has failed."""
         return self.loop.worker.failure
 
     @property
@@ -82,7 +81,7 @@ class Engine:
         return self.loop.busy or bool(self._inbox)
 
     def occupancy(self) -> dict[str, int]:
-        """Requests that wait and run, and pages of keys and values, in all and free."""
+        """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
         batch, waiting = self.loop.batch, len(self.loop.waiting)
         if batch is None:
             return {"waiting": waiting, "running": 0, "pages": 0, "pages_free": 0}
@@ -94,12 +93,12 @@ class Engine:
         self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None,
         drafts: bool = False, logprobs: bool = False,
     ) -> Generator[Update]:  # fmt: skip
-        """Yields every request after each of its steps, the last time with its completion; `index` is its place here.
+        """Yields an update of a request after each of its steps; the last has its completion.
 
-        `snapshots`: with the canvas; `deltas`: with the new output, and, with `logprobs`, its log-probabilities;
-        `drafts`: with the active blocks as they stand. Raises ValueError for a request that can never run,
-        and the error of the first one that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for
-        whatever reason, so do its requests.
+        `index` is the request's place in `requests`. `snapshots`: updates hold the canvas. `deltas`: they hold the new
+        output, with `logprobs` also its log-probabilities. `drafts`: they hold the active blocks. Raises ValueError for
+        a request that can never run, and the error of the first one that fails, such as NonFiniteLogits or StalledRow.
+        When the iterator ends, for whatever reason, its requests end.
         """
         for request in requests:
             self.check(request)
@@ -124,7 +123,7 @@ class Engine:
         self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
         logprobs: bool = False,
     ) -> int:  # fmt: skip
-        """Puts a request in the queue and returns the number by which `step` and `cancel` know it.
+        """Queues a request and returns its number for `step` and `cancel`.
 
         `snapshots`, `deltas`, `drafts` and `logprobs`: what its updates hold, as for `run`. Raises ValueError for a
         request that can never run.
@@ -140,7 +139,7 @@ class Engine:
     def step(self) -> list[Update]:
         """One round: every row that is ready takes a step, and waiting requests enter.
 
-        Returns updates of the requests that were added. The update of a request that fails has its `error`.
+        Returns updates of requests that were added. The update of a request that fails has its `error`.
         """
         self._advance(self._inbox)
         with self._turn:
@@ -149,9 +148,9 @@ class Engine:
         return updates
 
     def cancel(self, index: int) -> bool:
-        """Takes out a request that was added, whether it waits or runs. False: it is not there.
+        """Removes a request that was added and waits or runs. False: there is none of this number.
 
-        Its slot and pages are free at once or, if another thread runs a round, when that ends.
+        Its slot and pages are free at once, or at the end of the round that another thread runs.
         """
         with self._turn:
             row = self._added.pop(index, None)
@@ -160,7 +159,7 @@ class Engine:
         return row is not None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that can never run here, and says why."""
+        """Raises ValueError for a request that can never run here."""
         runtime = self.runtime
         request.check(self.recipe.model.spec.vocab)
         self.recipe.check(request.options)
@@ -187,11 +186,11 @@ class Engine:
             )
 
     def check_device(self) -> None:
-        """Raises what the device answers if it has failed for good, as a GPU has after an illegal access."""
+        """Raises the device's error if it has failed for good, for example after an illegal access."""
         torch.ones((), device=self.device).item()
 
     def _advance(self, inbox: deque[Update]) -> None:
-        """Runs a round, or waits for the thread that runs one. Returns at once if there is something in the inbox."""
+        """Runs a round, or waits for the thread that runs one. Returns at once if the inbox has an update."""
         with self._turn:
             while self._stepping and not inbox:
                 self._turn.wait()
@@ -209,7 +208,7 @@ class Engine:
                 self._turn.notify_all()
 
     def _deliver(self) -> None:
-        """Puts updates where their callers look for them."""
+        """Puts updates into the inboxes of their callers."""
         while self.loop.updates:
             row, update = self.loop.updates.popleft()
             if not row.cancelled:
@@ -218,7 +217,7 @@ class Engine:
                 self._added.pop(row.index, None)
 
     def _cancel(self, rows: Iterable[Row]) -> None:
-        """Ends rows without an update. A thread that runs a round takes them out after it."""
+        """Ends rows without an update. A thread that runs a round removes them after it."""
         with self._turn:
             for row in rows:
                 row.cancelled = True

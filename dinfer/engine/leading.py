@@ -1,4 +1,4 @@
-"""The worker of rank 0, which tells the workers of the other ranks all that it does; components as messages."""
+"""The worker of rank 0, which tells the other ranks' workers everything that it does. Components as messages."""
 
 import importlib
 import time
@@ -26,14 +26,14 @@ COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
 
 
 class LeadingWorker(Worker):
-    """Tells each thing before it does it, so that all ranks do it at about the same time.
+    """Sends each action before it does it, so that all ranks act at about the same time.
 
-    No rank waits for what another one has decided: rank 0 decides alone, and no other reads anything back. An error
-    within a step ends all ranks, since nobody knows how far the others are in it.
+    Only rank 0 decides, and no other rank reads anything back. An error within a step ends all ranks, since nobody
+    knows how far the others have come.
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, leader: Leader, plain: Recipe) -> None:
-        """`plain`: what other ranks run, `recipe` without what only watches. Raises ValueError, RankFailed."""
+        """`plain`: the recipe of other ranks, without components that only watch. Raises ValueError, RankFailed."""
         super().__init__(recipe, runtime)
         self._leader, self._number = leader, leader.number()
         if runtime.compile != "none":
@@ -77,7 +77,7 @@ class LeadingWorker(Worker):
 
     def wait(self, done: torch.cuda.Event) -> None:
         with self._leader.motion.wait():
-            while not done.query():  # and no `synchronize`, which never returns if another rank is gone
+            while not done.query():  # `synchronize` never returns if another rank is gone
                 self._leader.check()
                 time.sleep(0)  # lets other threads run
 
@@ -94,7 +94,7 @@ class LeadingWorker(Worker):
 
 
 def model_number(leader: Leader, recipe: Recipe) -> int:
-    """The number by which all ranks know the model of a recipe. Raises RankFailed if they have ended."""
+    """The number of a recipe's model, by which all ranks know it. Raises RankFailed if they have ended."""
     leader.check()
     known = (number for number, ranks in leader.models.items() if ranks is recipe.ranks)
     if (number := next(known, None)) is None:
@@ -103,9 +103,9 @@ def model_number(leader: Leader, recipe: Recipe) -> int:
 
 
 def spelled(component: Any) -> dict[str, Any]:
-    """A component as a message: where its class is, and its options. ValueError if it cannot be imported.
+    """A component as a message: the place of its class, and its options. No code travels.
 
-    No code travels: the other process imports the module, as this one did.
+    Raises ValueError if the other process cannot import the class.
     """
     cls = type(component)
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
@@ -117,7 +117,7 @@ def spelled(component: Any) -> dict[str, Any]:
 
 
 def read(told: Mapping[str, Any]) -> Any:
-    """The component that was `spelled`."""
+    """The component of a `spelled` message."""
     cls = vars(importlib.import_module(told["module"]))[told["name"]]
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in told["options"].items()})
 
@@ -129,7 +129,7 @@ def _values(shape: StepShape) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def shape_of(values: tuple[Any, ...]) -> StepShape:
-    """The shape of a step, as it was told."""
+    """The shape of a step, from the values in a message."""
     return StepShape(Phase(values[0]), *values[1:])
 
 

@@ -1,4 +1,4 @@
-"""Which pages of the key/value pool belong to which request, and which prompt's keys they hold. Host side."""
+"""Which request owns each page of the key/value pool, and which prompt's keys the page holds. Host side."""
 
 import hashlib
 from array import array
@@ -14,8 +14,8 @@ Key = bytes
 def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[Key]:
     """A hash for each page of the first `end` positions, which a prefill computes.
 
-    It covers all that the keys and values of the page depend on: the tokens up to the end of the attention block, of
-    `block` positions, in which the page ends.
+    It covers everything that the page's keys and values depend on: the tokens up to the end of the attention block in
+    which the page ends. An attention block has `block` positions.
     """
     sha, done, keys = hashlib.sha256(), 0, []
     for stop in range(page, end + 1, page):
@@ -29,15 +29,15 @@ def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[
 
 
 def common(some: Sequence[Key], others: Sequence[Key]) -> int:
-    """Length of the common prefix."""
+    """The length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 class PageAllocator:
-    """Gives out pages. A page may have several owners, and is free again when the last one releases it.
+    """Allocates pages. A page may have several owners, and is free once the last one has released it.
 
-    A page that holds the keys of a prompt can be published. A request whose prompt begins alike may share it, also
-    after its last owner released it, until it is handed out again. The least recently used page goes first.
+    A page with the keys of a prompt can be published. Requests whose prompts begin alike may share it, even after its
+    last owner has released it, until it is allocated again. The least recently used page is allocated first.
     """
 
     def __init__(self, pages: int) -> None:
@@ -61,20 +61,20 @@ class PageAllocator:
         return pages
 
     def claim(self, shared: list[int], fresh: int) -> list[int] | None:
-        """The shared pages and as many fresh ones, for one owner; None, and no change, if too few are free."""
-        self.share(shared)  # first, so that they are not handed out as fresh ones
+        """The shared pages and `fresh` new ones, for one owner. None, without a change, if too few are free."""
+        self.share(shared)  # first, so that they are not allocated as fresh ones
         if fresh > self.free:
             self.release(shared)
             return None
         return shared + self.allocate(fresh)
 
     def publish(self, key: Key, page: int) -> None:
-        """Says that a page holds the keys that `key` stands for."""
+        """Notes that a page holds the keys that `key` stands for."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
 
     def published(self, keys: Sequence[Key]) -> list[int]:
-        """The pages of the longest prefix of the keys that is published."""
+        """The pages of the longest published prefix of the keys."""
         return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
 
     def share(self, pages: list[int]) -> None:
@@ -84,7 +84,7 @@ class PageAllocator:
             self._idle.pop(page, None)
 
     def release(self, pages: list[int]) -> None:
-        """Takes an owner from each. The last pages of a prompt are handed out first, as the fewest can share them."""
+        """Takes an owner from each page. A prompt's last pages are allocated first, since the fewest can share them."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:

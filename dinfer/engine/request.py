@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out. Token ids only; the engine knows nothing of text."""
+"""The engine's input and output, in token ids. The engine knows nothing of text."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from dinfer.core.canvas import Phase
 from dinfer.core.told import LEVELS, TokenLogprob
 
 Deltas = Literal["commit", "block"]
-"""When output is told: as soon as it is decided, or with its block. Decoders that edit decide with the block."""
+"""When updates hold output: as soon as it is final, or with its block. Decoders that edit are final with the block."""
 
 
 class NonFiniteLogits(RuntimeError):
@@ -25,10 +25,10 @@ class Request:
 
     prompt: list[int]
     new_tokens: int
-    options: list[float] = field(default_factory=list)  # as `Recipe.resolve` returns them; defaults at the end left out
-    gaps: list[bool] | None = None  # which positions of `prompt` are to be filled in; None: none
+    options: list[float] = field(default_factory=list)  # from `Recipe.resolve`, without defaults at the end
+    gaps: list[bool] | None = None  # which positions of `prompt` to fill in; None: none
     stops: bool = True  # a generated stop token ends it, if the iteration says so
-    spare: int = 0  # positions behind all these that are decoded with them and left out of the answer
+    spare: int = 0  # positions behind all these, which are decoded and left out of the answer
 
     @property
     def asked(self) -> int:
@@ -41,11 +41,11 @@ class Request:
 
     @property
     def masked(self) -> list[bool]:
-        """Which positions are to be decoded."""
+        """Which positions to decode."""
         return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
     def check(self, vocab: int) -> None:
-        """Raises ValueError for a request that no engine can run, and names the field."""
+        """Raises a ValueError that names the field if no engine can run the request."""
         each: type
         for name, value, each in (("prompt", self.prompt, int), ("gaps", self.gaps, bool)):
             if value is None and name == "gaps":
@@ -72,7 +72,7 @@ class Request:
             raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
 
     def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
-        """The generated tokens before the first stop token, and whether there is one."""
+        """The generated tokens before the first stop token, and whether a stop token ended them."""
         gaps = self.gaps or []
         filled = [token for token, masked in zip(canvas, gaps, strict=False) if masked] + canvas[len(self.prompt) :]
         end = next((i for i, token in enumerate(filled) if token in stop_ids), len(filled))
@@ -81,7 +81,7 @@ class Request:
 
     @property
     def start(self) -> int:
-        """The first position that is to be decoded."""
+        """The first position to decode."""
         return self.gaps.index(True) if self.gaps and True in self.gaps else len(self.prompt)
 
 
@@ -92,15 +92,15 @@ def whole(request: Request) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The cost and the yield of a request. Prompt, padding and all tokens from the first stop token on do not count."""
+    """The cost and the yield of a request."""
 
     forwards: int  # NFE: forwards this request took part in
-    prefills: int  # of these, passes that only computed keys: of the prompt, or of a finished block
-    refreshes: int  # of all, passes over the whole canvas whose keys and values were kept
+    prefills: int  # forwards that only computed keys, of the prompt or of a finished block
+    refreshes: int  # forwards over the whole canvas that kept keys and values
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
-    hits: int = 0  # denoise steps that took no forward, see `dinfer.core.speculation`
+    hits: int = 0  # denoise steps without a forward, see `dinfer.core.speculation`
 
     @property
     def tpf(self) -> float:
@@ -113,33 +113,33 @@ class Completion:
     """A finished request."""
 
     canvas: list[int]  # prompt and generation; positions that an early stop left undecoded hold the eos id
-    output: list[int]  # generated tokens before the first stop token; of a request with gaps, all that fills them
-    stopped: bool  # a stop token was generated; else max_new_tokens ran out
+    output: list[int]  # generated tokens before the first stop token, those in gaps included
+    stopped: bool  # a stop token ended it; False: max_new_tokens did
     counts: Counts
 
 
 @dataclass(slots=True)  # one is made for every row of every step, and a frozen one takes five times as long
 class Update:
-    """One request after one step."""
+    """A request after a step."""
 
     index: int  # which request
     forwards: int
-    phase: Phase  # what the step was: a pass over the prompt, over the whole canvas or over a window
+    phase: Phase  # of the step: over the prompt, the whole canvas or a window
     region: tuple[int, int]  # active positions of the step
-    tokens: list[int] | None = None  # the canvas after the step, if asked for
-    masked: list[bool] | None = None  # what is still to be decoded, likewise
+    tokens: list[int] | None = None  # with snapshots: the canvas after the step
+    masked: list[bool] | None = None  # with snapshots: its positions that are still to be decoded
     completion: Completion | None = None  # after the last step
-    blocks: int = 0  # finished so far
-    new: list[int] | None = None  # if asked for: output that no later step changes, beyond that of earlier updates
-    logprobs: list[TokenLogprob] | None = None  # of `new`, if asked for
-    active: list[int] | None = None  # if drafts are asked for: tokens of `region`, ~token where it is open
-    offers: list[int] | None = None  # likewise: what was proposed or written there, see `Update.drafts`
+    blocks: int = 0  # finished blocks
+    new: list[int] | None = None  # with deltas: output that became final since the last update
+    logprobs: list[TokenLogprob] | None = None  # with logprobs: of `new`
+    active: list[int] | None = None  # with drafts: tokens of `region`, ~token where it is open
+    offers: list[int] | None = None  # with drafts: tokens proposed or written there, see `Update.drafts`
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property
     def drafts(self) -> list[tuple[int, float, bool]]:
-        """For each position of `region`: the token that stands there or was proposed last (-1: none was), its
-        probability then, and whether it stands there. Empty unless drafts are asked for."""
+        """For each position of `region`: its token or the last proposal (-1: none), the probability of that, and
+        whether it is a token. Empty without drafts."""
         pairs = zip(self.active or [], self.offers or [], strict=True)
         return [
             (offer // LEVELS if token < 0 else token, max(offer, 0) % LEVELS / (LEVELS - 1), token >= 0)

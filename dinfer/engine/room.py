@@ -1,4 +1,4 @@
-"""What a batch has room for, and what requests need."""
+"""The size of a batch, and the room that requests need."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -9,7 +9,7 @@ from dinfer.engine.runtime import Runtime
 
 
 class Room(NamedTuple):
-    """What a batch has room for."""
+    """The size of a batch."""
 
     slots: int
     length: int  # positions of a canvas
@@ -27,12 +27,12 @@ def pages_of(request: Request, recipe: Recipe, page: int) -> int:
 
 
 def block_of(request: Request, recipe: Recipe) -> int:
-    """Length of a request's longest block. A block ends where the canvas does, however long the option says."""
+    """The length of a request's longest block. The end of the canvas cuts a block."""
     return min(recipe.iteration.block_length(request.length - request.start), request.length)
 
 
 def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> Room:
-    """Room for as many of the requests as run at a time."""
+    """Room for the requests, as many of them as run at a time."""
     slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
     block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
     if runtime.max_length is not None:

@@ -21,9 +21,9 @@ from dinfer.engine.clock import StepClock
 from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
 
-WORTH = 32  # launches of a shape that pay for its capture, though a larger one could stand in
-SPARE = 1.5  # times as many positions may a shape compute that stands in for another
-SHARES = 8  # the number of positions with logits is rounded up to so many parts of all positions of active blocks
+WORTH = 32  # launches after which a shape is captured although a larger one could stand in
+SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions
+SHARES = 8  # the number of positions with logits is rounded up to eighths of the positions of active blocks
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
 logger = logging.getLogger(__name__)
@@ -33,33 +33,33 @@ logger = logging.getLogger(__name__)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slot_B: Tensor  # the graph reads its slots here
-    lanes: list[int]  # the slots that stand there
+    lanes: list[int]  # the values of `slot_B`
 
 
 class Runner:
     """Runs steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
 
-    A shape runs eagerly the first time and is captured the second time, so what is needed once, such as the width of
-    some prompt, costs no capture. A capture takes as long as many steps. So where a captured shape is hardly larger, it
-    stands in until the other one has come up `WORTH` times. All graphs share one memory pool. A step that cannot be
-    captured, because a component waits for the device, always runs eagerly, and a warning says why.
+    A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
+    width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
+    larger stands in until the other has come up `WORTH` times. All graphs share a memory pool. A step cannot be
+    captured if a component waits for the device. It then always runs eagerly, and a warning says why.
     """
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
         self._alone = recipe.ranks.size == 1  # one of several ranks may lack memory for a graph, and all run one shape
-        self.clock: StepClock | None = None  # measures steps that came up before
-        self.compiler: KernelCompiler | None = None  # compiles for steps that did not come up before
-        self.observer: Observer | None = None  # wraps every launch, given the shape that is run and its slots
+        self.clock: StepClock | None = None  # measures steps of known shapes
+        self.compiler: KernelCompiler | None = None  # compiles for steps of new shapes
+        self.observer: Observer | None = None  # wraps every launch, given its shape and slots
         self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
-        self.meeting: StepShape | None = None  # a shape that is launched the first time, or captured, at this moment
+        self.meeting: StepShape | None = None  # the shape that is being launched for the first time, or captured
         self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
 
     def open(self, state: BatchState | None) -> None:
-        """Runs the steps of this state from now on, and drops the graphs of the last one. None: there is no state."""
+        """Runs steps of this state from now on, and drops the graphs of the last one. None: no state."""
         self.state, self._pool = state, None
         for held in (self.refused, self._seen, self._captured):
             held.clear()
@@ -92,7 +92,7 @@ class Runner:
                     self._run(self.state, shape, lanes)
             finally:
                 self.meeting = None
-                self._seen[kind] += 1  # buckets, since there are far more shapes: a server would collect them for ever
+                self._seen[kind] += 1  # buckets, since the number of shapes has no bound
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -108,15 +108,13 @@ class Runner:
         """The graph of a shape that has come up before; None: run it eagerly."""
         if shape in self._captured:
             return self._captured[shape]
-        if shape in self.refused:
-            return None
-        if shape not in self._seen:
+        if shape in self.refused or shape not in self._seen:
             return None
         try:
             self._captured[shape] = self._capture(state, shape)
-        except RuntimeError as error:  # of CUDA's; the request does not need the graph
+        except RuntimeError as error:  # of CUDA; the request does not need the graph
             self.refused[shape] = str(error).strip().split("\n")[0]
-            self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being recorded to
+            self._pool = torch.cuda.graph_pool_handle()  # CUDA may think that the old one is still being recorded
             logger.warning("%s runs eagerly, not as a CUDA graph: %s", shape, self.refused[shape])
             return None
         return self._captured[shape]
@@ -131,7 +129,7 @@ class Runner:
             denoise_step(self.recipe, state, shape, slot_B)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, so only this one is held to what a capture allows.
+        # Other threads may use the device meanwhile, so the rules of a capture hold for this one only.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             denoise_step(self.recipe, state, shape, slot_B)
         return _Captured(graph, slot_B, [scratch] * shape.lanes)
@@ -139,9 +137,9 @@ class Runner:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Raises RuntimeError if this thread has waited for the device. In a capture that would do lasting harm.
+    """Raises RuntimeError if this thread has waited for the device, which would break a capture.
 
-    Torch's switch is for the whole process: other threads go on, and what it says of them is dropped.
+    Torch's switch is for the whole process. So it drops warnings about other threads.
     """
     thread, waits, before = threading.get_ident(), list[str](), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -166,17 +164,17 @@ def _no_waiting() -> Iterator[None]:
 
 
 def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:
-    """The smallest captured shape that has room for a step of this one and is hardly larger; else the shape itself."""
+    """The smallest captured shape that holds a step of this one and is hardly larger; otherwise the shape itself."""
     most = SPARE * shape.lanes * shape.width
     able = [other for other in captured if other.lanes * other.width <= most and holds(other, shape)]
     return min(able, key=lambda other: (other.lanes * other.width, other.pages), default=shape)
 
 
 def holds(other: StepShape, shape: StepShape) -> bool:
-    """Whether a step of the other shape does all that one of this shape does, for the same rows."""
+    """Whether a step of the other shape does everything that a step of this shape does, for the same rows."""
     if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
         return False
-    if shape.settles and other.width != shape.width:  # the width says which rows decode
+    if shape.settles and other.width != shape.width:  # the width decides which rows decode
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
     same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored)
@@ -190,7 +188,7 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
     lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # lanes that fill up are computed too
+    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # unused lanes are computed too
         lanes = lanes * 3 // 4
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block

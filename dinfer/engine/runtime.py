@@ -1,4 +1,4 @@
-"""How the engine runs, whatever the recipe."""
+"""Settings of the engine that do not depend on the recipe."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -8,8 +8,8 @@ from dinfer.core.speculation import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES = 7  # where `speculate` is auto, at most
-LONGEST_PAGE = 4096  # a page is allocated as a whole, however short the request is
+AUTO_CANDIDATES = 7  # the most candidates with `speculate` auto
+LONGEST_PAGE = 4096  # the shortest request takes a whole page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def candidates_of(runtime: Runtime) -> int:
 
 
 def compiled(model: Any, mode: str) -> Any:
-    """The model with its body compiled. Raises ValueError for a model without a method `compiled`."""
+    """The model with a compiled body. Raises ValueError for a model without a method `compiled`."""
     if not hasattr(model, "compiled"):
         raise ValueError(
             f"runtime.compile={mode}: the model {type(model).__name__} has no method `compiled`. Use "

@@ -15,21 +15,21 @@ Job = tuple[Future[Any], Callable[[], Any]]
 class Turns:
     """A thread that does one piece of work after the other, for one event loop.
 
-    It is a daemon, unlike those of an executor: a process whose device hangs can still end.
+    Unlike an executor's thread it is a daemon, so that a process can end while its device hangs.
     """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._asked = 0  # pieces of work that have not ended
+        self._asked = 0  # pieces of work that wait or run
 
     @property
     def wanted(self) -> bool:
-        """Whether others wait for the one that runs."""
+        """Whether work waits for the piece that runs."""
         return self._asked > 1
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, after all that was asked for before. Raises what it raises."""
+        """Runs `work` after all earlier work, and returns its result or raises its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="dinfer-engine", daemon=True)
             self._thread.start()

@@ -15,9 +15,9 @@ Position = TypeVar("Position", int, Tensor)
 class Grid:
     """Where blocks begin and end."""
 
-    block: int  # their length
-    align: bool = True  # they begin at its multiples; else wherever the next position to be decoded is
-    lead: int = 0  # every so many positions one is a block by itself, and others end at the multiples; 0: none is
+    block: int  # length of a block
+    align: bool = True  # blocks begin at multiples of `block`; False: at the next position to be decoded
+    lead: int = 0  # a multiple of `lead` is a block of one position, other blocks end at multiples of `block`; 0: off
 
     def block_at(self, pos: Position) -> tuple[Position, Position]:
         """The block `[start, end)` in which `pos` is the next position to be decoded."""
@@ -33,12 +33,12 @@ def leave_blocks(
     finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
     start_B: Tensor, end_B: Tensor, block_B: Tensor, *, grid: Grid, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows that enter new blocks, rows that are done, and where each is now: start, end, and how many blocks it left.
+    """Which rows enter a new block, which are done, and each row's new start, end and count of blocks left.
 
-    A row leaves when all its blocks are finished: for the block of `next`, or, where that is not before `length`, for
-    good. It is also done at a token that ends an answer (`ends`) and is not `given`: with `stop` "block" once its
-    blocks are finished, with "cut" once all before that token is decoded, never with "off". bool [B] twice, int64 [B]
-    three times
+    A row whose blocks are all finished enters the block of `next`, or is done if `next` is at `length`. A token that
+    ends an answer (`ends`) and is not `given` also ends the row. With `stop` "block" the row is done once its blocks
+    are finished, with "cut" once all positions before that token are decoded. "off" ignores the token.
+    Returns bool [B] twice and int64 [B] three times.
     """
     if use_triton(next_B, "advance"):
         from dinfer.kernels.triton.advance import leave_blocks as kernel

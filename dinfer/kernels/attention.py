@@ -14,17 +14,17 @@ from dinfer.kernels.cpu import float as native
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.types import FLOAT8
 
-PIECE = 128  # queries whose attention over all keys is there at once, where it is followed
+PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
 
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
-    """Which of `keys` positions each query sees. bool [B, W, keys]"""
+    """Which of the positions 0 to `keys` - 1 each query sees. bool [B, W, keys]"""
     key_S = torch.arange(keys, device=kv_end_BW.device)
     return (key_S >= kv_start_BW[..., None]) & (key_S < kv_end_BW[..., None])
 
 
 def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v over the keys that are seen; None: over all of them. [B, W, H, E]
+    """softmax(q k^T / sqrt(E)) v over the keys in `seen_BWS`; None: all keys. [B, W, H, E]
 
     Key s of a row is the key of position s. H is a multiple of G (grouped heads). Every query must see a key.
     """
@@ -39,9 +39,10 @@ def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS:
 
 
 def encoder_intervals(pos_BW: Tensor, start_B: Tensor, end_B: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Which queries are the encoder's, those before the active region `[start, end)`, and the interval each query sees.
+    """Which queries stand before the active region `[start, end)`, and the interval each query sees.
 
-    bool [B, W], and int64 [B, W] each. The encoder is causal; the others see all before them and the active region.
+    The former are the encoder's, and causal. The others see the active region and all before it.
+    Returns bool [B, W] and two int64 [B, W].
     """
     context_BW = pos_BW < start_B[:, None]
     end_BW = torch.where(context_BW, pos_BW + 1, end_B[:, None])
@@ -51,23 +52,23 @@ def encoder_intervals(pos_BW: Tensor, start_B: Tensor, end_B: Tensor) -> tuple[T
 def local_interval(
     interval_BW: tuple[Tensor, Tensor], pos_BW: Tensor, start_B: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
-    """An interval of `encoder_intervals` in a layer that reaches back `window` positions, its own included.
+    """Cuts an interval of `encoder_intervals` to the last `window` positions, the query's own included.
 
-    The active region is one neighbourhood: each of its queries sees the positions that its first one sees.
+    All queries of the active region see what its first query sees.
     """
     start_BW = (torch.minimum(pos_BW, start_B[:, None]) - (window - 1)).clamp_min(0)
     return torch.maximum(interval_BW[0], start_BW), interval_BW[1]
 
 
 def taken(pool: Tensor, index: Tensor) -> Tensor:
-    """Some rows of a pool of keys or values, widened to float32 if it is in float8. [*index.shape, *pool.shape[1:]]"""
+    """Rows of a pool of keys or values, in float32 if the pool is in float8. [*index.shape, *pool.shape[1:]]"""
     if pool.dtype != FLOAT8:
         return pool[index]
     return pool.view(torch.uint8)[index].view(FLOAT8).float()  # torch does not index float8 on a CPU
 
 
 def neighbours(pages_BP: Tensor) -> slice | None:
-    """Where a CPU finds the pages of all rows one after the other, so that none is copied; None: not so, or a GPU."""
+    """The pages of all rows as one slice of the pool, so that a CPU copies none; None if apart, or on a GPU."""
     if pages_BP.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     pages = pages_BP.flatten()
@@ -81,12 +82,13 @@ def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
     own_BW: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Interval attention over keys in pages of T positions: key s of a row is in page `pages_BP[row, s // T]`.
+    """Interval attention over keys in pages of T positions. [B, W, H, E]
 
-    [B, W, H, E]. `own_BW`: the place in the pool of one more key that a query sees, whatever its interval; -1: none.
-    Every query must see a key. Pools in float8 are widened as they are read. Keys outside a query's interval must be
-    finite, or the page one that no row shares. On CUDA it must come right behind `rotate_and_store`, or a kernel that
-    is not ours: intervals that a kernel just before has written may be read too early.
+    Key s of a row is in page `pages_BP[row, s // T]`. `own_BW` is the place in the pool of one more key, which the
+    query sees whatever its interval; -1: none. Every query must see a key. Keys outside a query's interval must be
+    finite, unless no other row shares their page.
+    On CUDA, launch it right after `rotate_and_store` or after a kernel that is not ours: it reads its intervals before
+    it waits for the kernel before it.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel
@@ -106,7 +108,7 @@ def paged_attention(
         for pool in (k_PTGE, v_PTGE)
     )
     seen_BWS = interval_mask(*interval_BW, k_BSGE.shape[1])
-    if own_BW is not None:  # behind the others as many keys, of which each query sees its own
+    if own_BW is not None:  # one key for each query follows the others
         own_k, own_v = (taken(pool.flatten(0, 1), own_BW.clamp_min(0)).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE))
         k_BSGE, v_BSGE = torch.cat((k_BSGE, own_k), 1), torch.cat((v_BSGE, own_v), 1)
         own_BWW = torch.diag_embed(own_BW >= 0)
@@ -117,9 +119,9 @@ def paged_attention(
 def attention_received(
     q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor], weight_BW: Tensor
 ) -> Tensor:
-    """What each key receives of `paged_attention` from queries of these weights, as a mean over heads. float32 [B, S]
+    """The attention that each key receives, summed over queries by `weight_BW`, as a mean over heads. float32 [B, S]
 
-    The queries come in pieces, so that the attention of all of them is never there at once.
+    It goes through the queries in pieces, so it never holds the attention of all of them.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton.received import attention_received as kernel
@@ -141,11 +143,12 @@ def attention_received(
 def attention_interval(
     pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None, prompt_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The interval each query sees, of the row's visible positions `[start, end)`; None: from 0 on.
+    """The interval of keys that each query sees. int64 [B, W] twice
 
-    `causal_block`: None bidirectional, 1 causal, n block-causal over blocks of n positions. They are counted from 0, or
-    from `prompt_B`, and what stands before is one more block. Padding (position -1) gets the first visible key, so that
-    its softmax is defined; nothing reads what comes out.
+    A row's visible positions are `[start, end)`; `start_B` None means 0. `causal_block`: None is bidirectional, 1 is
+    causal, n is block-causal over blocks of n positions. Blocks are counted from 0, or from `prompt_B`, and then all
+    before is one more block. Padding (position -1) sees the first visible key, so that its softmax is defined. Nothing
+    reads its result.
     """
     if use_triton(pos_BW, "canvas"):
         from dinfer.kernels.triton.canvas import attention_interval as kernel

@@ -1,4 +1,4 @@
-"""Linear maps with the blocks of a GGUF file on a CPU. A row of a weight is made of blocks with scales of their own.
+"""Linear maps with the blocks of a GGUF file on a CPU. A row of a weight consists of blocks, each with its scales.
 
 Shape suffixes: R rows, O outputs, K inputs, B bytes of a row, X experts.
 """
@@ -17,7 +17,7 @@ from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.types import Deferred
 
 Dequantise = Callable[[str, Tensor], Tensor]
-"""Takes a type of blocks and rows of them, uint8 [..., B], and returns their values in float32, [..., K]."""
+"""Takes the type of blocks and rows of them, uint8 [..., B]. Returns their values, float32 [..., K]."""
 
 
 def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
@@ -26,7 +26,7 @@ def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
 
 
 def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
-    """x times the transpose of the weight that the parts make. [..., K] -> [..., O]"""
+    """x times the transpose of the weight that the parts form. [..., K] -> [..., O]"""
     native = use_native(x, "packed")
     out = native_linear(x, parts) if native else F.linear(x.float(), widened(parts, dequantise))
     return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -12,7 +12,7 @@ from dinfer.kernels.window import span
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The columns of the rows that the lanes name, and in which the first one is `first`. [C, B]; bool [B]"""
+    """Columns of the lanes' slots, [C, B], and the lanes that have `first` in column 0, bool [B]."""
     if use_triton(rows_NC, "canvas"):
         from dinfer.kernels.triton.canvas import lane_columns as kernel
 
@@ -22,7 +22,7 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 
 
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
-    """The columns of the rows that the lanes name, each value `repeat` times: as they are, and as int64. [O, R]"""
+    """Option columns of the lanes' slots, each value `repeat` times, as they are and as int64. [O, R] twice"""
     if use_triton(slot_B, "canvas"):
         from dinfer.kernels.triton.canvas import option_columns as kernel
 
@@ -32,7 +32,7 @@ def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tens
 
 
 def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and statuses at the positions of each lane; those of the last column where the position is -1."""
+    """Tokens and statuses at each lane's positions; position -1 reads the last column. [B, W] twice"""
     index = slot_B[:, None], padded(pos_BW, tokens_NS.shape[1] - 1)
     return tokens_NS[index], status_NS[index]
 
@@ -40,7 +40,7 @@ def canvas_values(tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, pos_BW: 
 def window_values(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, live_B: Tensor, fits_B: Tensor, pos_BW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The lanes that are live and fit, their positions, -1 in others, and what `canvas_values` says of these."""
+    """Lanes that are live and fit, bool [B]; their positions, -1 in other lanes; and `canvas_values` of these."""
     if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import window_values as kernel
 
@@ -51,7 +51,7 @@ def window_values(
 
 
 def padded(pos: Tensor, scratch: int) -> Tensor:
-    """Positions with padding (-1) sent to the scratch index, which is the last."""
+    """Positions, with padding (-1) replaced by the scratch index, which is the last."""
     return pos.remainder(scratch + 1)
 
 
@@ -59,8 +59,10 @@ def active_rows(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
     quota_BK: Tensor, *, block: int, open_status: int, given_status: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The active blocks as rows: positions (-1: padding), tokens, which are open, which are given or padding, [R, L]
-    each, and how many masks each block began with: where it begins now, those that are there. int64 [R]
+    """The active blocks as rows, and how many masks each block began with.
+
+    Returns four [R, L]: positions (-1: padding), tokens, which are open, which are given or padding. Then int64 [R]:
+    `quota_BK`, or the open positions of a block that begins now (`step_BK` is 0).
     """
     if use_triton(tokens_NS, "canvas"):
         from dinfer.kernels.triton.canvas import active_rows as kernel
@@ -77,9 +79,9 @@ def active_rows(
 def key_places(
     table_NP: Tensor, slot_B: Tensor, pos_BW: Tensor, *, page: int, pages: int, null: int, scratch: int
 ) -> tuple[Tensor, Tensor]:
-    """The first `pages` pages of each lane, [B, pages], and the place in the pool of each position's key, [B * W].
+    """The first `pages` pages of each lane, [B, pages], and each position's place in the pool of keys, [B * W].
 
-    Padding (-1) and positions whose page is `null` go to the beginning of the page `scratch`.
+    Padding (-1) and positions on the page `null` go to the beginning of the page `scratch`.
     """
     if use_triton(table_NP, "canvas"):
         from dinfer.kernels.triton.canvas import key_places as kernel

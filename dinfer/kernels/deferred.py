@@ -1,7 +1,4 @@
-"""Closing what a kernel left to the next one: the only place where a deferred value becomes a tensor.
-
-So it is also the only place where ranks add up what each has of a divided layer.
-"""
+"""Closes deferred values: the only place where one becomes a tensor, and so the only place where ranks add up."""
 
 from torch import Tensor
 
@@ -10,7 +7,7 @@ from dinfer.kernels.types import Deferred, Parts, Rounded, Share, Summing
 
 
 def close(x: Deferred) -> Tensor:
-    """The tensor: parts added up, rounded rows as they were or as near as is known."""
+    """The tensor: parts added up, rounded rows widened unless the original is kept."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, Share):
@@ -30,17 +27,17 @@ def close(x: Deferred) -> Tensor:
 
 
 def share(x: Deferred, ranks: Summing | None) -> Deferred:
-    """What a layer gives: its output, or, where ranks divide its inputs among them, this rank's addend."""
+    """A layer's output. If `ranks` divide the layer's inputs, it is this rank's addend."""
     return x if ranks is None else Share(to_add(x), ranks)
 
 
 def to_add(x: Deferred) -> Tensor | Parts:
-    """What a consumer that adds up parts reads."""
+    """`x` for a consumer that adds up parts."""
     return x if isinstance(x, Parts) else close(x)
 
 
 def rows(x: Deferred) -> Tensor | Rounded:
-    """What a consumer that takes rounded rows reads."""
+    """`x` for a consumer that takes rounded rows."""
     return x if isinstance(x, Rounded) else close(x)
 
 

@@ -11,9 +11,10 @@ REACH = 9.0  # standard deviations beyond which a weight is below the precision 
 def density(decoded_RL: Tensor, pos_RL: Tensor, prompt_R: Tensor, length_R: Tensor, sigma: float) -> Tensor:
     """The share of decoded positions around each position of a block, weighted by exp(-d^2 / 2 sigma^2). float64 [R, L]
 
-    All before the block counts as decoded, as far back as the generation is long; of what comes behind it, only what
-    lies behind a generation whose last position is decoded. `decoded_RL` is bool; `pos_RL` are consecutive positions,
-    -1 behind the end of a short block. The weights are normed as if everything were decoded, 3 generations each way.
+    Positions before the block count as decoded, as far back as the generation is long. Positions behind the generation
+    do once its last position is decoded; others behind the block do not. `decoded_RL` is bool. `pos_RL` are consecutive
+    positions, -1 behind the end of a short block. The weights are normed as if everything were decoded, 3 generations
+    each way.
     """
     length, reach = decoded_RL.shape[1], math.ceil(REACH * sigma)
     device, new_R1 = decoded_RL.device, (length_R - prompt_R)[:, None]

@@ -25,7 +25,7 @@ _COMPILING_FOR: ContextVar[torch.device | None] = ContextVar("compiling_for", de
 
 
 def card(device: torch.device) -> torch.device | None:
-    """The CUDA device that kernels on tensors of `device` are for; None: there are no kernels for these."""
+    """The CUDA device whose kernels take tensors of `device`; None if no kernel takes them."""
     if device.type == "meta":
         return _COMPILING_FOR.get()
     return device if device.type == "cuda" else None
@@ -42,10 +42,11 @@ def compiling_for(device: torch.device) -> Iterator[None]:
 
 
 def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
-    """True on a `card`, unless the kernels cannot: gradients, float64, head sizes that are no power of two, 16 to 256.
+    """Whether to run the Triton kernel: on a `card`, without gradients, float64 or a head size it cannot take.
 
-    `DINFER_KERNELS` in the environment turns groups off: `torch` all of them, `triton,-canvas,-commit` these two.
-    torch.compile makes kernels of its own of the references. Raises ValueError for a name that is not known.
+    Head sizes are powers of two from 16 to 256. `DINFER_KERNELS` in the environment turns groups off: `torch` all of
+    them, `triton,-canvas,-commit` these two. torch.compile compiles the references instead. Raises ValueError for an
+    unknown group.
     """
     if torch.compiler.is_compiling():
         return False
@@ -58,7 +59,7 @@ def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
 
 @cache
 def groups_off(choice: str) -> frozenset[str]:
-    """The groups that a value of `DINFER_KERNELS` turns off. Raises ValueError that names what is not known."""
+    """The groups that a value of `DINFER_KERNELS` turns off. Raises ValueError for any other value."""
     first, *others = choice.split(",")
     names = {part.removeprefix("-") for part in others}
     if first == "torch" and not others:
@@ -72,7 +73,7 @@ def groups_off(choice: str) -> frozenset[str]:
 
 
 class Untraced:
-    """What `untraced` leaves in a class until the class is made: then it notes the method, and the method is there."""
+    """Stands for an `untraced` method while its class is made, then notes the method and puts it back."""
 
     waiting: ClassVar[list[tuple[type, str]]] = []
 
@@ -85,16 +86,16 @@ class Untraced:
 
 
 def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
-    """For a method whose kernels are better than what torch.compile would make of their references.
+    """Marks a method that torch.compile is to leave out, because our kernels are faster than what it makes.
 
-    `torch.compiler.disable` imports the compiler, which takes as long as torch itself and 145 MB. So it is left to
-    `keep_untraced`.
+    `keep_untraced` calls `torch.compiler.disable`, not this decorator: that imports the compiler, which takes as long
+    as torch itself and 145 MB.
     """
     return cast(Callable[Args, Result], Untraced(method))
 
 
 def keep_untraced() -> None:
-    """Has torch.compile leave out the methods that are `untraced`. Whoever compiles calls it first."""
+    """Makes torch.compile leave out `untraced` methods. Call it before compiling."""
     while Untraced.waiting:
         owner, name = Untraced.waiting.pop()
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
@@ -119,5 +120,5 @@ def on_own_device(work: Callable[Args, Result]) -> Callable[Args, Result]:
 
 @cache
 def _tell(head_dim: int) -> None:
-    """Says it once for each size."""
+    """Warns once for each size."""
     logging.getLogger(__name__).warning("heads of size %d: attention runs without the Triton kernels", head_dim)

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def run_ids(masked_RL: Tensor) -> Tensor:
-    """The number of the run each masked position is in, from 1; 0 elsewhere. int64 [R, L]"""
+    """The number of each masked position's run, from 1; 0 elsewhere. int64 [R, L]"""
     starts_RL = masked_RL.clone()
     starts_RL[:, 1:] &= ~masked_RL[:, :-1]
     return starts_RL.cumsum(-1) * masked_RL
 
 
 def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool = False) -> Tensor:
-    """The positions with the largest score of their run: all of them, or with `first` the leftmost. bool [R, L]"""
+    """Positions with the largest score of their run. `first`: of equals only the leftmost. bool [R, L]"""
     run_RL = run_ids(masked_RL)
     best_RX = score_RL.new_full((score_RL.shape[0], score_RL.shape[1] + 1), float("-inf"))
     best_RX = best_RX.scatter_reduce(1, run_RL, score_RL, "amax")

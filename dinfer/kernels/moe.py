@@ -25,15 +25,14 @@ TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
 Gate = Callable[[Tensor, Inputs], Deferred]
-GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # what the kernels call them
+GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
 def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
-    """x times the weight's transpose, in float32 whatever their dtype, maybe in parts. [..., D] -> [N, X]"""
+    """x times the weight's transpose, in float32 or wider, possibly in parts. [..., D] -> [N, X]"""
     x_ND = close(rows_of(x_ND))
-    if (
-        use_triton(x_ND, "router") and x_ND.dtype != torch.float32
-    ):  # products of two narrow numbers are exact in float32
+    # Products of two narrow numbers are exact in float32.
+    if use_triton(x_ND, "router") and x_ND.dtype != torch.float32:
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
             from dinfer.kernels.triton.linear import linear as kernel
 
@@ -47,9 +46,9 @@ def route(
     logits_NX: Deferred, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The experts of each token and their mixing weights, as `ExpertSpec` says. integers, floats [N, C]
+    """The experts of each token, integers [N, C], and their mixing weights, floats [N, C] (see `ExpertSpec`).
 
-    `logits_NX` in float32 or more. `allowed_NX`: experts that a token may go to at all.
+    `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all.
     """
     if allowed_NX is None and use_triton(held(logits_NX), "router"):
         from dinfer.kernels.triton.route import route as kernel
@@ -76,9 +75,9 @@ def route(
 
 
 def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
-    """The experts open to each token where the tokens of a block share `capacity` of them. bool [N, X]
+    """The experts that each token may choose, if the tokens of a block share `capacity` experts. bool [N, X]
 
-    Those are the experts with the best score that any token of the block gives them, of equals the first (LLaDA2.2,
+    An expert's score is the best that any token of the block gives it; of equal experts the first wins (LLaDA2.2,
     SGLang pull request 31743). `block_N` numbers the blocks from 0 to N - 1.
     """
     best_NX = torch.full_like(scores_NX, -torch.inf)
@@ -89,13 +88,13 @@ def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
 
 
 class ExpertWeight(ABC):
-    """A matrix [O, K] for each expert, and how rows are multiplied with them. What a format makes of its tensors."""
+    """A matrix [O, K] for each expert, in the form of its format, and how rows are multiplied with them."""
 
     each: Tensor  # [X, O, ...]
-    piece: int | None = None  # inputs that the gate rounds to float8 at one scale; None: it does not
+    piece: int | None = None  # how many inputs the gate rounds to float8 at one scale; None: it does not round
 
     def joined(self, shared: ExpertWeight) -> ExpertWeight | None:
-        """The same with one more expert, which every token goes to; None if the two are not alike."""
+        """These experts and one more that every token goes to; None if the two are not alike."""
         return None
 
     @abstractmethod
@@ -103,30 +102,30 @@ class ExpertWeight(ABC):
         """Rows times the matrix of one expert. [R, K] -> [R, O]"""
 
     def parts(self) -> Sequence[Part]:
-        """The matrices as the compiled kernels of a CPU take them; empty if they do not."""
+        """The matrices for the compiled kernels of a CPU; empty if those do not take them."""
         return ()
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
-        """How many rows of one expert a program of the GPU takes at most."""
+        """The most rows of one expert that a program of the GPU takes."""
         raise NotImplementedError
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
-        """Each token by each of its experts, gated: a row for each pair in the order of tiles. [P, O / 2]"""
+        """Each token times the matrices of its experts, gated. One row a pair, in the order of tiles. [P, O / 2]"""
         raise NotImplementedError
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
-        """The rows that `gated_rows` made, in the order of tokens and, for each, of its experts. [P, O]"""
+        """Rows of `gated_rows` times the matrices of their experts, in the order of tokens and their experts. [P, O]"""
         raise NotImplementedError
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
-        """Each tile times the matrix of its expert, in torch; rows may come in pieces. [I, T, O]"""
+        """Each tile times the matrix of its expert, in torch. Rows may come in pieces. [I, T, O]"""
         raise NotImplementedError
 
 
 class ScaledExperts(ExpertWeight):
     """Values in the dtype of the rows, or in 8 bits with a scale for each output.
 
-    `rounds`: inputs are rounded to float8, each row at a scale of its own.
+    `rounds`: inputs are rounded to float8, each row at its own scale.
     """
 
     def __init__(self, matrices: Matrices, rounds: bool = False) -> None:
@@ -190,13 +189,12 @@ def expert_mixture(
     x: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight,
     gated: Gate = swiglu, shared: Shared | None = None, dealt: Dealt | None = None,
 ) -> Tensor | Parts:  # fmt: skip
-    """The outputs of each token's experts times its weights, added up, and that of the shared one. [..., D] -> [N, D]
+    """The weighted sum of the outputs of each token's experts, plus the shared expert's. [..., D] -> [N, D]
 
-    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D], `down` is [X, D, M], and `gated` comes
+    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D]. `down` is [X, D, M], and `gated` comes
     between. Pairs of token and expert are sorted by expert and cut into tiles of one expert each. So the shapes do not
-    depend on the choice, and no expert meets tokens of another. The values between are rounded in pieces of
-    `down.piece`, each with a scale. `dealt`: the X experts are some of those that tokens choose from, and the sum is
-    over them alone.
+    depend on the choice, and no expert meets tokens of another. The values between the two maps are rounded in pieces
+    of `down.piece`, each with a scale. `dealt`: the X experts are this rank's, and the sum is over them alone.
     """
     tokens, pairs_per_expert = len(experts_NC), experts_NC.numel() / len(gate_up.each)
     if dealt is not None:
@@ -220,13 +218,13 @@ def expert_mixture(
     made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
     hidden_PM = gate_up.gated_rows(flat, made, gated, down.piece)
     out_PD = down.mixed_rows(hidden_PM, made)
-    if plus_ND is None and tokens <= TOGETHER:  # of more, the rows would take up memory until they are read
+    if plus_ND is None and tokens <= TOGETHER:  # more rows would fill memory until they are read
         return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
     return combine(out_PD, weights_NC, plus_ND)
 
 
 def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) -> tuple[Tensor, Tensor]:
-    """The chosen experts as numbers among the `count` that are here. The others get `count` + 1, and no weight."""
+    """The chosen experts by their numbers on this rank, which has `count`. Others get `count` + 1 and weight 0."""
     here_NC = (experts_NC >= dealt.first) & (experts_NC < dealt.first + count)
     return torch.where(here_NC, experts_NC - dealt.first, count + 1), weights_NC.masked_fill(~here_NC, 0)
 
@@ -234,13 +232,13 @@ def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) 
 def _mixed_rows(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
 ) -> Tensor:
-    """`expert_mixture` on a CPU, without the shared expert: each expert takes its rows at once, no weight is copied.
+    """`expert_mixture` on a CPU, without the shared expert. Each expert takes all its rows, and no weight is copied.
 
     Shapes depend on the choice, so no CUDA graph can hold it.
     """
     flat_P, experts = experts_NC.flatten().long(), len(gate_up.each)
     count_X = flat_P.bincount(minlength=experts)[:experts]
-    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts that are elsewhere have the largest numbers
+    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts of other ranks have the largest numbers
     if not len(order_P):
         return torch.zeros_like(x_ND)
     token_P = order_P // experts_NC.shape[1]
@@ -251,7 +249,7 @@ def _mixed_rows(
 
 
 def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
-    """Rows in the order of experts, so many of each, times the matrices of these. [P, K] -> [P, O]"""
+    """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
     if (parts := weight.parts()) and use_native(x_PK, "experts"):
         return native_linear(x_PK, parts, count_X).to(x_PK.dtype)
     pieces = enumerate(x_PK.split(count_X.tolist()))
@@ -263,7 +261,7 @@ def _mixed_tiles(
 ) -> Tensor:
     """`expert_mixture` in torch, without the shared expert."""
     (_, chosen), pairs, experts = experts_NC.shape, experts_NC.numel(), len(gate_up.each)
-    # The router's kernel counts in int32. What the last expert makes of pairs that are elsewhere has no weight.
+    # The router's kernel counts in int32. The last expert takes the pairs of other ranks, with weight 0.
     flat = experts_NC.flatten().long().clamp_max(experts - 1)
     order = flat.argsort(stable=True)
     count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
@@ -271,7 +269,7 @@ def _mixed_tiles(
     first_pair_X, first_tile_X = count_X.cumsum(0) - count_X, tiles_X.cumsum(0) - tiles_X
     owner = flat.index_select(0, order)
     rank = torch.arange(pairs, device=flat.device) - first_pair_X.index_select(0, owner)
-    place = first_tile_X.index_select(0, owner) * TILE + rank  # where in the tiles each pair goes
+    place = first_tile_X.index_select(0, owner) * TILE + rank  # of each pair, in the tiles
     tiles = min(experts, pairs) + pairs // TILE
     token = torch.div(order, chosen, rounding_mode="floor")
     rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))

@@ -8,20 +8,21 @@ from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
+from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.types import Deferred, Inputs, Share
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, in float32 or more, rounded to the dtype of `x`, and then times the weight.
+    """x / rms(x) over the last dimension, in float32 or wider, rounded to the dtype of `x`, then times the weight.
 
-    The published models round in this order, and in bfloat16 it shows.
+    The published models round in this order, and in bfloat16 the order matters.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D
 
 
 def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) times the weight, None: 1, in float32 or more, and rounded once, at the end (Gemma)."""
+    """x / rms(x) times the weight (None: 1), in float32 or wider, rounded once at the end (Gemma)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
@@ -32,21 +33,22 @@ def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add as kernel
 
-        return kernel(x_BWD, to_add(delta_BWD))
+        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
+        return kernel(x_BWD, to_add(delta_BWD), exchange)
     return x_BWD + close(delta_BWD).view_as(x_BWD)
 
 
 def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
 ) -> tuple[Tensor, Deferred]:
-    """s = x + delta, and `rms_norm` of it as the next layer takes its `inputs`. [B, W, D] each; delta None: s = x"""
+    """s = x + delta (None: 0), and `rms_norm` of s in the form that the next layer takes. [B, W, D] each"""
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        exchange = None
-        if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
-            exchange, delta_BWD = found, delta_BWD.value
-        return kernel(x_BWD, None if delta_BWD is None else to_add(delta_BWD), weight_D, eps, inputs, exchange)
+        if delta_BWD is None:
+            return kernel(x_BWD, None, weight_D, eps, inputs)
+        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
+        return kernel(x_BWD, to_add(delta_BWD), weight_D, eps, inputs, exchange)
     delta = None if delta_BWD is None else close(delta_BWD)
     if native.able("norm", x_BWD, weight_D, delta):
         x_BWD, normed_BWD = native.add_rms_norm(x_BWD, delta, weight_D, eps)
@@ -57,11 +59,15 @@ def add_rms_norm(
     return x_BWD, _as(normed_BWD, inputs)
 
 
-def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
-    """silu(gate) * up of the halves of the last dimension, as the next layer takes its `inputs`.
+def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred]:
+    """By what a kernel adds up two ranks' addends as it reads them, and this rank's; None, and what it was given."""
+    if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
+        return found, delta_BWD.value
+    return None, delta_BWD
 
-    [B, W, 2M] -> [B, W, M]
-    """
+
+def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
+    """silu(gate) * up of the halves of the last dimension, in the form that the next layer takes. [B, W, 2M -> M]"""
     if use_triton(gate_up_BWX, "gate"):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
@@ -73,7 +79,7 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
 
 
 def geglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
-    """As `swiglu`, with gelu by its tanh approximation."""
+    """As `swiglu`, with the tanh approximation of GELU."""
     gate, up = gate_up_BWX.chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh") * up, inputs)
 

@@ -11,12 +11,12 @@ def nucleus(
 ) -> Tensor:
     """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`.
 
-    The nucleus is the fewest most likely tokens whose probabilities sum to at least `top_p`; equals from the lowest
-    id on. The mask token, if there is one, counts in neither, and is left as it is. [R, L, V]
+    The nucleus is the smallest set of most likely tokens with a probability of at least `top_p`. Of equal tokens the
+    lowest id comes first. The mask token counts in neither set and keeps its logit. [R, L, V]
 
-    `top`: how many of the most likely tokens are sorted. The cut of every row must be among them. 0: no row has a cut.
-    `columns`: which tokens the logits are of. If they are a rank's own, `top` is less than `columns.most`. Each rank
-    then tells the others `top` + 1 numbers a position: its largest logits, and the logarithm of its mass.
+    `top`: how many of the most likely tokens are sorted; every row's cut must lie among them. 0: no row has a cut.
+    `columns`: the tokens that the logits belong to. If they are one rank's, `top` is less than `columns.most`, and each
+    rank sends `top` + 1 numbers a position: its largest logits and the logarithm of its mass.
     """
     if not top:
         return logits_RLV

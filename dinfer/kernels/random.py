@@ -1,6 +1,6 @@
-"""Counter-based randomness: a number is a function of what it is for, not of what was drawn before.
+"""Counter-based randomness: a number is a function of seed, position, step and token, not of earlier draws.
 
-So a sample does not depend on batch, slot or launch order, and comes out the same after a restart.
+So a sample does not depend on batch, slot or launch order, and is the same after a restart.
 """
 
 import torch
@@ -21,13 +21,13 @@ def uniform(*counters: Tensor) -> Tensor:
 
 
 def gumbel(*counters: Tensor) -> Tensor:
-    """Standard Gumbel noise: with it added to logits, the largest is a draw from their softmax. float64"""
+    """Standard Gumbel noise. The largest of logits plus noise is a draw from their softmax. float64"""
     return -torch.log(-torch.log(uniform(*counters)))
 
 
 def noise(seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
     """Uniform tokens, one for each position and step of a request. int64"""
-    token = torch.full((), -1, dtype=torch.int64, device=pos.device)  # none: not the numbers tokens are drawn with
+    token = torch.full((), -1, dtype=torch.int64, device=pos.device)  # no token, so that draws use other numbers
     return (uniform(seed, pos, step, token) * vocab).to(torch.int64)
 
 

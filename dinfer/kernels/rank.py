@@ -7,7 +7,7 @@ from torch import Tensor
 def descending_rank(score_RL: Tensor) -> Tensor:
     """How many entries of the row come before each one: larger first, equal ones from left to right. int64 [R, L]
 
-    All pairs are compared: for block lengths that is less work on a GPU than the launches of a sort.
+    It compares all pairs: for a block that takes a GPU less time than launching a sort.
     """
     other_RLL, own_RLL = score_RL[:, None, :], score_RL[:, :, None]
     place_L = torch.arange(score_RL.shape[1], device=score_RL.device)

@@ -18,34 +18,32 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Projection
 def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
     """cos and signed sin of the angles pos * theta^(-2i / dim), for both halves. [B, W, 1, dim]
 
-    Computed in float32, or in float64 for a float64 model. The sign makes rotation one multiply-add of the vector
-    and of its halves swapped. `pairs`: only the first so many pairs turn (Gemma's "proportional" RoPE).
+    Computed in float32, or in float64 for a float64 model. The sign makes a rotation one multiply-add of the vector
+    and its swapped halves. `pairs`: only the first `pairs` pairs turn (Gemma's "proportional" RoPE).
     """
     dtype = torch.promote_types(dtype, torch.float32)
     if dtype == torch.float32 and use_triton(pos_BW, "rotary"):
         from dinfer.kernels.triton.rotary import rotary_table as kernel
 
-        return kernel(pos_BW, _turns(dim, theta, dtype, pairs, pos_BW.device))
-    turn = turns(dim, theta, dtype, pairs, pos_BW.device)
-    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * turn
+        return kernel(pos_BW, _frequencies(dim, theta, dtype, pairs, pos_BW.device))
+    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * frequencies(dim, theta, dtype, pairs, pos_BW.device)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def turns(dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device) -> Tensor:
-    """By what angle each pair turns from one position to the next. [dim / 2]"""
-    half = torch.arange(0, dim, 2, device=device, dtype=dtype) / dim
-    turn = torch.pow(theta, -half)
-    return turn if pairs is None else turn * (torch.arange(dim // 2, device=device) < pairs)
+def frequencies(dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device) -> Tensor:
+    """The angle by which each pair turns from one position to the next. [dim / 2]"""
+    frequency = torch.pow(theta, -torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
+    return frequency if pairs is None else frequency * (torch.arange(dim // 2, device=device) < pairs)
 
 
-_turns = cache(turns)  # for kernels alone: what is made in inference mode is of no use to a backward pass
+_frequencies = cache(frequencies)  # for kernels alone: a backward pass cannot use tensors of inference mode
 
 
 def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
-    """Rotates every head, in the precision of the table, and returns the dtype of `x_BWXE`.
+    """Rotates every head in the precision of the table, and returns the dtype of `x_BWXE`. [B, W, X, E]
 
-    Of heads wider than the table, the entries behind it stay as they are (partial RoPE).
+    In heads wider than the table, the entries behind it do not change (partial RoPE).
     """
     cos, sin = table
     part = x_BWXE[..., : cos.shape[-1]]
@@ -54,12 +52,12 @@ def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
 
 
 def projections(qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None) -> Projections:
-    """Projections of heads of `size` entries, `heads` of them queries, for `dinfer.core.protocols.Attend`."""
+    """Projections for `dinfer.core.protocols.Attend`: heads of `size` entries, the first `heads` of them queries."""
     return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm)
 
 
 def queries_keys_values(x: Projections) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys normed and rotated, and values. [B, W, H, E], [B, W, G, E] twice"""
+    """Queries and keys, normed and rotated, and values. [B, W, H, E], [B, W, G, E] twice"""
     kv_heads = (x.qkv_BWXE.shape[2] - x.heads) // 2
     q_BWHE, k_BWGE, v_BWGE = close(x.qkv_BWXE).split((x.heads, kv_heads, kv_heads), 2)
     if x.norm is not None:
@@ -71,8 +69,8 @@ def queries_keys_values(x: Projections) -> tuple[Tensor, Tensor, Tensor]:
 def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor) -> Tensor:
     """Norms and rotates queries and keys, writes keys and values to their places, returns the queries. [B, W, H, E]
 
-    Row i of the flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, rounded if these are in float8. Of
-    several rows that go to one place any may win.
+    Row i of the flattened `[B, W]` goes to row `write_X[i]` of the pools, in place, and is rounded if they are in
+    float8. If several rows go to one place, any of them may win.
     """
     if use_triton(held(x.qkv_BWXE), "rotary", x.qkv_BWXE.shape[-1]):
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
@@ -91,7 +89,7 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
 
 
 def put(pool_YGE: Tensor, write_X: Tensor, new_XGE: Tensor) -> None:
-    """Writes rows to their places; to float8 what exceeds its range as its largest value, NaN as NaN."""
+    """Writes rows to their places. float8 stores its largest value for what exceeds its range, and NaN as NaN."""
     if pool_YGE.dtype == FLOAT8:
         new_XGE = new_XGE.clamp(-LARGEST[FLOAT8], LARGEST[FLOAT8]).to(FLOAT8).view(torch.uint8)
         pool_YGE = pool_YGE.view(torch.uint8)  # torch does not index float8 on a CPU

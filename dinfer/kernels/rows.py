@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def at(x_BWX: Tensor, place_BP: Tensor) -> Tensor:
-    """What each lane has at some places of its window. X: any dimensions. [B, W, X] -> [B, P, X]"""
+    """Each lane's values at some places of its window. X: any dimensions. [B, W, X] -> [B, P, X]"""
     each_BP1 = place_BP.view(*place_BP.shape, *(1,) * (x_BWX.dim() - 2))
     return x_BWX.gather(1, each_BP1.expand(-1, -1, *x_BWX.shape[2:]))
 
 
 def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
-    """The chosen positions of the window, one row a block. [B, W, X] -> [R, L, X]; -1 takes any."""
+    """The chosen positions of the window, one row a block; -1 may take any. [B, W, X] -> [R, L, X]"""
     place_BP = index_RL.clamp_min(0).view(x_BWX.shape[0], -1)
     return at(x_BWX, place_BP).view(*index_RL.shape, x_BWX.shape[-1])
 
@@ -27,18 +27,18 @@ def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
 
 
 def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:
-    """Values by position, each taken from where `source_RL` says, see `Proposal`; `new` where that is -1. [R, L]"""
+    """Each position's value from position `source_RL` of its row, `new` where that is -1 (see `Proposal`). [R, L]"""
     return torch.where(source_RL < 0, new, values_RL.gather(1, source_RL.clamp_min(0)))
 
 
 def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
-    """Writes the rows of live lanes to their slots, in place; X: any dimensions. A live lane's slot is named once."""
+    """Writes the rows of live lanes to their slots, in place. X: any dimensions. No two live lanes share a slot."""
     live_BX = live_B.view(-1, *(1,) * (rows_NX.dim() - 1))
     rows_NX.index_copy_(0, slot_B, torch.where(live_BX, new_BX, rows_NX.index_select(0, slot_B)))
 
 
 class Rows(NamedTuple):
-    """Rows of a table that stay where they are until they are read or written."""
+    """Rows of a table, which are copied only when they are read or written."""
 
     table_NX: Tensor  # X: any dimensions
     index_R: Tensor

@@ -1,4 +1,4 @@
-"""How the active blocks of a row slide: finished ones leave at the beginning, a new one opens behind the others.
+"""How a row's active blocks slide: finished blocks leave at the beginning, a new block opens behind the others.
 
 Shape suffixes: B lanes, K active blocks, L block length.
 """
@@ -15,14 +15,14 @@ def slide_blocks(
     hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
     *, grid: Grid, add_at: float, stable_at: float, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Which blocks are new, how many left, which rows are done, and where each row is now: start, end, blocks left.
+    """Which blocks are new, how many left, which rows are done, and each row's new start, end and count of blocks left.
 
-    The first blocks leave, as far as they are finished. Where all leave, the row goes on in the block of `next`, or is
-    done where that is at `length`. With `stop` "block" it is also done when a block leaves in which a token ends the
-    answer (`stop_BKL`, not `given`); with "cut" already once all before that token is decoded. A block opens where
-    there is room, where the last one is decoded to the share `add_at`, and where `stable_BK`, if given, says at least
-    `stable_at` of it; but not with a stop token in an active block, and not where `hold_B`.
-    bool [B, K], int64 [B], bool [B], int64 [B] three times
+    Blocks leave from the first on, as long as they are finished. If all leave, the row enters the block of `next`, or
+    is done if `next` is at `length`. A token that ends the answer (`stop_BKL`) and is not `given` also ends the row:
+    with `stop` "block" when its block leaves, with "cut" as soon as all positions before it are decoded.
+    A block opens if there is room, the share `add_at` of the last block is decoded, and `stable_BK` of that block is at
+    least `stable_at` (None: ignored). None opens if an active block has a stop token, or where `hold_B`.
+    Returns bool [B, K], int64 [B], bool [B], and int64 [B] three times.
     """
     if use_triton(next_B, "advance"):
         from dinfer.kernels.triton.slide import slide_blocks as kernel
@@ -63,9 +63,9 @@ def slide_blocks(
 def forced_blocks(
     open_BKL: Tensor, start_B: Tensor, end_B: Tensor, *, block: int, force_at: float, first: bool
 ) -> Tensor:
-    """Blocks that must commit: the first one, and those behind a block decoded to the share `force_at`. bool [B, K]
+    """Blocks that must commit: the first, and each block behind one whose decoded share is at least `force_at`.
 
-    `first`: of these, only the first with open positions.
+    `first`: of these only the first block with open positions. bool [B, K]
     """
     if use_triton(start_B, "advance"):
         from dinfer.kernels.triton.slide import forced_blocks as kernel
@@ -80,7 +80,7 @@ def forced_blocks(
 
 
 def decoded_share(open_BKL: Tensor, start_B: Tensor, end_B: Tensor, block: int) -> Tensor:
-    """The share of each active block that is not open any more; 1 behind the last. float64 [B, K]"""
+    """The decoded share of each active block; 1 behind the last. float64 [B, K]"""
     block_K = torch.arange(open_BKL.shape[1], device=start_B.device)
     size_BK = ((end_B - start_B)[:, None] - block_K * block).clamp(1, block)
     return (size_BK - open_BKL.sum(-1)).to(torch.float64) / size_BK

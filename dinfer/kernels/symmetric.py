@@ -1,46 +1,52 @@
-"""Sums of small tensors over the GPUs of one machine, by memory that all of them can read (NVLink).
+"""Sums of small tensors over the GPUs of one machine, through memory that all of them can read (NVLink).
 
-A sum through NCCL takes longer to begin than such a tensor takes to travel. Here each GPU writes its addend to a
-buffer, waits for the others, and reads theirs. One kernel does it all (torch's symmetric memory, without multicast).
+NCCL takes longer to start a sum than a small tensor takes to travel. Here each GPU writes its addend to a buffer, waits
+for the others, and reads theirs. One kernel does it all (torch's symmetric memory, without multicast).
 """
 
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 ROOM = 8 << 20  # bytes of a GPU's buffer
-ONE_SHOT = 384 << 10  # bytes that a GPU reads from the others up to which each adds up all; for more, each a part
-ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU with memory that others can read
+ONE_SHOT = 384 << 10  # up to so many bytes to read from the others each GPU adds up all; for more, each adds up a part
+EMPTY = -(1 << 15)  # -0.0 in 16 bits
+ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU that has symmetric memory
 WIDTH = 16  # bytes that a thread reads at a time
 
 
 class Exchange(NamedTuple):
-    """Memory by which two GPUs swap rows: a kernel writes its row to the other's, and reads the other's from its own.
+    """Memory through which two GPUs swap rows of 16-bit numbers. Each writes to the other's and reads its own.
 
-    A row has two places, which it uses in turn. `count_R` counts how often it was swapped; the flags say up to which
-    count a row is there.
+    A row has two places and uses them in turn. `count_R` counts its swaps. An empty place holds -0.0, and a -0.0 is
+    sent as 0. So a number says by itself that it has arrived, and no flag waits behind it. The LL protocol of NCCL and
+    the Lamport all-reduce of TensorRT-LLM work like this.
     """
 
-    mine: Tensor  # [2, R, width]
+    mine: Tensor  # int16 [2, R, width]
     theirs: Tensor  # the other GPU's
-    my_flag_R: Tensor  # int32
-    their_flag_R: Tensor
     count_R: Tensor  # int32
 
+    @classmethod
+    def over(cls, mine: Tensor, theirs: Tensor) -> Self:
+        """Empties the places of this GPU. mine, theirs: int16 [2, R, width]"""
+        mine.fill_(EMPTY)
+        return cls(mine, theirs, torch.zeros(mine.shape[1], dtype=torch.int32, device=mine.device))
+
     def takes(self, x: Tensor) -> bool:
-        """Whether the rows of a tensor fit. All programs of a kernel must run at once, or they wait for ever."""
+        """Whether the rows of `x` fit. All programs of a kernel must run at once, or they wait for ever."""
         fits = x.numel() // x.shape[-1] <= self.mine.shape[1] and x.shape[-1] <= self.mine.shape[2]
-        return fits and x.dtype == self.mine.dtype
+        return fits and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class SymmetricSum:
-    """The sum over the GPUs of a process group, in order of rank, so all of them get the same bits."""
+    """The sum over the GPUs of a process group, in order of rank, so that all get the same bits."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        """Every rank of the group makes one at the same time. RuntimeError where the GPUs cannot read each other."""
+        """Every rank of the group makes one at the same time. Raises RuntimeError if GPUs cannot read each other."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch.distributed import _symmetric_memory
 
@@ -49,21 +55,15 @@ class SymmetricSum:
         _symmetric_memory.rendezvous(self.buffer, group)
         self.exchange = None
         if self.size == 2:
-            swapped, flags = 2 * ROWS * WIDEST * 2, ROWS * 4
-            inbox = _symmetric_memory.empty(swapped + flags, dtype=torch.uint8, device=device)
-            inbox.zero_()
+            inbox = _symmetric_memory.empty(2, ROWS, WIDEST, dtype=torch.int16, device=device)
             memory = _symmetric_memory.rendezvous(inbox, group)
-            other = memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype)
-            mine, theirs = (all[:swapped].view(torch.bfloat16).view(2, ROWS, WIDEST) for all in (inbox, other))
-            my_flag_R, their_flag_R = (all[swapped:].view(torch.int32) for all in (inbox, other))
-            count_R = torch.zeros(ROWS, dtype=torch.int32, device=device)
-            self.exchange = Exchange(mine, theirs, my_flag_R, their_flag_R, count_R)
+            self.exchange = Exchange.over(inbox, memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype))
+            memory.barrier()  # a rank writes only after the other has emptied its places
             torch.cuda.synchronize(device)
-            memory.barrier()  # no rank writes to the other before that has made its flags zero
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> "SymmetricSum | None":
-        """None, and a warning, where the GPUs cannot read each other's memory."""
+        """A sum, or None and a warning if the GPUs cannot read each other's memory."""
         try:
             return cls(group, device)
         except RuntimeError as error:
@@ -72,12 +72,12 @@ class SymmetricSum:
             return None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is one that this is faster for."""
+        """Whether this is faster than NCCL for `x`."""
         aligned = x.nbytes % WIDTH == 0 and x.storage_offset() * x.itemsize % WIDTH == 0
         return aligned and x.nbytes <= ROOM and x.dtype in (torch.bfloat16, torch.float32)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of tensors that it `takes`. [...]"""
+        """The sum over all ranks of a tensor that it `takes`, in the shape of `x`."""
         return self.one_shot(x) if x.nbytes * (self.size - 1) <= ONE_SHOT else self.two_shot(x)
 
     def one_shot(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class SymmetricSum:
         return torch.ops.symm_mem.one_shot_all_reduce_copy(own, flat, "sum", self.group.group_name).view_as(x)
 
     def two_shot(self, x: Tensor) -> Tensor:
-        """Each GPU adds up a part and gives it to the others."""
+        """Each GPU adds up a part and sends it to the others."""
         own = self.buffer[: x.nbytes].view(x.dtype)
         own.copy_(x.flatten())
         torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self.group.group_name)

@@ -1,4 +1,4 @@
-"""Rules that several decoders share: which positions are confident enough, and which decoded ones to change."""
+"""Rules that several decoders share: which positions are confident enough, and which decoded tokens to change."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.timesteps import Quota
 
-LONGEST = 128  # rows that the kernel compares all pairs of positions of
+LONGEST = 128  # the longest block whose pairs of positions the kernel compares
 
 
 class Decoded(NamedTuple):
-    """What a rule that edits knows of the blocks, beside what is masked."""
+    """What a rule that edits reads beside the masks."""
 
     tokens_RL: Tensor
     given_RL: Tensor  # bool
-    bar_R1: Tensor  # a decoded token is in doubt where another probability is above this
-    steps_R: Tensor  # int64, steps that found no mask; counted on in place
-    budget_R1: Tensor  # int64, most of these that may change tokens
+    bar_R1: Tensor  # above this probability, another token may replace a decoded one
+    steps_R: Tensor  # int64, steps that began without a mask; the rule counts them in place
+    budget_R1: Tensor  # int64, how many of these steps may change tokens
 
 
 class Changes(NamedTuple):
@@ -34,9 +34,9 @@ class Changes(NamedTuple):
 def confident(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | Quota | int = 1, above: bool = False
 ) -> Tensor:
-    """Masked positions with c >= bar, and the `least` most confident; not those that the mask token wins. bool [R, L]
+    """Masked positions whose confidence is at least the bar, and the `least` most confident ones. bool [R, L]
 
-    `above`: c > bar instead.
+    Positions where the mask token wins are left out. `above`: the confidence must exceed the bar.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
         from dinfer.kernels.triton.commit import confident as kernel
@@ -52,10 +52,10 @@ def confident(
 def fill_and_edit(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, decoded: Decoded, *, least: Tensor | int
 ) -> Changes:
-    """The masks that are `confident` above the bar; decoded tokens to rewrite, or to mask again for the mask token.
+    """Commits masks that are `confident` above the bar. Rewrites doubtful decoded tokens, or masks them again.
 
-    A row without masks changes tokens in `budget_R1` steps at most. After one that changes any it is busy, unless the
-    next would be beyond that.
+    A row without masks changes tokens in at most `budget_R1` steps. A row that changed tokens is busy if its budget
+    allows another step.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
         from dinfer.kernels.triton.commit import confident as kernel
@@ -63,12 +63,11 @@ def fill_and_edit(
         return Changes(*kernel(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
     full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]
     decoded.steps_R.add_(full_R)
-    spent_R = full_R & (decoded.steps_R > budget_R)  # a row may be kept in a block it has finished
+    spent_R = full_R & (decoded.steps_R > budget_R)  # an iteration may keep a row in a finished block
     fill_RL = confident(stats, masked_RL, bar_R1, least=least, above=True)
     above_RL = stats.top_RL > decoded.bar_R1.to(stats.confidence_RL.dtype)
     doubt_RL = ~masked_RL & ~decoded.given_RL & above_RL & ~spent_R[:, None]
     edit_RL = doubt_RL & (stats.token_RL != decoded.tokens_RL) & ~stats.declined_RL
     remask_RL = doubt_RL & stats.declined_RL
-    # A change may call for another, so one step more, unless that one would be beyond the budget.
     busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (decoded.steps_R < budget_R)
     return Changes(fill_RL | edit_RL, remask_RL, busy_R, full_R)

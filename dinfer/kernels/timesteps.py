@@ -1,4 +1,4 @@
-"""Schedules: how many tokens a step commits, and timesteps, equal to the bit to those of `torch.linspace`."""
+"""Schedules: how many tokens a step commits, and timesteps that equal those of `torch.linspace` to the bit."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def linear_timesteps(index: Tensor, steps: Tensor, eps: Tensor) -> Tensor:
     """Element `index` of `torch.linspace(1, eps, steps + 1)`. float32, of the broadcast shape
 
-    Samplers round a number of tokens down, so that one bit more or less is one token. linspace counts from the nearer
-    end and rounds the multiply-add once; here that is done in float64, which holds the product exactly.
+    Samplers round a number of tokens down, so one bit may cost a token. linspace counts from the nearer end and rounds
+    the multiply-add once. float64 holds the product exactly, so it gives the same bits.
     """
     eps32 = eps.to(torch.float32)
     width = ((eps32 - 1) / steps.to(torch.float32)).to(torch.float64)
@@ -20,7 +20,7 @@ def linear_timesteps(index: Tensor, steps: Tensor, eps: Tensor) -> Tensor:
 
 
 class Quota(NamedTuple):
-    """Tokens to commit at a step of LLaDA's schedule: equal shares of `total`, the first with one more of the rest."""
+    """Tokens to commit at a step of LLaDA's schedule: equal shares of `total`; the first steps take the remainder."""
 
     total: Tensor
     steps: Tensor

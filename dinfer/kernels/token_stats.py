@@ -1,4 +1,4 @@
-"""What decoders need to know of the logits, in one pass over the vocabulary."""
+"""The statistics of the logits that decoders read, in one pass over the vocabulary."""
 
 from dataclasses import replace
 
@@ -15,12 +15,11 @@ def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
     best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: Columns | None = None,
 ) -> TokenStats:  # fmt: skip
-    """The statistics, with the softmax taken in `dtype` or the logits' own, whichever is wider.
+    """The statistics. The softmax is computed in `dtype` or the logits' own, whichever is wider.
 
-    With a `draw`, probabilities are those of its belief, and the token is the best of its scores. A `mask_id` of None
-    is one of a token that has no probability. `wanted_RL`: at other positions, everything is 0. `columns`: the logits
-    are a rank's own, and the statistics those of all ranks, which tell each other eight numbers a position, and four
-    more of a `draw`.
+    With a `draw`, its belief gives the probabilities and its scores give the token. `mask_id` None: there is no mask
+    token, and its probability is 0. `wanted_RL`: all other positions get 0. `columns`: the logits are one rank's, and
+    the statistics those of all ranks. Each sends the others eight numbers a position, and four more for a `draw`.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
@@ -65,10 +64,10 @@ def token_stats(
 
 
 def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Tensor:
-    """What the statistics need to know of a part of the vocabulary. [R, L, 8]
+    """What the statistics need of a part of the vocabulary. [R, L, 8]
 
-    The largest logit, or NaN where one is broken; sum of e to each less the largest, and of that times its exponent;
-    the best token's logit, the largest logit, the second largest, the mask token's, and which the best token is.
+    The largest logit m, or NaN if a logit is NaN or infinite; the sums of e^(x - m) and of (x - m) e^(x - m); the best
+    token's logit, m, the second largest logit, the mask token's logit, and the best token.
     """
     broken_RL = (logits_RLO.isnan() | (logits_RLO == float("inf"))).any(-1)
     logits_RLO = logits_RLO.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
@@ -82,9 +81,9 @@ def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Te
 
 
 def own_draw(draw: Draw, mask_id: int | None, columns: Columns) -> Tensor:
-    """What a draw needs to know of a part of the vocabulary. float64 [R, L, 4]
+    """What a draw needs of a part of the vocabulary. float64 [R, L, 4]
 
-    The best score of a token, which token that is, its logit in the belief, and the mask token's score.
+    The best score, its token, that token's logit in the belief, and the mask token's score.
     """
     score_RLO = _scores(draw, columns.first)
     mask_RL, best_RL, index_RL = _best(score_RLO.masked_fill(score_RLO.isnan(), float("-inf")), mask_id, columns)
@@ -93,7 +92,7 @@ def own_draw(draw: Draw, mask_id: int | None, columns: Columns) -> Tensor:
 
 
 def _best(value_RLO: Tensor, mask_id: int | None, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """The mask token's value, or -inf where it is not here, the largest of the others, and where that is. [R, L]"""
+    """The mask token's value (-inf if another rank has it), the largest of the others, and its column. [R, L] each"""
     masks, mask_RL = () if mask_id is None else (mask_id,), torch.full_like(value_RLO[..., 0], float("-inf"))
     for own_RL in columns.of(value_RLO, *masks):
         mask_RL, value_RLO = own_RL, value_RLO.clone()
@@ -105,9 +104,9 @@ def _best(value_RLO: Tensor, mask_id: int | None, columns: Columns) -> tuple[Ten
 def joined(
     numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool, drawn: tuple[Tensor, Tensor] | None = None
 ) -> TokenStats:
-    """The statistics of a vocabulary from those of its parts, in order; of equal tokens the first wins.
+    """The statistics of a vocabulary from those of its parts, in order. Of equal tokens the first wins.
 
-    `drawn`: `own_draw` of the parts, [N, R, L, 4], and the rows whose mask token wins by its score.
+    `drawn`: `own_draw` of the parts, [N, R, L, 4], and the rows in which the mask token takes part by its score.
     """
     whole, total, slope, highest, top, second, mask, token = numbers_NRL8.unbind(-1)
     peak_RL = top.amax(0)
@@ -144,7 +143,7 @@ def joined(
 
 
 def _scores(draw: Draw, first: int) -> Tensor:
-    """The largest is the token that was drawn. `first`: the token of the first column. float64 [R, L, V]"""
+    """Logits with noise; the largest is the drawn token. `first`: the token of column 0. float64 [R, L, V]"""
     token_V = torch.arange(draw.logits_RLV.shape[-1], device=draw.logits_RLV.device) + first
     counters = draw.seed_R[:, None, None], draw.pos_RL[..., None], draw.step_R[:, None, None], token_V
     return draw.logits_RLV.to(torch.float64) + draw.scale_R1[..., None] * gumbel(*counters)

@@ -1,4 +1,4 @@
-"""What one kernel leaves to the next. Only kernels look inside; others pass it on, or `deferred.close` it.
+"""What one kernel leaves to the next. Only kernels look inside; others pass it on or `deferred.close` it.
 
 Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token and expert, D hidden size,
 B lanes, W positions, X query, key and value heads, E head size.
@@ -17,19 +17,19 @@ LARGEST = {FLOAT8: 448, torch.int8: 127}
 
 
 class Parts(NamedTuple):
-    """Partial sums whose reduction is fused into the consumer, which adds them in order, in float32.
+    """Partial sums, which the consumer adds up in order, in float32.
 
-    With weights they are the outputs of each token's experts: those of one token are adjacent, its first C parts are
-    multiplied by its weights, and a shared expert's comes last.
+    With weights they are the outputs of each token's experts. The parts of a token are adjacent. The first C are
+    multiplied by its weights; a shared expert's part comes last.
     """
 
     values: Tensor  # [S, ...]; with weights [P, D]
-    dtype: torch.dtype  # that the sum is rounded to
+    dtype: torch.dtype  # of the rounded sum
     weights_NC: Tensor | None = None  # float32
 
     @property
     def shape(self) -> torch.Size:
-        """Of the sum."""
+        """The shape of the sum."""
         if self.weights_NC is None:
             return self.values.shape[1:]
         return torch.Size((self.weights_NC.shape[0], self.values.shape[-1]))
@@ -40,29 +40,29 @@ class Parts(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Rows in 8 bits, whose scales the consumer multiplies its products with."""
+    """Rows in 8 bits. The consumer multiplies its products by their scales."""
 
     values: Tensor
     scale: Tensor  # float32, the shape of `values` without the last dimension
-    dtype: torch.dtype  # of the rows before they were rounded
-    wide: Tensor | None = None  # these rows, if the consumer wants both
+    dtype: torch.dtype  # of the rows before rounding
+    wide: Tensor | None = None  # the rows before rounding, if the consumer wants both
 
 
 class Summing(Protocol):
-    """The ranks that divide the inputs of a layer among them."""
+    """The ranks that divide a layer's inputs."""
 
     @property
     def exchange(self) -> Exchange | None:
-        """How kernels may add up two ranks' rows as they read them; None: they may not."""
+        """Memory through which a kernel may add up two ranks' rows as it reads them; None: it may not."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, maybe in place."""
+        """The sum over all ranks, possibly in place."""
         ...
 
 
 class Share(NamedTuple):
-    """The addend of one rank, where ranks divide the inputs of a layer among them."""
+    """One rank's addend of a layer whose inputs are divided among ranks."""
 
     value: Tensor | Parts
     ranks: Summing
@@ -73,12 +73,12 @@ class Share(NamedTuple):
 
 
 Deferred = Tensor | Parts | Rounded | Share
-"""A tensor, or one whose last sum or product is left to the kernel that reads it, so that no kernel runs for that
-alone. `dinfer.kernels.deferred.close` makes a tensor of any."""
+"""A tensor, or a value whose last sum or product the reading kernel does, so that no kernel runs for it alone.
+`dinfer.kernels.deferred.close` turns any of them into a tensor."""
 
 
 class Matrices(NamedTuple):
-    """Weights of all experts, and of one that is shared, if there is one: [X, O, K] and [O, K], scales [X, O], [O]."""
+    """Weights of all experts, [X, O, K], and of a shared expert, [O, K], with scales [X, O] and [O]."""
 
     each: Tensor
     scale: Tensor | None = None
@@ -87,30 +87,28 @@ class Matrices(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """Which experts are here, where ranks deal them out: those from `first` on, of so many in all."""
+    """Which experts this rank has, if ranks deal them out whole."""
 
-    first: int
-    experts: int
+    first: int  # its first expert
+    experts: int  # of all ranks
 
 
 class Plan(NamedTuple):
-    """Which pairs of token and expert belong to each expert, and how they are cut into tiles of `rows` of one expert.
+    """The pairs of token and expert of each expert, cut into tiles of `rows` pairs of one expert.
 
-    `pairs_XN`: their numbers, ascending, counted token by token, and for each in the order of its experts. A shared
-    expert is each token's last and the last of all, but its tiles come first: they are the most. A tile: its expert, or
-    -1 if it is none, the first of its pairs among those of the expert and in the order of tiles, and how many they are.
-    Where it is not `whole`, some pairs belong to experts that are elsewhere, and no tile has them.
+    Pairs are numbered token by token, and within a token in the order of its experts. A shared expert is each token's
+    last expert and the last of all. It has the most tiles, so they come first.
     """
 
-    pairs_XN: Tensor
-    tile_I4: Tensor
+    pairs_XN: Tensor  # the numbers of each expert's pairs, ascending
+    tile_I4: Tensor  # expert (-1: no tile), first pair among the expert's, first pair in the order of tiles, pairs
     rows: int
     pairs: int
-    whole: bool = True
+    whole: bool = True  # False: some pairs belong to experts of other ranks, and no tile has them
 
 
 Inputs = Literal["plain", "rounded", "both"]
-"""How a layer takes its input rows: as they are, rounded to float8, or rounded with the original beside."""
+"""How a layer takes its input rows: as they are, rounded to float8, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +120,11 @@ class HeadNorm:
 
 
 Table = tuple[Tensor, Tensor]
-"""cos and signed sin of a rotation, see `dinfer.kernels.rotary.rotary_table`."""
+"""cos and signed sin of a rotation (`dinfer.kernels.rotary.rotary_table`)."""
 
 
 class Projections(NamedTuple):
-    """Queries, keys and values of a layer; norm and rotation are left to the kernel that stores the keys."""
+    """Queries, keys and values of a layer. The kernel that stores the keys applies norm and rotation."""
 
     qkv_BWXE: Tensor | Parts  # query heads, then key heads, then as many value heads
     heads: int  # query heads

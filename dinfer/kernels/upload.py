@@ -1,4 +1,4 @@
-"""Host values to the device, without waiting for it."""
+"""Copies host values to the device without waiting for it."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def upload(target: Tensor, values: Tensor) -> Tensor:
-    """Writes values of the host to a tensor, in order with all that is launched, and returns it.
+    """Copies host values to a tensor, in the order of launches, and returns the tensor.
 
-    They go through pinned memory, which torch's allocator hands out anew only once the device has read it. So the host
-    may go on, and upload again, at once.
+    They go through pinned memory. torch's allocator reuses it only once the device has read it, so the host may upload
+    again at once.
     """
     return target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""The positions of a window, as the plan of a cache policy says them.
+"""The positions of a window, from the plan of a cache policy.
 
 Shape suffixes: B lanes, W query positions, X positions of the active region.
 """
@@ -20,17 +20,17 @@ def window_positions(
     plan: WindowPlan, place_B: Place[Tensor], frame: Frame, *, width: int, active: int, prefill: bool,
     settles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """All positions of the window of each row, and what becomes of the row.
+    """The positions of each row's window, and what the step does with the row.
 
-    A `prefill` computes the positions before the attention block with the first logits. With `settles`, rows that need
-    more than `width` compute as many of these as fit, and decode nothing.
+    A `prefill` computes the positions before the attention block with the first logits. With `settles`, a row that
+    needs more than `width` computes as many of these as fit, and decodes nothing.
 
     Returns
         the positions, int64 [B, W], -1 behind the window;
         whether `width` is enough, bool [B];
         where in the window the logits of each active position are, int64 [B, active], -1 from `end` on;
-        up to where keys are final after the step, int64 [B], if the plan `keeps`;
-        up to where a row that decodes nothing has keys, int64 [B], -1 for others, with `prefill` or `settles`.
+        if the plan `keeps`, the end of the final keys after the step, int64 [B];
+        with `prefill` or `settles`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
     """
     if use_triton(place_B[0], "canvas"):
         from dinfer.kernels.triton.window import window_positions as kernel
@@ -50,6 +50,6 @@ def window_positions(
     pos_BX = span(start_B, end_B, active)
     logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
     final_B = None
-    if plan.keeps:  # what was finished when the step began is computed once more in it
+    if plan.keeps:  # the step computes once more what was finished when it began
         final_B = settled_B if prefill or from_prompt else start_B // grain * grain
     return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), final_B, only_B

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: loading them strictly, and writing them.
+"""Loads Hugging Face checkpoints strictly, and writes them.
 
-Only safetensors are read, and no code that comes with a checkpoint is ever run. A tensor that is missing, unknown,
-of another shape or neither a plain float nor 8 bits with a scale is an error that names it.
+It reads only safetensors and GGUF, and never runs a checkpoint's code. A tensor that is missing, unknown, of another
+shape, or in an unknown dtype raises an error that names it.
 """
 
 import json
@@ -26,21 +26,21 @@ from dinfer.loading.lora import read_adapter
 from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
-from dinfer.loading.safetensors_io import FLOATS, Stored, read, read_slices, stored
+from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
 
-TABLE = "embedding.weight"  # the parameter that holds the embedding, in every network
+TABLE = "embedding.weight"  # the embedding of every network
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the `mask_token_id` and all the `eos_token_id`s that any file of the folder names."""
+    """config.json, with the `mask_token_id` and all `eos_token_id`s that any file of the folder names."""
     files = small_files(folder)
     config = read_object(files / CONFIG)
     return config | token_ids(files, config).fields()
 
 
 def small_files(folder: Path) -> Folder:
-    """Where the files that describe a checkpoint are: its folder, or the metadata of its GGUF file."""
+    """The small files of a checkpoint: its folder, or the metadata of its GGUF file."""
     if folder.suffix != GGUF:
         return folder
     from dinfer.loading.gguf_file import gguf_file  # slow to import
@@ -49,7 +49,7 @@ def small_files(folder: Path) -> Folder:
 
 
 def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
-    """The tensors of a checkpoint, those that the family does not use left out."""
+    """The tensors of a checkpoint, without those that the family does not use. Raises CheckpointError."""
     if folder.suffix != GGUF:
         found = packed(stored(folder), packing(read_object(folder / CONFIG)))
         return {name: one for name, one in found.items() if not name.startswith(family.unused)}
@@ -60,7 +60,7 @@ def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, 
 
 
 def family_of(config: dict[str, Any]) -> str:
-    """The registered family that a config.json belongs to."""
+    """The name of the family that a config.json belongs to. Raises CheckpointError."""
     for name in MODELS.names():
         if MODELS.get(name).matches(config):
             return name
@@ -71,6 +71,7 @@ def family_of(config: dict[str, Any]) -> str:
 
 
 def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
+    """The model that a config.json describes. Raises CheckpointError."""
     if not family.matches(config):
         raise CheckpointError(
             f"config.json: model_type={config.get('model_type')!r} is not of the family {type(family).__name__}; "
@@ -88,12 +89,12 @@ def load_network(
 ) -> Any:  # fmt: skip
     """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
 
-    Shards are read one tensor at a time straight to their place, so the peak is the model and one tensor; with
-    `quantize`, the rounded model and one weight as it was. Experts may be stored each for itself or all of a layer
-    together. An adapter of the family is merged in. Weights that the checkpoint holds in few bits (`loading.quantized`,
-    `loading.packed`) stay so where a format can hold them; of others, a warning says so. `quantize`: the format that
-    all weights of linear layers and experts end in; None: as the checkpoint has them. Of a `rank` only its share is
-    read, and parameters have the shape of that.
+    Each tensor is read straight to its place, so memory peaks at the model and one tensor; with `quantize`, at the
+    rounded model and one unrounded weight. Experts may be stored one by one or all of a layer together. An adapter of
+    the family is merged in. Weights that the checkpoint holds in few bits (`loading.quantized`, `loading.packed`) keep
+    them if a format can hold them; a warning names the number of others. `quantize`: the final format of all weights of
+    linear layers and experts; None: the checkpoint's. A `rank` reads only its share, and has parameters of its shape.
+    Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
@@ -129,7 +130,9 @@ def load_network(
     pieces = [piece for piece in every if piece[0] not in whole]
     rounding = None
     if wanted is not None:
-        pieces.sort(key=lambda piece: placements[piece[0]].parameter)  # all parts of a weight one after the other
+        pieces.sort(
+            key=lambda piece: placements[piece[0]].parameter
+        )  # so that the parts of a weight follow one another
         rest = {name: one for name, one in weights.items() if name not in held and one[0].rounds}
         targets = [(placements[name].parameter, target) for name, _, target in pieces]
         rounding = Rounding(wanted, rest, (one for one in targets if one[0] in rest), dtype, device)
@@ -156,9 +159,9 @@ def load_network(
                 parameters[parameter].detach()[target].copy_(merged)
     if quantize is None and (wide := wide | words - whole):
         logging.getLogger(__name__).warning(
-            "%s: %d of %d rounded weights are widened to %s: no format holds their scales (of blocks), zeros or order "
-            "of inputs, an adapter changes them, or they share a matrix with others. quantize=fp8, int8 or int4 rounds "
-            "them again.",
+            "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), zeros or "
+            "order of inputs, or an adapter changes them, or they share a matrix with others. quantize=fp8, int8 or "
+            "int4 rounds them again.",
             folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
     return network
@@ -168,7 +171,7 @@ def formats_of(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales, takes: Mapping[str, Any],
     changed: Collection[str] = (), rank: Rank = WHOLE,
 ) -> dict[str, Any]:  # fmt: skip
-    """The parameters that may hold bit for bit what the checkpoint does, and the formats that do, of those in `takes`.
+    """The formats of `takes` that hold the checkpoint's values bit for bit, by the parameters that can have them.
 
     `changed`: weights that an adapter changes.
     """
@@ -187,10 +190,10 @@ def narrow_table(
     spec: ModelSpec, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], dtype: torch.dtype,
     changed: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """The format of an embedding that a checkpoint has in floats of fewer bits than `dtype`: it stays in these.
+    """The format of an embedding that a checkpoint has in narrower floats than `dtype`, which it keeps.
 
-    Rows are widened as they are looked up. Beside weights in few bits a wide table would be a large part of the model.
-    A table that is the head too is widened, for speed. `changed`: as in `formats_of`.
+    Its rows are widened when they are looked up. Beside weights in few bits a wide table would be a large part of the
+    model. A table that is also the head is widened, for speed. `changed`: as in `formats_of`.
     """
     from dinfer.layers.formats.plain import Plain  # only here: networks are heavy to import
 
@@ -200,19 +203,19 @@ def narrow_table(
 
 
 def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
-    """The tensors less those that repeat others (`ModelFamily.copies`). CheckpointError for one with other values."""
+    """The tensors without copies of others (`ModelFamily.copies`). Raises CheckpointError if a copy differs."""
     both = {copy: name for copy, name in copies.items() if copy in tensors and name in tensors}
     problems = [
         f"{copy} differs from {name}"
         for copy, name in both.items()
         if not torch.equal(*(next(read(tensors, [one]))[1] for one in (copy, name)))
     ]
-    refuse(problems, "the model has one tensor where the checkpoint has two, which must be equal")
+    refuse(problems, "the model has one tensor where the checkpoint has two, so they must be equal")
     return {name: tensor for name, tensor in tensors.items() if name not in both}
 
 
 def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
-    """The names and shapes that a checkpoint must have, as its experts are stored."""
+    """The names and shapes that a checkpoint must have, for the way in which its experts are stored."""
     layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
     return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
 
@@ -226,10 +229,10 @@ def random_network(
     family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, quantize: str | None = None,
     rank: Rank = WHOLE,
 ) -> Any:  # fmt: skip
-    """A network of that shape with random weights of a trained model's scale, for measuring speed and memory.
+    """A network with random weights of a trained model's scale, to measure speed and memory.
 
-    Of a `rank`, the share that it has of the network with this seed. `quantize`: the format that all weights of linear
-    layers and experts end in, each rounded as soon as it is made.
+    A `rank` gets its share of the network that torch's seed makes. `quantize`: the format of all weights of linear
+    layers and experts, each rounded as soon as it is made. Raises ValueError.
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
@@ -262,7 +265,7 @@ def random_network(
 
 
 def divisions(family: ModelFamily, spec: ModelSpec, rank: Rank) -> dict[str, Split]:
-    """How the parameters are divided of which a rank has a share. ValueError if they cannot be."""
+    """How the parameters that ranks share are divided. Raises ValueError if they cannot be."""
     found = {place.parameter: place.division(rank) for place in family.weights(spec).values()}
     return {name: split for name, split in found.items() if split is not None}
 
@@ -274,7 +277,7 @@ def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
 
 
 class Uninitialised(TorchFunctionMode):
-    """Leaves parameters as they are made: the initialisers of meta tensors import torch's compiler, for nothing."""
+    """Skips the initialisers of parameters, which import torch's compiler for meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == nn.init.__name__:
@@ -286,10 +289,10 @@ def empty_network(
     family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
     formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE, rest: Any = None,
 ) -> Any:  # fmt: skip
-    """The network, its weights not yet written. What chooses experts stays in float32 at least: ties are decided so.
+    """The network with unwritten weights, in the shapes of the rank's share.
 
-    `formats`: of parameters, where the network lets a format hold them; `rest`: of all others of these. They have the
-    shape of the rank's share. Raises ValueError for a shape that a format cannot hold.
+    Biases that choose experts stay in float32 or wider, since they decide ties. `formats`: of parameters that a format
+    may hold; `rest`: the format of the others. Raises ValueError for a shape that a format cannot hold.
     """
     from dinfer.layers.linear import formatted  # only here: networks are heavy to import
 
@@ -313,7 +316,7 @@ def empty_network(
 
 
 def _place(network: nn.Module, device: torch.device) -> None:
-    """What `to_empty` does, which asks for each tensor like a meta tensor: torch then imports sympy, over a second."""
+    """Does the work of `to_empty`, which would make torch import sympy. That takes over a second."""
     for module in network.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, nn.Parameter(_empty(parameter, device), requires_grad=False))
@@ -324,7 +327,7 @@ def _place(network: nn.Module, device: torch.device) -> None:
 def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if like.is_contiguous():
         return torch.empty(like.shape, dtype=like.dtype, device=device)
-    return torch.empty_like(like, device=device)  # scales of 4 bits lie in memory as kernels want them
+    return torch.empty_like(like, device=device)  # keeps the memory layout of 4-bit scales
 
 
 def save_network(
@@ -344,17 +347,11 @@ def save_network(
 def differences(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
 ) -> Iterator[str]:
-    """Every tensor that is missing, not known, of another shape, or no float though it has no scale."""
+    """Every tensor that is missing, unknown, of another shape, or no float and without a scale."""
     if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):
         yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
-    yield from (f"missing: {name}" for name in placements if name not in tensors)
-    yield from (f"unexpected: {name}" for name in tensors if name not in placements)
-    for name in placements.keys() & tensors.keys():
-        found = tensors[name]
-        if found.shape != placements[name].shape:
-            yield f"shape of {name}: {found.shape}, must be {placements[name].shape}"
-        if found.floats is None and not (scales is not None and name in scales.stored):
-            yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
+    shapes = {name: place.shape for name, place in placements.items()}
+    yield from mismatches(tensors, shapes, () if scales is None else scales.stored)
     if scales is not None:
         yield from scales.problems(tensors)
 
@@ -362,5 +359,5 @@ def differences(
 def check(
     folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
 ) -> None:
-    """CheckpointError that lists the differences."""
+    """Raises a CheckpointError that lists the differences."""
     refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its config.json")

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, and the error for what is wrong with one. Imports neither torch nor safetensors."""
+"""The JSON files of a checkpoint, and the error for a wrong checkpoint. Imports neither torch nor safetensors."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull`
 
 
 class CheckpointError(ValueError):
-    """The checkpoint is not what its family says it must be; the message lists every difference."""
+    """The checkpoint is damaged, not supported, or does not fit its family. The message says where."""
 
 
 class SmallFile(Protocol):
@@ -22,13 +22,13 @@ class SmallFile(Protocol):
 
 
 class Folder(Protocol):
-    """Where the small files of a checkpoint are: a `Path`, or a GGUF file."""
+    """The small files of a checkpoint: a `Path`, or a GGUF file."""
 
     def __truediv__(self, name: str, /) -> SmallFile: ...
 
 
 def read_object(path: SmallFile) -> dict[str, Any]:
-    """A file that holds a JSON object."""
+    """The JSON object in a file. Raises CheckpointError, OSError."""
     try:
         pointer = (text := path.read_text()).startswith(POINTER)
         found = None if pointer else json.loads(text)
@@ -42,7 +42,7 @@ def read_object(path: SmallFile) -> dict[str, Any]:
 
 
 def damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    """The error for a file of weights that is not one of its kind. `error`: what its reader says."""
+    """The error for a file of weights that is not of its `kind`. `error`: its reader's."""
     with path.open("rb") as file:
         pointer = file.read(len(POINTER)) == POINTER.encode()
     size = f"{path.stat().st_size:,} bytes"
@@ -51,7 +51,7 @@ def damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def refuse(problems: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if there are any problems, with `what` and the first twenty of them."""
+    """Raises a CheckpointError with `what` and the first twenty problems, if there are any."""
     if problems:
         shown = "\n  ".join(sorted(problems)[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""

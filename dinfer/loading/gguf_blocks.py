@@ -1,4 +1,4 @@
-"""Which weights of a GGUF file a CPU holds as the blocks that they are."""
+"""Which weights of a GGUF file a CPU keeps as blocks."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,9 +13,9 @@ from dinfer.loading.safetensors_io import Stored
 def blocks_of(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str]
 ) -> dict[str, Blocks]:
-    """The parameters that may hold their blocks as they are on a CPU, where kernels multiply with these.
+    """The parameters that can keep their blocks on a CPU, whose kernels multiply with them.
 
-    All that goes into such a parameter is blocks of some type. `changed`: weights that an adapter changes.
+    All weights of the parameter must be blocks of some type. `changed`: weights that an adapter changes.
     """
     sections: dict[str, list[tuple[int, Section]]] = {}
     others = set() if library() is not None else {place.parameter for place in placements.values()}

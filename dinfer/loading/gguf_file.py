@@ -1,7 +1,7 @@
 """GGUF files of diffusion models: their metadata as the small files of a checkpoint, and their tensors.
 
-The `gguf` package reads headers and dequantises. Tensors get the names that the family's checkpoints have on the hub,
-so all that is known of a family holds for its GGUF files too.
+The `gguf` package reads headers and dequantises. Tensors get their names in the family's checkpoints on the hub, so
+that a family needs nothing more for its GGUF files.
 """
 
 from __future__ import annotations
@@ -33,18 +33,15 @@ SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the metadata of one `general.architecture` becomes a config.json.
+    """How the metadata of one `general.architecture` becomes a config.json."""
 
-    `permuted`: rows of q and k are in the order of interleaved pairs, as llama.cpp rotates them, and not in halves.
-    """
-
-    keys: Mapping[str, str]  # fields of config.json and the keys that hold them
-    same: Mapping[str, Any]  # fields that are alike in all such models
+    keys: Mapping[str, str]  # fields of config.json, and the keys that hold them
+    same: Mapping[str, Any]  # fields that all these models share
     tied: str  # the field that says whether the head is the embedding
     kind: gguf.MODEL_ARCH  # names of tensors
-    permuted: bool = False
+    permuted: bool = False  # rows of q and k are in interleaved pairs, as llama.cpp rotates them, not in halves
     shift: bool = False  # logits predict the next token
-    absent: Mapping[str, Any] = field(default_factory=dict)  # values of keys that a file may leave out
+    absent: Mapping[str, Any] = field(default_factory=dict)  # values of optional keys
 
 
 HUB_KEYS = {
@@ -104,12 +101,12 @@ RND1 = Architecture(
     absent={"expert_weights_norm": True, "expert_weights_scale": None},
 )  # fmt: skip
 ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1}
-OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's own beside it and never permute
+OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's in another key and never permute
 EXPECTED = {
     "attention.causal": (False, None), "rope.scaling.type": ("none", None), "expert_gating_func": (1, None),
     "expert_shared_count": (0, None), "leading_dense_block_count": (0, None),
 }  # fmt: skip
-"""Keys that would change the network if they differed. None: absent."""
+"""Keys that would change the network if they had other values. None: absent."""
 FLAGS = ("expert_weights_norm",)
 TOKENS = {
     "mask_token_id": ("tokenizer.ggml.mask_token_id",),
@@ -119,11 +116,11 @@ TOKENS = {
 
 @dataclass(frozen=True)
 class GgufTensor(Stored):
-    """A tensor of a GGUF file. `dtype` is the GGUF type; `heads`: of so many heads the rows are permuted."""
+    """A tensor of a GGUF file. `dtype` is the GGUF type."""
 
     offset: int  # bytes from the beginning of the file
     nbytes: int
-    heads: int = 0
+    heads: int = 0  # heads whose rows are permuted; 0: none are
 
     @property
     def end(self) -> int:
@@ -144,21 +141,21 @@ class GgufTensor(Stored):
         yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
 
     def read(self) -> Tensor:
-        """The values on the CPU: floats as they are, all else in float32 as the gguf package dequantises it."""
+        """The values on the CPU: floats as they are, blocks in float32 as the gguf package dequantises them."""
         if self.dtype in FLOATS:
             found = self._bytes().view(FLOATS[self.dtype]).view(self.shape)
             return self._in_halves(found)
         return dequantised(self.dtype, self.blocks())
 
     def blocks(self) -> Tensor:
-        """The blocks as they are. uint8, a row of them for each row of values"""
+        """The blocks, one row of them for each row of values. uint8"""
         return self._in_halves(self._bytes().view(gguf.quant_shape_to_byte_shape(self.shape, Kind[self.dtype])))
 
     def _bytes(self) -> Tensor:
         return torch.from_numpy(np.fromfile(self.path, np.uint8, self.nbytes, offset=self.offset))
 
     def _in_halves(self, rows: Tensor) -> Tensor:
-        """Rows of values, or of their blocks, in the order that the network has them in."""
+        """Rows of values, or of their blocks, in the network's order."""
         if not self.heads:
             return rows
         return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
@@ -166,22 +163,24 @@ class GgufTensor(Stored):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a GGUF file, or of all its shards, says. As a folder it has the small files of a checkpoint:
-    config.json, tokenizer.json and tokenizer_config.json."""
+    """The header of a GGUF file, or of all its shards.
+
+    As a folder it has the small files of a checkpoint: config.json, tokenizer.json and tokenizer_config.json.
+    """
 
     path: Path
     name: str  # of the architecture
     known: Architecture
-    config: dict[str, Any]  # as a config.json
-    tokenizer: dict[str, dict[str, Any]]  # its files; empty if the metadata has no tokenizer
-    tensors: dict[str, GgufTensor]  # by their own names
+    config: dict[str, Any]  # the fields of config.json
+    tokenizer: dict[str, dict[str, Any]]  # the tokenizer's files; empty if the metadata has no tokenizer
+    tensors: dict[str, GgufTensor]  # by their names in the file
     layers: int
 
     def __truediv__(self, name: str) -> SmallFile:
         return SmallFile(self.path, name, ({"config.json": self.config} | self.tokenizer).get(name))
 
     def stored(self, wanted: Iterable[str]) -> dict[str, Stored]:
-        """The tensors under the names of the family's checkpoints; one that is none of these keeps its own name."""
+        """The tensors by their names in the family's checkpoints. Unknown tensors keep their own names."""
         names = gguf.get_tensor_name_map(self.known.kind, self.layers)
         found: dict[str, Stored] = {}
         for name in wanted:
@@ -195,11 +194,11 @@ class GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A file of a checkpoint that the metadata of a GGUF file stands for. `found`: None if it has none."""
+    """A file of a checkpoint, made of the metadata of a GGUF file."""
 
     path: Path
     name: str
-    found: dict[str, Any] | None
+    found: dict[str, Any] | None  # None: the metadata has no such file
 
     def __str__(self) -> str:
         return f"{self.path} (as {self.name})"
@@ -212,12 +211,12 @@ class SmallFile:
 
 
 def dequantised(kind: str, blocks: Tensor) -> Tensor:
-    """The values of rows of blocks, as the gguf package has them. uint8 [..., B] -> float32 [..., K]"""
+    """The values of rows of blocks, by the gguf package. uint8 [..., B] -> float32 [..., K]"""
     return torch.from_numpy(gguf.dequantize(blocks.numpy(), Kind[kind]))
 
 
 def gguf_file(path: Path) -> GgufFile:
-    """Reads the header of a GGUF file, and of its other shards. CheckpointError for one that makes no model."""
+    """Reads the header of a GGUF file and of its other shards. Raises CheckpointError."""
     fields, own_tensors = _header(path)
     tensors = dict(own_tensors)
     for shard in _other_shards(path, fields):
@@ -247,12 +246,12 @@ def gguf_file(path: Path) -> GgufFile:
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], Mapping[str, GgufTensor]]:
-    """The metadata of one file, and its tensors."""
+    """The metadata and tensors of one file."""
     stat = path.stat()
     return _read_header(path, stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(maxsize=8)  # the same header is asked for the config, the tokenizer and the weights
+@lru_cache(maxsize=8)  # config, tokenizer and weights read the same header
 def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any], Mapping[str, GgufTensor]]:
     try:
         reader = GGUFReader(path)
@@ -264,7 +263,7 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
             )
             for one in reader.tensors
         }  # fmt: skip
-    except (ValueError, IndexError, KeyError, OverflowError) as error:  # as numpy and the package say it
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # of numpy and the package
         if kind := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             raise CheckpointError(
                 f"{path} has tensors of type {kind[1]}, which the gguf package does not know; {', '.join(TYPES)} load"
@@ -279,7 +278,7 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
 
 
 def _other_shards(path: Path, fields: Mapping[str, Any]) -> list[Path]:
-    """The files that a model is split into beside its first one, which is given."""
+    """The other files of a model that is split into shards. `path` is the first. Raises CheckpointError."""
     count = fields.get("split.count", 1)
     if count <= 1:
         return []
@@ -295,7 +294,7 @@ def _other_shards(path: Path, fields: Mapping[str, Any]) -> list[Path]:
 def _config(
     path: Path, prefix: str, known: Architecture, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 ) -> dict[str, Any]:
-    """The metadata as a config.json of the family."""
+    """The fields of a config.json, from the metadata. Raises CheckpointError."""
     table = tensors.get("token_embd.weight")
     if table is None:
         raise CheckpointError(f"{path} has no token_embd.weight")
@@ -317,7 +316,7 @@ def _config(
     expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
     expected["diffusion.shift_logits"] = (known.shift, None)
     width, heads = (fields[f"{prefix}.{key}"] for key in ("embedding_length", "attention.head_count"))
-    if width % heads == 0:  # the family says so of others
+    if width % heads == 0:  # otherwise the family raises an error
         head_dim = config.get("head_dim") or width // heads
         same = ("attention.key_length", "attention.value_length", "rope.dimension_count")
         expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
@@ -327,7 +326,7 @@ def _config(
             for key, allowed in expected.items()
             if fields.get(key) not in allowed
         ],
-        f"{path}: the metadata says of {prefix} what is not supported",
+        f"{path}: the metadata has values that are not supported for {prefix}",
     )
     for name, keys in TOKENS.items():
         found = [fields[key] for key in (f"{prefix}.{name}", *keys) if key in fields]
@@ -337,5 +336,5 @@ def _config(
 
 
 def _plain(value: Any) -> Any:
-    """A float as it was before it was rounded to 32 bits, if it had few digits: 1e-5 is 9.99999974737875e-06 there."""
+    """A float before it was rounded to 32 bits, if it had few digits: 9.99999974737875e-06 was 1e-5."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

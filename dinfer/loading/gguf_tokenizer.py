@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file's metadata, as the tokenizer.json and tokenizer_config.json of a checkpoint.
 
-A byte-level BPE, as all models have that GGUF files of diffusion models are made of. `tokenizer.ggml.pre` names the
-pattern that cuts text into words. The patterns are those of the tokenizer.json files that the names stand for.
+It is a byte-level BPE: all diffusion models with GGUF files have one. `tokenizer.ggml.pre` names the pattern that cuts
+text into words. The patterns are those of the models' own tokenizer.json files.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from dinfer.loading.files import CheckpointError
 
 TEXTS = "tokenizer.ggml.tokens"
-WHOLE = "tokenizer.huggingface.json"  # the tokenizer.json itself, as the GGUF standard has it
+WHOLE = "tokenizer.huggingface.json"  # the GGUF standard's key for a whole tokenizer.json
 TEMPLATE = "tokenizer.chat_template"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +25,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "bailingmoe": BAILING, "bailingmoe2": BAILING, "llada-moe": BAILING, "gpt-2": (GPT2 + r"|\s+",),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }  # fmt: skip
-"""What cuts text into words, by `tokenizer.ggml.pre`: each pattern cuts what those before it left."""
+"""The patterns that cut text into words, by `tokenizer.ggml.pre`. Each cuts the pieces that those before it left."""
 SPECIAL, PLAIN = 3, 4  # kinds of token in `tokenizer.ggml.token_type`: control, and added by a user
 ROLES = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id",
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[type, type | None, str]] = {
 
 
 def check_kinds(path: Path, fields: Mapping[str, Any]) -> None:
-    """CheckpointError for a value of another kind than the GGUF standard says."""
+    """Raises CheckpointError for a value whose type is not that of the GGUF standard."""
     for name, (kind, inside, must) in KINDS.items():
         found = fields.get(name)
         each = found if isinstance(found, list) else []
@@ -50,9 +50,9 @@ def check_kinds(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json; nothing if the metadata has no tokenizer.
+    """tokenizer.json and tokenizer_config.json; empty if the metadata has no tokenizer.
 
-    Raises CheckpointError for a tokenizer that would not be read as it is meant.
+    Raises CheckpointError for a tokenizer that is not supported.
     """
     texts = fields.get(TEXTS)
     if texts is None:
@@ -105,7 +105,7 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": merges,  # llama.cpp passes over those that make no token
+            "merges": merges,  # without those that make no token, which llama.cpp skips
             "ignore_merges": PATTERNS[pre] is LLAMA3,
         },
     }
@@ -113,7 +113,7 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def _begun(text: str, token: int) -> dict[str, Any]:
-    """Puts a token in front of every text."""
+    """The post-processor that puts a token in front of every text."""
     first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     other = {"Sequence": {"id": "B", "type_id": 1}}
     return {

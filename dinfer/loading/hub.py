@@ -1,4 +1,4 @@
-"""Finds a checkpoint: in the package, in a folder or on the Hugging Face hub. Without torch, so errors come soon."""
+"""Finds a checkpoint in the package, in a folder or on the Hugging Face hub. Imports no torch, so errors come soon."""
 
 import socket
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from urllib.request import getproxies
 from dinfer.core.registry import unknown
 from dinfer.loading.files import CheckpointError
 
-SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # what describes a checkpoint
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # files that describe a checkpoint
 WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
-GGUF = ".gguf"  # how the name of a file ends that is a whole checkpoint
-PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute where packets are swallowed
+GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
+PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute if packets are dropped
 
 
 def boxed(needed: str = "config.json") -> list[str]:
-    """Names of the models in the package; with `needed` set to an adapter's file, of the adapters."""
+    """The names of the models in the package; of its adapters if `needed` is an adapter's file."""
     folder = resources.files("dinfer") / "demo" / "checkpoints"
     if not folder.is_dir():
         return []
@@ -27,11 +27,9 @@ def boxed(needed: str = "config.json") -> list[str]:
 
 
 def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
-    """The folder of a checkpoint: a model in the box, a local folder, or a download from the hub (cached).
+    """The folder of a checkpoint, or its GGUF file: a model in the box, a local path, or a download from the hub.
 
-    Of a checkpoint in a GGUF file it is the file.
-
-    `needed`: the file that makes a folder what is looked for. `wanted`: which files are downloaded.
+    `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
     """
     path = Path(name).expanduser()
     weights = path.suffix == GGUF
@@ -64,7 +62,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder with a model's files, downloaded or from the cache. Raises CheckpointError if it cannot be had."""
+    """The folder with a model's files, downloaded or from the cache. Raises CheckpointError."""
     from huggingface_hub import constants, errors, snapshot_download  # slow to import, and not needed for folders
 
     offline = constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)
@@ -86,7 +84,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def reachable(url: str) -> bool:
-    """Whether the host of a URL takes connections. With a proxy this is True, since the proxy will say."""
+    """Whether the host of a URL accepts connections. True with a proxy, which answers for the host."""
     if getproxies():
         return True
     where, answers = urlsplit(url), Queue[bool]()
@@ -99,7 +97,7 @@ def reachable(url: str) -> bool:
         except OSError:
             answers.put(False)
 
-    Thread(target=knock, daemon=True).start()  # looking up a host's address knows no timeout
+    Thread(target=knock, daemon=True).start()  # the lookup of an address has no timeout
     try:
         return answers.get(timeout=PATIENCE)
     except Empty:

@@ -1,6 +1,6 @@
-"""Says what a checkpoint is and whether it loads, from its small files, without its weights.
+"""Says what a checkpoint is and whether it loads, from its small files and the headers of its weights.
 
-It calls the functions that load a checkpoint, and reads all but the values of tensors.
+It calls the functions that load a checkpoint, and reads everything but the values of tensors.
 """
 
 import math
@@ -43,7 +43,7 @@ CHAT = (
     {"role": "assistant", "content": "4."},
     {"role": "user", "content": "And times 3?"},
 )
-"""A chat of two turns, which shows what the chat template does."""
+"""A chat that shows what the chat template does."""
 TEMPLATE = "chat_template.jinja"
 METADATA = "metadata of the GGUF file"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
@@ -61,42 +61,42 @@ class Token:
 
 @dataclass(slots=True)
 class Inspection:
-    """What the files say of a checkpoint; None or empty where they do not say."""
+    """What the files say of a checkpoint; None or empty if they do not say."""
 
     folder: Path  # or a GGUF file
     files: Folder | None = None  # the small files; None: they cannot be read
     family: str | None = None
     spec: ModelSpec | None = None
     dtype: torch.dtype | None = None  # of the weights
-    packing: str | None = None  # how several of them are packed in an integer
+    packing: str | None = None  # how integers pack the weights
     parameters: int | None = None
-    active: int | None = None  # parameters that one token meets
+    active: int | None = None  # parameters that one token uses
     # Bytes of the loaded network, by `quantize`; `blocks`: of a GGUF file on a CPU, without `quantize`.
     memory: dict[str, int | None] = field(default_factory=dict)
-    expected: int | None = None  # how many tensors the family wants
-    stored: int | None = None  # how many tensors the files or their index name
-    types: dict[str, int] = field(default_factory=dict)  # how many of these are of each type, where the files are here
-    total_size: int | None = None  # bytes of all tensors, by the index
+    expected: int | None = None  # number of tensors that the family wants
+    stored: int | None = None  # number of tensors in the files or their index
+    types: dict[str, int] = field(default_factory=dict)  # number of tensors of each type, in the files at hand
+    total_size: int | None = None  # bytes of all tensors, from the index
     tokens: list[Token] = field(default_factory=list)
     template: str | None = None  # the file that holds the chat template
-    chat: str | None = None  # `CHAT` as the model reads it
+    chat: str | None = None  # the text of `CHAT` for the model
     problems: list[str] = field(default_factory=list)  # each keeps the model from loading or from chatting
     unknown: list[str] = field(default_factory=list)  # what no file at hand says
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Makes an error of one file a problem, so that the other files are looked at as well."""
+        """Turns an error into a problem, so that the inspection goes on with other files."""
         try:
             yield
-        except (ValueError, OSError, RuntimeError) as error:  # torch's, for sizes that no tensor can have
+        except (ValueError, OSError, RuntimeError) as error:  # torch raises RuntimeError for impossible sizes
             self.problems.append(str(error))
 
 
 def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
-    """Looks at the files in `folder`; what is wrong with them becomes `problems`.
+    """Reads the files in `folder`; their errors become `problems`.
 
-    `given`: the family as `name`, else that of config.json, and its options, such as `block`. Raises ValueError if
-    these are wrong.
+    `given`: the options of the family, such as `block`, and its `name`; without a name, config.json decides. Raises
+    ValueError for wrong options.
     """
     found, family = Inspection(folder), MODELS.build(given) if "name" in given else None
     config: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
 
 
 def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
-    """Parameters, memory, and what is wrong with the tensors."""
+    """Notes parameters, memory, and the problems of the tensors."""
     stored, headers = _stored(found, family)
     block, how = scale_block(config), packing(config)
     stored, headers = packed_names(stored, how), packed(headers, how)
@@ -152,7 +152,7 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
 
 
 def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[str], dict[str, Stored]]:
-    """The names of all tensors that the files hold, and the headers of those whose files are at hand."""
+    """The names of all tensors in the files or their index, and the headers of those in files at hand."""
     headers: dict[str, Stored] = {}
     if found.folder.suffix == GGUF:
         if family is not None and found.spec is not None:
@@ -168,7 +168,7 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
         where = dict.fromkeys(stored_in(found.folder / SINGLE), SINGLE)
     else:
         if any(found.folder.glob("*.bin")):
-            stored(found.folder)  # says why pickles are not read
+            stored(found.folder)  # raises the error that says why it reads no pickles
         found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
         return [], headers
     files = sorted(set(where.values()))
@@ -188,14 +188,14 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
 
 
 def _idle(spec: ModelSpec) -> int:
-    """Parameters of the experts that a token does not go to."""
+    """Parameters of the experts that a token does not choose."""
     if (experts := spec.experts) is None:
         return 0
     return (spec.layers - len(experts.dense)) * (experts.experts - experts.chosen) * 3 * experts.width * spec.hidden
 
 
 def _dtype(found: Inspection, config: Mapping[str, Any], stored: Iterable[Stored]) -> torch.dtype:
-    """The dtype of the first tensor that is a plain float, as in loading; without files the one in config.json."""
+    """The dtype of the first tensor of floats, as in loading; without files that of config.json."""
     for tensor in stored:
         if tensor.floats is not None:
             return tensor.floats
@@ -213,7 +213,7 @@ def _as_expected(
     names: Iterable[str], placements: Mapping[str, Placement], dtype: torch.dtype, config: Mapping[str, Any],
     block: Block | None,
 ) -> dict[str, Stored]:  # fmt: skip
-    """Tensors of which only the names are known, each as the network wants it."""
+    """Stand-ins for tensors with unknown headers: they have the shapes and dtypes that the network wants."""
     quantized = config.get(FIELD) or {}
     narrow = "I8" if str(quantized.get("format")).startswith("int") else "F8_E4M3"
     matrices = [name for name, place in placements.items() if quantized and len(place.shape) > 1]
@@ -231,9 +231,9 @@ def _as_expected(
 
 
 def _contradiction(found: Inspection, placements: Mapping[str, Placement]) -> Iterator[str]:
-    """The problem that `total_size` is not that of the shapes, which follow from config.json.
+    """Reports a `total_size` in the index that does not fit the shapes, which follow from config.json.
 
-    All tensors have one width, but vectors and routers may be in float32 beside others in 16 bits.
+    All tensors have the same width, except that vectors and routers may be in float32 beside others in 16 bits.
     """
     free = sum(
         math.prod(place.shape)
@@ -244,12 +244,12 @@ def _contradiction(found: Inspection, placements: Mapping[str, Placement]) -> It
     if total is not None and not any(0 <= total - every * width <= free * 2 for width in (2, 4, 8)):
         yield (
             f"{INDEX}: total_size={total} is not that of {every} parameters in 16, 32 or 64 bits, which {CONFIG} "
-            "describes: some tensor must have another shape"
+            "describes: a tensor must have another shape"
         )
 
 
 def _gathered(problems: Iterable[str]) -> Iterator[str]:
-    """The problems; those that differ by the numbers of layers and experts alone are one."""
+    """The problems, with those joined that differ only in the numbers of layers and experts."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", problem), []).append(problem)
@@ -261,7 +261,7 @@ def _memory(
     found: Inspection, family: ModelFamily, tensors: Mapping[str, Stored], placements: Mapping[str, Placement],
     scales: Scales,
 ) -> dict[str, int | None]:  # fmt: skip
-    """Bytes of the network as loading makes it, by `quantize`; None where its layers cannot be rounded so."""
+    """Bytes of the loaded network, by `quantize`; None if its layers cannot be rounded to that."""
     assert found.spec is not None and found.dtype is not None
     memory: dict[str, int | None] = {}
     if found.folder.suffix == GGUF:
@@ -296,13 +296,13 @@ def _bytes(network: Any) -> int:
 
 
 def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
-    """The mask token and the stop tokens, then all that the tokenizer's files give a role."""
+    """The mask token and the stop tokens, then all tokens with a role in the tokenizer's files."""
     known: dict[str, tuple[Any, str]] = {}
     for file, vocabulary in vocabularies(files):
         known = {text: (token, file) for text, token in vocabulary.items()} | known
     texts = {token: text for text, (token, _) in known.items() if type(token) is int}
     if not texts:
-        found.unknown.append("texts of the tokens: no file of a tokenizer that has them is here")
+        found.unknown.append("texts of the tokens: no tokenizer file here has them")
     if (spec := found.spec) is not None:
         options = dict.fromkeys(given.get("stop_ids") or (), "model.stop_ids")
         stops = options | {stop.id: stop.source for stop in ids.stops}
@@ -318,12 +318,12 @@ def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: Tok
 
 
 def _render_chat(found: Inspection, files: Folder) -> None:
-    """Puts `CHAT` through the chat template, as the tokenizer does."""
+    """Renders `CHAT` with the chat template, as the tokenizer does."""
     settings = read_object(files / TOKENIZER) if (files / TOKENIZER).is_file() else {}
     file, template = TOKENIZER, settings.get("chat_template")
     if (files / TEMPLATE).is_file():
         file, template = TEMPLATE, (files / TEMPLATE).read_text(encoding="utf-8")
-    if isinstance(template, list):  # several, each with a name
+    if isinstance(template, list):  # of named templates
         template = next((one for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
         template = template and template.get("template")
     elif isinstance(template, dict):

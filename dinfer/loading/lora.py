@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format (arXiv:2106.09685), merged into the weights as these are read.
+"""LoRA adapters in PEFT's format (arXiv:2106.09685), merged into the weights while these are read.
 
 A merged model costs as much as its base. D2F publishes its models as adapters (arXiv:2508.09192).
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dinfer.core.spec import Placement
 from dinfer.loading.files import CheckpointError, read_object, refuse
-from dinfer.loading.safetensors_io import FLOATS, read, stored_in
+from dinfer.loading.safetensors_io import mismatches, read, stored_in
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-# Fields that change what an adapter means, and the values that are supported; null and absent always are.
+# Fields that change an adapter's meaning, and their supported values; null and absent always are.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -55,9 +55,9 @@ class Adapter:
     scale: float
 
     def merged(self, name: str, weight: Tensor, device: torch.device, part: tuple[slice, ...]) -> Tensor:
-        """W + scale * B A, summed in float32 or more on `device`; W as it is if it has no update.
+        """W + scale * B A, summed in float32 or wider on `device`; W itself if the adapter does not change it.
 
-        `weight` is `part` of the tensor W.
+        `weight` is `part` of the tensor W, [out, in].
         """
         if name not in self.pairs:
             return weight
@@ -69,8 +69,10 @@ class Adapter:
 
 
 def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
-    """The adapter in a folder, for a checkpoint with these tensors. CheckpointError for what is not supported or fits
-    not: every field or tensor is named."""
+    """The adapter in a folder, for a checkpoint with these tensors.
+
+    Raises a CheckpointError that names the fields or tensors that are not supported or do not fit.
+    """
     config = read_object(folder / CONFIG)
     for field, allowed in SUPPORTED.items():
         if (value := config.get(field)) is not None and value not in allowed:
@@ -87,14 +89,7 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
         out, width = placements[f"{name}.weight"].shape
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, width)
         wanted[f"{PREFIX}{name}.lora_B.weight"] = (out, rank)
-    problems = [f"missing: {name}" for name in wanted if name not in tensors]
-    problems += [f"unexpected: {name}" for name in tensors if name not in wanted]
-    for name in wanted.keys() & tensors.keys():
-        if tensors[name].shape != wanted[name]:
-            problems.append(f"shape of {name}: {tensors[name].shape}, must be {wanted[name]}")
-        if tensors[name].dtype not in FLOATS:
-            problems.append(f"dtype of {name}: {tensors[name].dtype}, must be one of {', '.join(FLOATS)}")
-    refuse(problems, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
+    refuse([*mismatches(tensors, wanted)], f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
     values = {name: tensor.clone() for name, tensor in read(tensors)}
     pairs = {
         f"{name.removeprefix(PREFIX).removesuffix('.lora_A.weight')}.weight": (

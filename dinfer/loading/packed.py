@@ -1,8 +1,8 @@
 """Checkpoints whose weights are integers of 4 or 8 bits, several in each int32, with a scale for a group of inputs.
 
-Read are GPTQ (AutoGPTQ, GPTQModel; formats "gptq" and "gptq_v2"), AWQ (AutoAWQ, version "gemm") and compressed-tensors
+It reads GPTQ (AutoGPTQ, GPTQModel; formats "gptq" and "gptq_v2"), AWQ (AutoAWQ, version "gemm") and compressed-tensors
 "pack-quantized" (llm-compressor; W4A16 and W8A16). A weight is (value - zero) * scale. A float32 holds the product
-exactly, so what a network gets is rounded once, to its dtype, as the packers' own code does.
+exactly, so weights are rounded once, to the network's dtype, as in the packers' own code.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,23 +29,23 @@ BESIDE = {
         "scale": "weight_scale", "zero": "weight_zero_point", "index": "weight_g_idx", "shape": "weight_shape",
     },
 }  # fmt: skip
-"""How the names of the tensors end that make a weight."""
+"""The endings of the names of a weight's other tensors, by role."""
 WORD = 32  # bits
 FLAG = (True, False, None)
 ORDERED, IN_ORDER = (True, "group", "dynamic"), (None, False, "weight", "static")  # compressed-tensors' `actorder`
-PIECE = 1 << 18  # values that are unpacked at a time: so they stay in the cache
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each 4 bits of an int32 hold
+PIECE = 1 << 18  # values to unpack at a time, so that they stay in the cache
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight neighbours, in each 4 bits of an int32
 
 
 class Packing(NamedTuple):
-    """What a `quantization_config` says of all packed weights."""
+    """How a `quantization_config` says that weights are packed."""
 
     method: Method
     bits: int
     group: int  # inputs that share a scale; -1: all
     symmetric: bool  # zero is the middle of the range
-    ordered: bool  # inputs are in groups in another order than they stand in (act-order)
-    lag: int = 0  # what is added to the zeros that are stored
+    ordered: bool  # groups need not hold neighbouring inputs (act-order)
+    lag: int = 0  # added to the stored zeros
 
     def __str__(self) -> str:
         group = "a scale an output" if self.group < 0 else f"groups of {self.group}"
@@ -59,10 +59,10 @@ class Integers(NamedTuple):
     values: Tensor  # int16 [O, K]
     scale: Tensor  # float [O, G]
     zero: Tensor  # int16 [O, G]
-    group_K: Tensor  # int64: which group each input is in
+    group_K: Tensor  # int64: the group of each input
 
     def inputs(self, at: slice) -> tuple[Tensor, Tensor]:
-        """Values around 0 and scales of inputs that are whole groups, or a part of the only group."""
+        """Values around 0, and scales, of inputs that form whole groups or are part of the only group."""
         group = self.values.shape[1] // self.scale.shape[1]
         zero = self.zero.index_select(1, self.group_K[at])
         return (self.values[:, at] - zero).to(torch.int8), self.scale[:, at.start // group : -(-at.stop // group)]
@@ -75,11 +75,11 @@ class Integers(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeight(Stored):
-    """A weight whose values, scales and zeros are tensors of their own."""
+    """A weight that is stored as separate tensors of values, scales and zeros."""
 
     name: str
     packing: Packing
-    parts: Mapping[str, tuple[str, Stored]]  # "values" and what is beside them, by role, with their own names
+    parts: Mapping[str, tuple[str, Stored]]  # names and tensors by role; the values have the role "values"
 
     @property
     def floats(self) -> torch.dtype | None:
@@ -91,7 +91,7 @@ class PackedWeight(Stored):
         return FLOATS[self.parts["scale"][1].dtype]
 
     def bytes_of(self, part: Slices | None) -> int:
-        return sum(one.size for _, one in self.parts.values())  # all of it is read
+        return sum(one.size for _, one in self.parts.values())  # any part needs all of it
 
     @property
     def group(self) -> int:
@@ -99,7 +99,7 @@ class PackedWeight(Stored):
         return self.shape[1] if self.packing.group < 0 else self.packing.group
 
     def symmetric_groups(self, place: Placement, rank: Rank) -> bool:
-        """Whether a format of ours can hold the part of it that a rank has."""
+        """Whether one of our formats can hold a rank's part of it."""
         if not self.packing.symmetric or self.packing.ordered:
             return False
         if self.packing.bits == 8:
@@ -127,9 +127,10 @@ class PackedWeight(Stored):
         return whole
 
     def pieces(self, rows: slice) -> Iterator[tuple[int, Integers]]:
-        """Reads it and unpacks these outputs, some at a time: unpacked they take many times their bytes.
+        """Unpacks these outputs in pieces, since unpacked values take many times their bytes.
 
-        With each piece comes its place among the outputs. CheckpointError for values that config.json calls otherwise.
+        Yields the first output of each piece, counted from `rows.start`, and the piece. Raises CheckpointError for
+        values that contradict config.json.
         """
         width, bits, method = self.shape[1], self.packing.bits, self.packing.method
         roles = {own: role for role, (own, _) in self.parts.items()}
@@ -175,60 +176,61 @@ class PackedWeight(Stored):
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The values that each int32 of the last dimension holds, the lowest bits first. [..., W] -> int16 [..., N]"""
+    """The values in each int32 of the last dimension, lowest bits first. [..., W] -> int16 [..., N]"""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2).to(torch.int16)
 
 
 def _awq(words: Tensor) -> Tensor:
-    """Values along the last dimension, in AWQ's order of outputs."""
+    """Unpacks values along the last dimension, which AWQ stores in its own order."""
     order = torch.tensor(AWQ_ORDER).argsort()
     return unpacked(words, 4).unflatten(-1, (-1, 8))[..., order].flatten(-2)
 
 
 def packing(config: Mapping[str, Any]) -> Packing | None:
-    """How the weights of a checkpoint are packed; None: they are not. CheckpointError for what is not supported."""
+    """How the weights of a checkpoint are packed; None: they are not. Raises CheckpointError if not supported."""
     found = config.get(FIELD)
     if not isinstance(found, Mapping):
         return None
     method = found.get("quant_method")
     if method == "gptq":
-        _expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)})
-        _expect(found, {"is_marlin_format": (False, None), "sym": FLAG, "desc_act": FLAG})
+        expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)})
+        expect(found, {"is_marlin_format": (False, None), "sym": FLAG, "desc_act": FLAG})
         lag = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
         return Packing("gptq", found["bits"], _group(found), bool(found.get("sym")), bool(found.get("desc_act")), lag)
     if method == "awq":
-        _expect(found, {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True, None)})
+        expect(found, {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True, None)})
         return Packing("awq", 4, _group(found), False, False)
     if method == "compressed-tensors" and found.get("format") == "pack-quantized":
         groups = found.get("config_groups")
         made = {_scheme(group) for group in groups.values()} if isinstance(groups, Mapping) else set()
         if len(made) != 1:
             raise CheckpointError(
-                f"config.json: {FIELD}.config_groups must say one thing of all weights, not {len(made)}"
+                f"config.json: {FIELD}.config_groups must pack all weights in one way, not in {len(made)}"
             )
         return made.pop()
     return None
 
 
 def _scheme(group: Any) -> Packing:
-    """What one of `config_groups` says."""
+    """The packing of one of the `config_groups`."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"config.json: {FIELD}.config_groups: weights={weights!r:.80} must be an object")
-    _expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")})
-    _expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)})
+    expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")})
+    expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)})
     size = _group(weights) if weights["strategy"] == "group" else -1
     ordered, symmetric = weights.get("actorder") in ORDERED, weights.get("symmetric") is not False
     return Packing("compressed-tensors", weights["num_bits"], size, symmetric, ordered)
 
 
-def _expect(found: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+def expect(found: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raises CheckpointError for a field with another value than those allowed. `where`: its place in `FIELD`."""
     for field, allowed in fields.items():
         value = found.get(field)
         if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(repr(one) for one in allowed)
-            raise CheckpointError(f"config.json: {FIELD}: {field}={value!r} is not supported; use {known}")
+            raise CheckpointError(f"config.json: {FIELD}.{where}{field}={value!r} is not supported; use {known}")
 
 
 def _group(found: Mapping[str, Any]) -> int:
@@ -239,7 +241,7 @@ def _group(found: Mapping[str, Any]) -> int:
 
 
 def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stored]:
-    """The tensors, those of each packed weight as one. CheckpointError for a weight that lacks one of its parts."""
+    """The tensors, with those of a packed weight joined. Raises CheckpointError for a missing or wrong part."""
     if how is None:
         return dict(tensors)
     found, ending, absent = dict(tensors), f".{VALUES[how.method]}", list[str]()
@@ -260,13 +262,13 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
         weight = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
         found[weight.name] = weight
         wrong += _differences(weight)
-    refuse([f"missing: {name}" for name in absent], f"config.json says {how}, and these are not there")
-    refuse(wrong, f"config.json: {FIELD} says {how}, and tensors do not fit that: say there how they were packed")
+    refuse([f"missing: {name}" for name in absent], f"config.json says {how}, but tensors are missing")
+    refuse(wrong, f"config.json: {FIELD} says {how}, but the tensors do not fit that: correct it")
     return found
 
 
 def _differences(weight: PackedWeight) -> Iterator[str]:
-    """What the headers of its tensors say that does not fit."""
+    """The tensors whose headers do not fit the packing."""
     (outputs, width), many = weight.shape, WORD // weight.packing.bits
     if width % weight.group:
         yield f"{weight.name}: group_size={weight.group} does not divide {width} inputs"
@@ -285,7 +287,7 @@ def _differences(weight: PackedWeight) -> Iterator[str]:
 
 
 def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]:
-    """The names of the weights that these tensors make."""
+    """The names of tensors, with those of a packed weight replaced by the weight's."""
     if how is None:
         return names
     endings = {f".{end}" for end in BESIDE[how.method].values()}
@@ -297,10 +299,10 @@ def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]
 def kept(
     tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str], rank: Rank
 ) -> dict[str, PackedWeight]:
-    """The parameters whose formats can hold what the checkpoint does, each with one of its weights.
+    """The parameters that can hold the checkpoint's integers, each with one of its weights.
 
-    Those are symmetric values in 4 bits whose groups are neighbours, and in 8 bits with a scale for each output. All
-    that goes into a parameter is packed alike. `changed`: weights that an adapter changes.
+    These are symmetric values in 4 bits with groups of neighbouring inputs, or in 8 bits with a scale for each output.
+    All weights of a parameter must be packed alike. `changed`: weights that an adapter changes.
     """
     found: dict[str, PackedWeight | None] = {}
     for name, place in placements.items():

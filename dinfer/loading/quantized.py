@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are rounded: which tensors are scales, and which weights the network can hold as they are.
+"""Checkpoints with rounded weights: which tensors are scales, and which weights the network can hold as they are.
 
-Read are weights in 8 bits with a scale for each tensor, each output, or each block of a matrix: `quant_method` "fp8"
+It reads weights in 8 bits with a scale for each tensor, each output, or each block of a matrix: `quant_method` "fp8"
 (transformers' FineGrainedFP8Config, vLLM) and "compressed-tensors" (llm-compressor). A weight is its values times its
-scales. The scale stands beside the weight, as NAME_scale_inv or NAME_scale.
+scales. The scales are a tensor named NAME_scale_inv or NAME_scale.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dinfer.core.spec import Placement
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.packed import FIELD, packing
+from dinfer.loading.packed import FIELD, expect, packing
 from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
 
 SCALES = ("_scale_inv", "_scale")
-INPUT_SCALES = (".input_scale", ".activation_scale")  # not used: rows are rounded at scales of their own
+INPUT_SCALES = (".input_scale", ".activation_scale")  # unused, since we round each row at its own scale
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 Block = tuple[int, int]
 
@@ -26,7 +26,7 @@ Block = tuple[int, int]
 def scale_block(config: Mapping[str, Any]) -> Block | None:
     """Outputs and inputs of the blocks that share a scale; None: there are no blocks.
 
-    Raises CheckpointError for a `quantization_config` whose weights would not be read as they are meant.
+    Raises CheckpointError for a `quantization_config` that is not supported.
     """
     if (found := config.get(FIELD)) is None:
         return None
@@ -36,14 +36,14 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
         return None
     method = found.get("quant_method")
     if method == "fp8":
-        _expect(found, "", {"fmt": (None, "e4m3", "float8_e4m3fn")})
+        expect(found, {"fmt": (None, "e4m3", "float8_e4m3fn")})
         return _block(found.get("weight_block_size"), "weight_block_size")
     if method != "compressed-tensors":
         raise CheckpointError(
             f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8', 'gptq', 'awq' and "
-            "'compressed-tensors' are. Load the checkpoint that it was made from, with quantize=fp8, int8 or int4."
+            "'compressed-tensors' are. Load the original checkpoint with quantize=fp8, int8 or int4."
         )
-    _expect(found, "", {"format": FORMATS, "kv_cache_scheme": (None,)})
+    expect(found, {"format": FORMATS, "kv_cache_scheme": (None,)})
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"config.json: {FIELD}.config_groups={groups!r:.80} must be an object that is not empty")
@@ -53,8 +53,7 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
         if not isinstance(weights, Mapping):
             raise CheckpointError(f"config.json: {FIELD}.config_groups.{name} has no weights")
         where = f"config_groups.{name}.weights."
-        strategies = {"num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor", "block")}
-        _expect(weights, where, strategies)
+        expect(weights, {"num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor", "block")}, where)
         structure = weights.get("block_structure")
         if isinstance(structure, str):
             structure = [int(part) if part.isdecimal() else part for part in structure.split("x")]
@@ -63,13 +62,6 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
     if len(sizes) > 1:
         raise CheckpointError(f"config.json: {FIELD} has blocks of several sizes, {sizes}; one is supported")
     return sizes[0] if sizes else None
-
-
-def _expect(found: Mapping[str, Any], where: str, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    for field, allowed in fields.items():
-        if (value := found.get(field)) not in allowed:
-            known = ", ".join(repr(one) for one in allowed)
-            raise CheckpointError(f"config.json: {FIELD}.{where}{field}={value!r} is not supported; use {known}")
 
 
 def _block(value: Any, field: str) -> Block | None:
@@ -82,13 +74,13 @@ def _block(value: Any, field: str) -> Block | None:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a checkpoint's rounded weights, by the name of the weight, and the blocks that share one."""
+    """The scales of a checkpoint's rounded weights, and the blocks that share one."""
 
-    stored: Mapping[str, tuple[str, Stored]]  # their own names and where they are
+    stored: Mapping[str, tuple[str, Stored]]  # names and tensors of the scales, by the weight's name
     block: Block | None
 
     def problems(self, weights: Mapping[str, Stored]) -> Iterator[str]:
-        """What is wrong with their shapes and dtypes."""
+        """The scales with a wrong shape or dtype."""
         blocks = "" if self.block is None else f", or one a block of {self.block[0]} x {self.block[1]}"
         for name, (own, scale) in self.stored.items():
             if scale.dtype not in FLOATS or not (self.per_output(name, weights) or self._per_block(name, weights)):
@@ -106,7 +98,7 @@ class Scales:
         return self.stored[name][1].shape == blocks
 
     def read(self) -> dict[str, Tensor]:
-        """The scales, in float32."""
+        """The scales in float32, by the weight's name."""
         owner = {own: name for name, (own, _) in self.stored.items()}
         return {owner[own]: scale.float().clone() for own, scale in read(dict(self.stored.values()))}
 
@@ -114,9 +106,9 @@ class Scales:
         self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: Collection[str],
         changed: Collection[str],
     ) -> dict[str, str]:  # fmt: skip
-        """The parameters that may hold bit for bit what the checkpoint does, and safetensors' name of its dtype.
+        """The parameters that can hold the checkpoint's values bit for bit, and safetensors' name of the dtype.
 
-        All that goes there is in the same 8 bits, of those in `only`. `changed`: weights that an adapter changes.
+        All weights of a parameter must be in the same dtype of `only`. `changed`: weights that an adapter changes.
         """
         found: dict[str, set[str]] = {}
         for name, place in placements.items():
@@ -127,7 +119,7 @@ class Scales:
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
-    """The tensors that are weights or the like, and the scales of those that are rounded."""
+    """The tensors without those of scales, and the scales of rounded weights."""
     stored: dict[str, tuple[str, Stored]] = {}
     unused: set[str] = set()
     for name in (name for name, tensor in tensors.items() if tensor.dtype in NARROW and len(tensor.shape) > 1):
@@ -140,9 +132,9 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
 
 
 def scale_at(scale: Tensor, shape: tuple[int, ...], block: Block | None, part: tuple[slice, ...]) -> Tensor:
-    """What a part of a rounded weight is multiplied with; the last dimension is 1 where all inputs share a scale.
+    """The factors of a part of a rounded weight; their last dimension is 1 if all inputs share a scale.
 
-    `shape` is that of the whole weight, [..., O, K]; `scale` is as `Scales` takes it.
+    `shape` is that of the whole weight, [..., O, K], and `scale` one of `Scales.read`.
     """
     *lead, rows, width = shape
     if scale.numel() == 1:

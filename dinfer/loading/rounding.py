@@ -1,4 +1,4 @@
-"""Rounding weights while a checkpoint is read, so that no more than a few are in memory as they were."""
+"""Rounds weights while a checkpoint is read, so that memory holds only a few unrounded weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dinfer.loading.safetensors_io import Slices
 
 
 class Rounding:
-    """The weights that a format is to hold, each whole until its last part is there."""
+    """The weights to round, each of them whole until its last part has been read."""
 
     def __init__(
         self, format: Format, weights: dict[str, tuple[Formatted, str]], parts: Iterable[tuple[str, Slices]],
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        """`weights`: of these parameters. `parts`: parameters, and the slices of them that will be filled."""
+        """`weights`: the module and attribute of each parameter. `parts`: parameters, and their slices to be filled."""
         self.format, self.weights, self.dtype, self.device = format, weights, dtype, device
         self.whole: dict[str, Tensor] = {}
         self.left: Counter[str] = Counter()
@@ -31,16 +31,13 @@ class Rounding:
             self.shape[name] = tuple(map(max, zip(sizes, self.shape.get(name, sizes), strict=True)))
 
     def of(self, name: str) -> Tensor:
-        """Where the parts of a weight go."""
+        """The tensor that takes the parts of a weight."""
         if name not in self.whole:
             self.whole[name] = torch.empty(self.shape[name], dtype=self.dtype, device=self.device)
         return self.whole[name]
 
     def filled(self, name: str) -> None:
-        """Notes that one more part is there. The last one rounds the weight.
-
-        Raises ValueError for a weight that cannot be rounded so.
-        """
+        """Notes that a part is filled in, and rounds the weight after its last part. Raises ValueError."""
         self.left[name] -= 1
         if self.left[name]:
             return

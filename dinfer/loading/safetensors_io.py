@@ -1,12 +1,12 @@
-"""Safetensors files of a folder: what is in them, and reading it tensor by tensor in little memory.
+"""The safetensors files of a folder: lists their tensors, and reads them one by one in little memory.
 
-Nothing but safetensors is ever read: a pickle may run code.
+It reads no other files of weights, because a pickle may run code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,14 @@ from dinfer.loading.files import CheckpointError, damaged, read_object
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
-"""What weights may be rounded to, with scales beside them (`dinfer.loading.quantized`)."""
+"""Dtypes of rounded weights, which have scales (`dinfer.loading.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
-"""What several weights are packed in, and their shapes and orders (`dinfer.loading.packed`)."""
+"""Dtypes of packed weights, and of their shapes and orders (`dinfer.loading.packed`)."""
 Slices = tuple[slice, ...]
 Reader = Callable[["Stored", str, Slices | None], Tensor]
-"""Takes a tensor, its name, and the part of it that is wanted; None: all of it."""
-PARTS = 32  # pages of a file stay in memory while it is open: it is closed whenever so small a part has been read
+"""Reads a tensor by its name, or a part of it; None: all."""
+PARTS = 32  # files are closed after each such part of all bytes, since an open file keeps its pages in memory
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Stored:
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors' name
 
     @property
     def floats(self) -> torch.dtype | None:
@@ -45,25 +45,25 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its bytes."""
         return self.bytes_of(None)
 
     def bytes_of(self, part: Slices | None) -> int:
-        """Bytes of some slices of it; None: of all."""
+        """The bytes of a part of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
         return math.prod(sizes) * (FLOATS | NARROW | INTEGERS)[self.dtype].itemsize
 
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
-        """Puts a part of it into a weight whose format holds it as it is. Only where there is such a format."""
+        """Copies a part of it into a weight whose format holds it unchanged, for tensors that have such a format."""
         raise NotImplementedError
 
     def beside(self, other: Stored) -> bool:
-        """Whether what reads the other can read it too."""
+        """Whether the other's reader can read it too."""
         return type(self) is type(other) and self.path == other.path
 
     @contextmanager
     def opened(self) -> Iterator[Reader]:
-        """What reads this tensor and others of its file while the file is open."""
+        """A reader of this tensor and others of its file, while the file is open."""
         with safe_open(self.path, framework="pt") as file:
             yield lambda _, name, part: file.get_tensor(name) if part is None else file.get_slice(name)[part]
 
@@ -71,7 +71,7 @@ class Stored:
 def stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint's model.safetensors, or of the shards that its index names.
 
-    Of a tensor that several shards have, it is the one that the index names.
+    If several shards have a tensor, the index decides. Raises CheckpointError.
     """
     where = weight_map(folder) if (folder / INDEX).is_file() else {}
     found: dict[str, Stored] = {}
@@ -82,7 +82,7 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Every tensor of one file."""
+    """Every tensor of one file. Raises CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
@@ -91,14 +91,28 @@ def stored_in(path: Path) -> dict[str, Stored]:
         raise damaged(path, "safetensors", error) from error
 
 
+def mismatches(
+    tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], scaled: Collection[str] = ()
+) -> Iterator[str]:
+    """Tensors that are missing or unexpected, that have another shape, or that are neither floats nor `scaled`."""
+    yield from (f"missing: {name}" for name in shapes if name not in tensors)
+    yield from (f"unexpected: {name}" for name in tensors if name not in shapes)
+    for name in shapes.keys() & tensors.keys():
+        found = tensors[name]
+        if found.shape != shapes[name]:
+            yield f"shape of {name}: {found.shape}, must be {shapes[name]}"
+        if found.floats is None and name not in scaled:
+            yield f"dtype of {name}: {found.dtype}, must be one of {', '.join(FLOATS)}"
+
+
 def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors on the CPU, by default all of them, file by file; each is to be dropped before the next is taken."""
+    """Tensors on the CPU, by default all, file by file. Drop each before taking the next."""
     names = list(tensors) if names is None else names
     yield from zip(names, read_slices(tensors, [(name, None) for name in names]), strict=True)
 
 
 def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices | None]]) -> Iterator[Tensor]:
-    """Parts of tensors on the CPU, in order, as `read` gives tensors. Of a slice no other bytes are read; None: all."""
+    """Parts of tensors on the CPU, in order; None: the whole tensor. Drop each before taking the next."""
     most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
     while parts:
         first, taken, size = tensors[parts[0][0]], 0, 0
@@ -106,12 +120,12 @@ def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices
             while taken < len(parts) and tensors[parts[taken][0]].beside(first) and (not taken or size < most):
                 name, part = parts[taken]
                 yield reader(tensors[name], name, part)
-                taken, size = taken + 1, size + tensors[name].size  # between slices, pages are in memory as well
+                taken, size = taken + 1, size + tensors[name].size  # pages between slices are in memory too
         parts = parts[taken:]
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The file that holds each tensor, as the index in `folder` says."""
+    """The name of each tensor's file, from the index in `folder`. Raises CheckpointError."""
     found = read_object(folder / INDEX).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{folder / INDEX}: weight_map={found!r:.80} must name a file for each tensor")
@@ -134,10 +148,10 @@ def _shards(folder: Path) -> Iterator[Path]:
                 f"{absent}. Weights in pickles ({', '.join(pickles)}) are not read: a pickle may run code. Save the "
                 "model as safetensors with the program that wrote it."
             )
-        raise CheckpointError(f"{absent}: its weights are not there. Get them from where the other files come from")
+        raise CheckpointError(f"{absent}: its weights are not there. Get them from the source of the other files")
 
 
 def refuse_absent(folder: Path, names: Sequence[str]) -> None:
-    """Raises CheckpointError if there are any files that the index names and `folder` has not."""
+    """Raises CheckpointError if the index names files that `folder` lacks."""
     if names:
         raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(names)}")

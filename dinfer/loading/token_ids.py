@@ -1,7 +1,7 @@
-"""Mask and stop tokens of a checkpoint, and the file that names each.
+"""The mask and stop tokens of a checkpoint, and the file that names each.
 
-The files are asked in this order: config.json and its `text_config`, generation_config.json, then the tokenizer's
-files, which know tokens by name. What no file says is a published default of the family (`published_*` in `models`).
+It looks in config.json and its `text_config`, then in generation_config.json, then in the tokenizer's files, which know
+tokens by name. If no file names a token, the family's published default holds (`published_*` in `models`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ PUBLISHED = "published default of the family"
 
 @dataclass(frozen=True, slots=True)
 class TokenId:
-    """A token and where it is named: a file of the checkpoint, or `PUBLISHED`."""
+    """A token and its source: a file of the checkpoint, or `PUBLISHED`."""
 
     id: int
     source: str
@@ -25,21 +25,21 @@ class TokenId:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """What the files of a checkpoint say. A file may be absent, and all of them may be silent."""
+    """The tokens that the files of a checkpoint name."""
 
-    mask: TokenId | None
+    mask: TokenId | None  # None: no file names it
     stops: tuple[TokenId, ...]  # each once, EOS first
 
     def fields(self) -> dict[str, Any]:
-        """The same as fields of a config.json; those that no file names are left out."""
+        """The same as fields of a config.json, without those that no file names."""
         mask = {} if self.mask is None else {"mask_token_id": self.mask.id}
         return mask | ({"eos_token_id": [stop.id for stop in self.stops]} if self.stops else {})
 
 
 def token_ids(folder: Folder, config: Mapping[str, Any]) -> TokenIds:
-    """The mask token and all stop tokens that the files in `folder` name; `config` is its config.json.
+    """The mask token and all stop tokens that the files in `folder` name. `config` is its config.json.
 
-    Raises CheckpointError for a value that is no token of the vocabulary; it names file, field and value.
+    Raises a CheckpointError that names file, field and value if a value is outside the vocabulary.
     """
     masks = [*_configured(folder, config, "mask_token_id")] or _named(folder, "mask_token")
     stops = [*_configured(folder, config, "eos_token_id")] or _named(folder, "eos_token")
@@ -53,7 +53,7 @@ def token_ids(folder: Folder, config: Mapping[str, Any]) -> TokenIds:
 
 
 def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
-    """The token ids of a field that holds one or null; `eos_token_id` may hold a list. CheckpointError for all else."""
+    """The token ids of a field, which holds one or null; `eos_token_id` may hold a list. Raises CheckpointError."""
     several = field.endswith("eos_token_id")
     found = () if value is None else tuple(value) if several and isinstance(value, list) else (value,)
     if value == [] or not all(type(token) is int and token >= 0 for token in found):
@@ -64,7 +64,7 @@ def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
 
 
 def _configured(folder: Folder, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
-    """What config.json and generation_config.json say."""
+    """The token ids of a field in config.json and generation_config.json."""
     text = config.get("text_config")
     for part, where, file in (
         (config, field, CONFIG),
@@ -75,7 +75,7 @@ def _configured(folder: Folder, config: Mapping[str, Any], field: str) -> Iterat
 
 
 def _named(folder: Folder, role: str) -> list[TokenId]:
-    """What the tokenizer's files say: the name that they give a role, and the id of this name."""
+    """The id of the text that the tokenizer's files give a role."""
     names = [name for one, name in named_roles(folder) if one == role]
     for name in dict.fromkeys(names):
         for file, known in vocabularies(folder):
@@ -85,7 +85,7 @@ def _named(folder: Folder, role: str) -> list[TokenId]:
 
 
 def named_roles(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Roles, such as mask_token, and the texts that the tokenizer's files give them."""
+    """Roles, such as mask_token, and their texts in the tokenizer's files."""
     for file in (TOKENIZER, SPECIAL):
         for role, token in _object(folder / file).items():
             if role.endswith(("_token", "_tokens")):
@@ -94,7 +94,7 @@ def named_roles(folder: Folder) -> Iterator[tuple[str, str]]:
 
 
 def vocabularies(folder: Folder) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Files and the ids of the texts in each, the smallest file first that suffices as a rule."""
+    """Files, and the ids of the texts in each. The smallest file comes first, since it usually suffices."""
     decoder = _part(_object(folder / TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
     yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
     file = "tokenizer.json"
@@ -107,7 +107,7 @@ def vocabularies(folder: Folder) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _part(found: Mapping[str, Any], field: str, empty: Any, file: str) -> Any:
-    """A field that is an object or a list, as `empty` is; empty if it is absent or null."""
+    """A field that must be of the type of `empty`, an object or a list; `empty` if it is absent or null."""
     value = found.get(field)
     if value is not None and not isinstance(value, type(empty)):
         raise CheckpointError(f"{file}: {field}={value!r:.80} must be {'an object' if empty == {} else 'a list'}")
@@ -115,7 +115,7 @@ def _part(found: Mapping[str, Any], field: str, empty: Any, file: str) -> Any:
 
 
 def _content(token: Any) -> str | None:
-    """A token's text; it stands alone or among its properties."""
+    """The text of a token, which is a text or an object with its properties."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 

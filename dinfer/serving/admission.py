@@ -1,4 +1,4 @@
-"""How many requests may run and wait, by number and by tokens. Others are told to come back later."""
+"""Limits the requests that run or wait, by number and by tokens. Others are told to come back later."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from dinfer.serving.errors import ApiError
 
 @dataclass(slots=True)
 class Admission:
-    """Counts the rows that run or wait, and refuses those for which there is no room with status 429."""
+    """Counts the rows that run or wait. Refuses a row without room with status 429."""
 
     max_requests: int
-    max_tokens: int  # positions of all their canvases
+    max_tokens: int  # positions of the canvases of all rows
     requests: int = 0
     tokens: int = 0
     open: bool = True  # False: the server is shutting down
 
     def close(self) -> None:
-        """Takes no more requests. Those that run go on."""
+        """Refuses new requests. Running ones continue."""
         self.open = False
 
     @property
@@ -31,17 +31,15 @@ class Admission:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=self.retry_after)
 
     def check(self, rows: int, tokens: int = 0) -> None:
-        """Raises ApiError for more rows or tokens than fit into an idle server."""
+        """Raises ApiError for more rows or tokens than an idle server takes."""
         self.check_open()
         for what, more, most in (("requests", rows, self.max_requests), ("tokens", tokens, self.max_tokens)):
             if more > most:
-                raise ApiError(
-                    400, f"{more} {what} at once are more than this server takes: at most {most}", code="too_large"
-                )
+                raise ApiError(400, f"{more} {what} at once exceed the {most} this server takes", code="too_large")
 
     @contextmanager
     def admit(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Reserves room for the rows of one request while it is served. `lengths`: positions of each row's canvas."""
+        """Reserves room for the rows of one request. `lengths`: positions of each row's canvas. Raises ApiError."""
         self.check(len(lengths), sum(lengths))
         for what, more, now, most in (
             ("requests", len(lengths), self.requests, self.max_requests),

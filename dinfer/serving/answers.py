@@ -1,4 +1,4 @@
-"""OpenAI's answer objects, whole and in pieces."""
+"""OpenAI's answer objects, whole and in pieces of a stream."""
 
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from dinfer.serving.rows import Event
 
 @dataclass(slots=True)
 class _Choice:
-    """One row of an answer: what has come of it so far."""
+    """One row of an answer, as far as it is known."""
 
     text: str = ""
     scored: list[tuple[int, TokenLogprob]] = field(default_factory=list)
-    last: Event | None = None  # that has counts
+    last: Event | None = None  # the last event that has counts
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class Answer:
     chat: bool
     prompt_tokens: int
     rows: int
-    logprobs: Logprobs | None = None  # None: nobody asks for them
-    running_usage: bool = False  # every piece of a stream has the usage so far
+    logprobs: Logprobs | None = None  # None: the client wants none
+    running_usage: bool = False  # every piece of a stream carries the usage so far
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Answer:
             choice.last = event
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts; under `dinfer` forwards (NFE) of all rows and tokens per forward."""
+        """OpenAI's counts, and under `dinfer` the forwards (NFE) of all rows and the tokens per forward."""
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens = sum(last.tokens for last in told)
         forwards = sum(last.counts.forwards for last in told if last.counts is not None)
@@ -71,13 +71,13 @@ class Answer:
         return {**self._head(kind), "choices": made, "usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The pieces that begin a stream: who speaks."""
+        """The first pieces of a chat's stream, which name the role."""
         if not self.chat:
             return []
         return [self._piece(row, {"delta": {"role": "assistant", "content": ""}}) for row in range(self.rows)]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
-        """Adds an event to the answer, and returns what it adds to a stream."""
+        """Adds an event to the answer, and returns its pieces of the stream."""
         made, offset = [], len(self.choices[event.row].text)
         self.take(event)
         if event.text or event.logprobs or event.canvas is not None:
@@ -108,10 +108,10 @@ class Answer:
 
 
 class Stream(Response):
-    """Server-sent events as they come. Unlike Starlette's, it needs no task of its own: `Guard` sees clients leave."""
+    """Server-sent events. Unlike Starlette's response it needs no task: `Guard` sees clients leave."""
 
     def __init__(self, pieces: AsyncIterable[bytes]) -> None:
-        # A proxy must not hold pieces back.
+        # A proxy must not hold back pieces.
         super().__init__(
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
         )

@@ -28,6 +28,7 @@ from dinfer.serving.protocol import (
     DetokenizeRequest,
     Generation,
     InfillRequest,
+    Sampled,
     StreamOptions,
     TokenizeRequest,
 )
@@ -36,7 +37,7 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
 LOG = logging.getLogger("dinfer.serving")
-LONG = 8192  # characters from which on a prompt is encoded in a thread: the event loop serves others meanwhile
+LONG = 8192  # characters from which a thread encodes a prompt, so that the event loop serves others meanwhile
 
 
 def application(server: Server) -> FastAPI:
@@ -86,8 +87,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
 def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if server.failure is not None:
-            raise ApiError(503, f"the engine has failed: {type(server.failure).__name__}", code="engine_failed")
+        server.check_engines()
         return {"status": "ok"}
 
     @app.get("/ready")
@@ -133,7 +133,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        server.admission.check(len(body.prompts) * body.choices)  # before anything is done for each
+        server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
         prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         return await generated(served, body, prompts, body.logprobs, chat=False)
 
@@ -160,13 +160,13 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/trace")
     async def trace(body: ChatRequest) -> Response:
-        """The page that plays the denoising of an answer, which it denoises for that, as `dinfer trace` does."""
+        """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         prompt = await encoded(served, body.conversation, "messages")
         (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
         with server.admission.admit([row.length]):
-            try:  # one at a time: it runs beside the engine, step by step
+            try:  # one trace at a time, since it runs beside the engine
                 found = await server.recording.run(lambda: record_request(served.pipe, row, model=served.name))
             except Exception as error:
                 raise failure(error) from error
@@ -230,6 +230,6 @@ async def encoded(served: Served, prompt: str | list[dict[str, str]], field: str
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
 
 
-def options(served: Served, body: Generation | InfillRequest) -> dict[str, Any]:
+def options(served: Served, body: Sampled) -> dict[str, Any]:
     asked = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
     return served.options(asked, body.dinfer.options)

@@ -1,12 +1,11 @@
-"""Answers a file of requests in OpenAI's batch format. The server's own application answers them, without a network.
+"""Answers a file of requests in OpenAI's batch format, with the server's application but without a network.
 
-Each answer is one whole line of the output. A run that was killed resumes where it was.
+Each answer is one whole line of the output. A killed run resumes where it stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,20 +17,21 @@ from typing import Annotated, Any, BinaryIO, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
-from dinfer.analysis.outputs import naming
+from dinfer.analysis.outputs import JsonLines
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.protocol import Strict
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import NO_LIMIT, Settings
 
-NO_LIMIT = 10**9
+PREFIX = "batch_req_"  # of the ids of answers
+BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
 
 
 def settings(round_timeout: float) -> Settings:
-    """A file waits for nobody: as many of its lines run at a time as the caller says, and each may take its time.
+    """Settings without limits: the caller says how many lines run at a time, and no client waits.
 
     `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
     """
@@ -60,79 +60,45 @@ class Line:
 
 
 def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
-    """All lines of the file that are not blank. `setup`: the settings that an answer depends on."""
+    """The lines of the file that are not blank. `setup`: the settings on which answers depend."""
     base = hashlib.blake2b(json.dumps(setup, sort_keys=True, default=str).encode(), digest_size=12)
     source.seek(0)
     for number, text in enumerate(source, 1):
         if text.strip():
             own = base.copy()
             own.update(b"%d %s" % (number, text.strip()))
-            yield Line(number, text, f"batch_req_{own.hexdigest()}")
+            yield Line(number, text, f"{PREFIX}{own.hexdigest()}")
 
 
-class Output:
-    """The file of answers, locked while it is open. A pipe or a device takes answers too, but keeps none."""
+class Output(JsonLines):
+    """The file of answers."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        """Raises ValueError for a file of another kind, or one that another process writes; OSError."""
-        self.path, self.ids = path, dict[str, str | None]()  # custom ids by the id of the answer
-        with naming(path):
-            self._file = path.open("ab", buffering=0)
-        self._keeps = path.is_file()
-        if not self._keeps:
+        """Raises ValueError for a file of another kind or one that another process writes, and OSError."""
+        super().__init__(path, overwrite=overwrite)
+        self.ids: dict[str, str | None] = {}  # custom ids by answer id
+        if not self.keeps:
             return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"another process writes {path}: wait for its end, or give another file") from error
-        if overwrite:
-            self._file.truncate(0)
-        self._size = self._read()
-        self._file.truncate(self._size)  # a last line that a kill cut short: its request is answered again
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, answer: Mapping[str, Any]) -> None:
-        """Keeps an answer: it is in the file when this returns. Raises OSError, and then the file has none of it."""
-        left = memoryview(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-        size = len(left)
-        with naming(self.path):
-            try:
-                while left:
-                    left = left[self._file.write(left) :]
-            except OSError:  # such as a full disk
-                if self._keeps:
-                    self._file.truncate(self._size)
-                raise
-        if self._keeps:
-            self._size += size
-        self.ids[answer["id"]] = answer["custom_id"]
-
-    def _read(self) -> int:
-        """Reads the answers that the file has, and returns their size in bytes."""
-        size = 0
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and text[: len(BEGIN)] == BEGIN[: len(text)]:  # a kill cut it short
                     break
                 try:
                     answer = json.loads(text)
                     self.ids[answer["id"]] = answer["custom_id"]
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
-                        f"{self.path}, line {number}, is not an answer of dinfer batch: give another file, or "
+                        f"{path}, line {number}, is not an answer of dinfer batch: give another file, or "
                         "overwrite=true to begin anew"
                     ) from error
-                size += len(text)
-        return size
+        self.mend()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        super().write(line)
+        self.ids[line["id"]] = line["custom_id"]
 
 
-# Answers lines, and hands each answer over: `dinfer batch` here, or on a Ray cluster.
+# Answers lines and hands over each answer: in this process, or on a Ray cluster.
 Answering = Callable[[Iterator[Line], Callable[[dict[str, Any]], None]], None]
 
 
@@ -142,8 +108,8 @@ def run(
 ) -> None:  # fmt: skip
     """Answers all lines of `asked` that `output` lacks.
 
-    `progress` is told how many lines are answered, of how many, and the last answer. Raises ValueError if `output` is
-    of other lines or of another setup, OSError, EngineFailed, RankFailed.
+    `progress` gets the number of answered lines, the number of lines, and the last answer. Raises ValueError if
+    `output` has answers to other lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
@@ -159,7 +125,7 @@ def run(
             progress(len(output.ids), len(ids), answer)
 
     def left() -> Iterator[Line]:
-        """The lines that still need an answer. A line with an error is answered with that error."""
+        """The lines without an answer. It answers a faulty line with its error."""
         seen: dict[str, int] = {}
         for line in lines(asked, setup):
             try:
@@ -179,7 +145,7 @@ def run(
 def answer_here(
     waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server], at_once: int
 ) -> None:
-    """Answers lines with an engine in this process, `at_once` of them at a time. Raises EngineFailed."""
+    """Answers lines with an engine in this process, `at_once` lines at a time. Raises EngineFailed."""
     server = make()
     app = application(server)
 
@@ -203,13 +169,13 @@ def answer_here(
 
 
 def check(server: Server) -> None:
-    """Raises EngineFailed or RankFailed if an engine has failed: its last answers may be wrong."""
+    """Raises EngineFailed or RankFailed if an engine has failed, since its last answers may be wrong."""
     if server.failure is not None:
         raise ended(server.failure)
 
 
 async def answered(app: Any, line: Line) -> dict[str, Any]:
-    """The answer of the application to a line that can be read."""
+    """The application's answer to a valid line."""
     ask = read(line)
     status, request_id, body = await post(app, ask.url, json.dumps(ask.body).encode())
     error = None if status < 400 else body["error"]
@@ -217,7 +183,7 @@ async def answered(app: Any, line: Line) -> dict[str, Any]:
 
 
 def refusal(line: Line, error: ApiError) -> dict[str, Any]:
-    """The answer to a line that cannot be read."""
+    """The answer to a faulty line."""
     found = error.body()["error"]
     found["message"] = f"line {line.number}: {found['message']}"
     try:
@@ -228,28 +194,15 @@ def refusal(line: Line, error: ApiError) -> dict[str, Any]:
 
 
 def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An answer as the file has it."""
+    """An answer in OpenAI's batch format."""
     kept = None if error is None else {key: error[key] for key in ("code", "message", "param")}
     return {"id": line.id, "custom_id": name, "response": response, "error": kept}
 
 
 def read(line: Line) -> Ask:
     """The request of a line. Raises ApiError."""
-    return checked(parsed(line.text))
-
-
-def parsed(text: bytes) -> Any:
-    """What a line says. Raises ApiError."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"it is not JSON: {error}", None, "invalid_json") from error
-
-
-def checked(given: Any) -> Ask:
-    """The request that a line's JSON holds. Raises ApiError."""
-    try:
-        ask = Ask.model_validate(given)
+        ask = Ask.model_validate(parsed(line.text))
     except ValidationError as error:
         raise of_validation(
             RequestValidationError([{**one, "loc": ("line", *one["loc"])} for one in error.errors()])
@@ -257,6 +210,14 @@ def checked(given: Any) -> Ask:
     if ask.body.get("stream"):
         raise refused("body.stream", ask.body["stream"], "cannot be honoured in a file: leave it out")
     return ask
+
+
+def parsed(text: bytes) -> Any:
+    """The JSON of a line. Raises ApiError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"it is not JSON: {error}", None, "invalid_json") from error
 
 
 async def post(app: Any, path: str, content: bytes) -> tuple[int, str, Any]:

@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, and checks whether it has room for what is asked."""
+"""Joins a Ray cluster, and checks whether it has room for the replicas."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ ANSWER = 5.0  # seconds in which the head of a cluster must take a connection
 
 
 def connect(address: str, *, logs: bool) -> None:
-    """Joins the cluster at `address`. `logs`: show here what its processes write.
+    """Joins the cluster at `address`. `logs`: show the output of its processes here.
 
-    `auto`: that of RAY_ADDRESS, or that which runs on this machine, or a new one on this machine, which ends with this
-    process. Raises ValueError if none is there.
+    `auto` means the cluster of RAY_ADDRESS, or one that runs on this machine, or a new one here, which ends with this
+    process. Raises ValueError if there is none.
     """
     logging.getLogger("ray").setLevel(logging.WARNING)
     if ray.is_initialized():
@@ -28,7 +28,7 @@ def connect(address: str, *, logs: bool) -> None:
 
 
 def reachable(address: str) -> None:
-    """Raises ValueError if nothing listens at HOST:PORT: Ray itself says so only after a minute."""
+    """Raises ValueError if nothing listens at HOST:PORT. Ray itself says so only after a minute."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         raise ValueError(f"ray={address}: run this command on a machine of the cluster, with ray=auto or HOST:PORT")
@@ -53,13 +53,13 @@ def device_of(device: str | None) -> str:
 
 
 def usual(ranks: int, device: str) -> int:
-    """Default number of replicas: as many as the cards allow, or one for each machine without cards."""
+    """The default number of replicas: as many as the cards allow, or one for each machine without cards."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(int(node.get("GPU", 0) // ranks) for node in alive) if device == "cuda" else len(alive)
 
 
 def placed(replicas: int, ranks: int, device: str) -> dict[str, float]:
-    """What one replica occupies of a machine: a core for each rank, and a card. Raises ValueError for too many."""
+    """The resources of one replica: a core and a card for each rank. Raises ValueError for too many replicas."""
     kind, what = ("GPU", "cards") if device == "cuda" else ("CPU", "cores")
     counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
     if not 0 < replicas <= (room := sum(int(count // ranks) for count in counts)):

@@ -1,4 +1,4 @@
-"""Connections of clients: limits of time and size for the head of a request, and of files for the process."""
+"""Clients' connections: limits of time and size for a request's head, and the process's limit of open files."""
 
 import asyncio
 import logging
@@ -15,22 +15,22 @@ from dinfer.serving.guard import MAX_HEAD, head_too_large
 from dinfer.serving.settings import Settings
 
 LOG = logging.getLogger("dinfer.serving")
-# The header by which Java's and other clients offer HTTP/2. httptools leaves out the body of a request that has it.
+# Java's and other clients offer HTTP/2 by this header. httptools drops the body of a request that has it.
 UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
-LINGER = 2.0  # seconds in which a client that still sends may read why it is refused
-OTHERS = 256  # files that the process has open beside its connections
+LINGER = 2.0  # seconds in which a client that still sends can read why it is refused
+OTHERS = 256  # open files of the process beside its connections
 
 
 def connection(settings: Settings) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol. It also closes a connection whose client sends the head of its request too slowly.
+    """Uvicorn's HTTP protocol, which also closes a connection if the head of a request comes too slowly.
 
-    What never becomes a request, and so never reaches the application, is answered in the API's own words as well.
+    A client that sends no valid request gets an error of the API too, although the application never sees it.
     """
 
     class Connection(HttpToolsProtocol):
         _late: asyncio.TimerHandle | None = None
-        _head: int | None = None  # bytes of the head that is being read; None: none is
-        _refused = False  # what comes is not read any more
+        _head: int | None = None  # bytes read of an unfinished head; None: there is none
+        _refused = False  # drops all further input
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
@@ -70,13 +70,13 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
             self._refuse(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
 
         def _refuse(self, error: ApiError) -> None:
-            """Answers what is no whole request, and closes the connection. No other answer is disturbed."""
+            """Answers an incomplete request and closes the connection. It disturbs no other answer."""
             if self._refused or self.transport.is_closing():
                 return
             running = self.cycle is not None and not self.cycle.response_complete
-            if running and not self.cycle.more_body:  # what follows a whole request is not its fault
+            if running and not self.cycle.more_body:  # the running request was complete and is answered
                 self.cycle.keep_alive = False
-                self._refused = True  # it is read and dropped, so that an end is seen, and none of it resets the answer
+                self._refused = True  # reading goes on, so that the client's end is seen and the answer is not reset
                 return
             if running and (self.cycle.response_started or self.pipeline):
                 self.transport.close()
@@ -87,7 +87,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
                 + body
             )
-            self.transport.write_eof()  # a connection that is closed while its client sends loses what it has not read
+            self.transport.write_eof()  # closing while the client still sends would lose the answer
             self._refused = True
             asyncio.get_running_loop().call_later(LINGER, self.transport.close)
 

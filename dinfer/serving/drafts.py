@@ -1,7 +1,4 @@
-"""Messages that show the canvas of a row: each has what changed since the one before.
-
-docs/serving.md documents the messages.
-"""
+"""Messages that show a row's canvas. Each holds the changes since the one before (docs/serving.md)."""
 
 from typing import Any
 
@@ -10,24 +7,24 @@ from dinfer.core.told import LEVELS
 from dinfer.engine.request import Request, Update
 
 VERSION = 1
-OPEN, COMMITTED, FINAL = 0, 1, 2  # a guess at a masked position; a token that an edit may change; one that stays
-BUCKETS = 10  # of confidence, rounded down; 10 is 1.0
+OPEN, COMMITTED, FINAL = 0, 1, 2  # a draft of a masked position; a token that may still be edited; one that stays
+BUCKETS = 10  # tenths of confidence, rounded down
 
 
 class Drafts:
-    """What a client knows of a row's canvas."""
+    """The canvas of a row as its client knows it."""
 
     def __init__(self, pieces: Pieces, request: Request, *, edits: bool) -> None:
         """`edits`: the decoder may change what it committed in the active blocks."""
         self._pieces, self._standing = pieces, COMMITTED if edits else FINAL
         self._first, self._asked = len(request.prompt), request.asked
-        # Of each position: token, bucket and state, as the client was told; None: it is masked.
+        # Token, bucket and state of each position; None: masked.
         self._known: list[tuple[int, int, int] | None] = [None] * (self._asked - self._first)
-        self._left = 0  # blocks before this position have been left
+        self._left = 0  # blocks before this position are finished
         self._began = False
 
     def changes(self, update: Update) -> dict[str, Any] | None:
-        """The message about an update with drafts; None: nothing has changed."""
+        """The message about an update with drafts; None if nothing has changed."""
         changed: list[list[Any]] = []
         start, end = self._take(update, changed)
         message: dict[str, Any] = {"v": VERSION, "region": [start, max(start, end)], "changes": changed}
@@ -37,7 +34,7 @@ class Drafts:
         return message if changed else None
 
     def _take(self, update: Update, changed: list[list[Any]]) -> tuple[int, int]:
-        """Notes what is new, and returns the active positions."""
+        """Notes the changes, and returns the active positions `[start, end)`."""
         skip = max(self._first - update.region[0], 0)
         start, end = update.region[0] + skip - self._first, min(update.region[1], self._asked) - self._first
         for position in range(self._left, min(start, len(self._known))):

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them."""
+"""Errors in the form of OpenAI's API."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """An error for the client: HTTP status, a sentence, the field it is about, and a code for programs."""
+    """An error for the client: HTTP status, a sentence, the field at fault, and a code for programs."""
 
     status: int
     message: str
@@ -22,7 +22,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        # A client's own words may hold what is no character.
+        # A client's words may hold half of a surrogate pair.
         message, param = (
             None if t is None else t.encode(errors="backslashreplace").decode() for t in (self.message, self.param)
         )
@@ -30,5 +30,5 @@ class ApiError(Exception):
 
 
 def refused(field: str, value: Any, reason: str) -> ApiError:
-    """A value that this server, model or recipe cannot honour: it is never ignored."""
+    """The error for a value that this server, model or recipe cannot honour."""
     return ApiError(400, f"{field}={value!r:.80} {reason}", field, "unsupported_value")

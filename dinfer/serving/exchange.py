@@ -11,18 +11,18 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An HTTP request, complete."""
+    """A complete HTTP request."""
 
     method: str
     path: str
     body: bytes = b""
     query: bytes = b""
     headers: Sequence[tuple[bytes, bytes]] = ((b"content-type", b"application/json"),)
-    id: str | None = None  # by which logs know it; None: the application chooses one
+    id: str | None = None  # its name in logs; None: the application chooses one
 
 
 async def messages(app: Application, asked: Asked) -> AsyncGenerator[Message]:
-    """The ASGI messages of the answer, as they come. Whoever leaves off is a client that has left."""
+    """The ASGI messages of the answer. To the application, a caller that stops early is a client that leaves."""
     queue: asyncio.Queue[Message | None] = asyncio.Queue()
     bodies: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
     scope: Scope = {

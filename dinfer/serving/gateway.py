@@ -1,4 +1,4 @@
-"""The entrance of a server with replicas: checks keys and limits, and asks the replica that holds the conversation."""
+"""The entrance of a server with replicas. It checks keys and limits, and asks the replica that has the conversation."""
 
 import asyncio
 import hashlib
@@ -28,9 +28,9 @@ from dinfer.serving.guard import Guard, Message, Receive, Scope, Send
 from dinfer.serving.log import REQUEST_ID, log_as_json
 from dinfer.serving.settings import Settings
 
-ATTEMPTS = 3  # replicas that may end under one request: it may be the reason
-PROBE = 5.0  # seconds in which a replica must say that it is there
-SESSION = b"x-session-id"  # the header by which a client names its conversation
+ATTEMPTS = 3  # replicas that may end during one request, which may be what ends them
+PROBE = 5.0  # seconds in which a replica must answer
+SESSION = b"x-session-id"  # the header in which a client names its conversation
 
 LOG = logging.getLogger("dinfer.serving")
 
@@ -39,7 +39,7 @@ class Gateway:
     """The ingress of the application on Ray Serve. It holds no model, so there may be any number of gateways."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings, owner: str) -> None:
-        """`owner`: the command that deploys it. Raises ValueError, OSError for keys that this machine lacks."""
+        """`owner`: the command that deploys it. Raises ValueError or OSError if this machine lacks the keys."""
         log_as_json()
         self._replicas, self._settings, self._owner = replicas, settings, owner
         self._registry = CollectorRegistry()
@@ -64,14 +64,14 @@ class Gateway:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        """The metrics of every replica, labelled with its name, and of this gateway."""
+        """The metrics of this gateway and of every replica, each labelled with its name."""
         told = [*await self._of_all("metrics"), ("", [*self._registry.collect()])]
         registry = CollectorRegistry()
         registry.register(_Merged(told))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _of_all(self, method: str) -> list[Any]:
-        """What a method returns on each replica that answers in time."""
+        """Calls a method on all replicas, and returns the results of those that answer in time."""
         try:
             told = await self._replicas.broadcast(method).results_async(timeout_s=PROBE, return_exceptions=True)
         except TimeoutError:
@@ -99,10 +99,7 @@ class Gateway:
             await send({"type": "http.response.body", "body": text, "more_body": False})
 
     async def _answer(self, asked: Asked) -> AsyncGenerator[Message]:
-        """The messages of a replica. If it ends before it has sent any of the body, another one answers.
-
-        Raises ApiError, which ends a stream that has begun.
-        """
+        """The messages of a replica. If it ends before it sends any of the body, another answers. Raises ApiError."""
         session = conversation(asked)
         for _ in range(ATTEMPTS):
             head: Message | None = None
@@ -128,15 +125,15 @@ class Gateway:
                 ) from error  # fmt: skip
             except (RayError, RayServeException) as error:
                 LOG.warning("a replica was lost: %s", type(error).__name__)
-                if isinstance(error, RayTaskError) and not begun:  # the replica lives, and has met a defect of ours
+                if isinstance(error, RayTaskError) and not begun:  # the replica lives: this is a defect of ours
                     raise
                 if begun:
                     raise ApiError(
                         500, "the replica that wrote this answer has ended: ask again", code="replica_lost"
                     ) from error
                 self._retried.inc()
-            except (asyncio.CancelledError, GeneratorExit):  # the client has left, or the deadline has come
-                with suppress(RayError, RayServeException):  # `cancel` raises what has ended the response
+            except (asyncio.CancelledError, GeneratorExit):  # the client left, or the deadline passed
+                with suppress(RayError, RayServeException):  # `cancel` raises what ended the response
                     if not done:
                         response.cancel()
                 raise
@@ -146,7 +143,7 @@ class Gateway:
 
 
 def named_by_serve(app: Application) -> Application:
-    """The application with the ids that Ray Serve's proxies give to requests, and put into answers."""
+    """The application, with the request ids of Ray Serve's proxies, which add them to answers."""
     header = b"x-request-id"
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +161,7 @@ def named_by_serve(app: Application) -> Application:
 
 
 class _Merged(Collector):
-    """The metrics of several processes, each with its name as a label."""
+    """The metrics of several processes, labelled with the process's name."""
 
     def __init__(self, told: list[tuple[str, Any]]) -> None:
         self._told = told
@@ -181,9 +178,9 @@ class _Merged(Collector):
 
 
 def conversation(asked: Asked) -> str:
-    """What requests of one conversation share: the client's own name for it, or all up to its first question.
+    """The key of a request's conversation: the client's name for it, or a hash of all up to its first question.
 
-    Empty: the request belongs to none, and any replica may answer it.
+    Empty if it belongs to none, and any replica may answer it.
     """
     if name := dict(asked.headers).get(SESSION):
         return name.decode("latin-1")
@@ -195,5 +192,5 @@ def conversation(asked: Asked) -> str:
         first = next(i for i, message in enumerate(said) if message["role"] == "user")
         told = json.dumps([body["model"], said[: first + 1]], sort_keys=True)
     except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
-        return ""  # the replica says what is wrong with it
+        return ""  # the replica says what is wrong with the body
     return hashlib.blake2b(told.encode(errors="backslashreplace"), digest_size=16).hexdigest()

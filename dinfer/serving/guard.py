@@ -1,4 +1,4 @@
-"""Checks every request: keys and limits. Gives it an id, and notices clients that leave or do not read."""
+"""Checks the key and limits of every request, gives it an id, and notices clients that leave or do not read."""
 
 import asyncio
 import hmac
@@ -25,33 +25,32 @@ Send = Callable[[Message], Awaitable[None]]
 
 LOG = logging.getLogger("dinfer.serving")
 OPEN = ("/", "/health", "/ready")  # need no key: the page asks for one, and probes have none
-QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
+QUIET = ("/health", "/ready", "/metrics")  # polled every few seconds
 SAFE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
 MAX_HEAD = 65_536  # bytes of a request's path and headers
-GONE = 499  # nginx's status for a client that has left, in the log alone
+GONE = 499  # nginx's status for a client that has left; only the log shows it
 
-
-# What a request holds: its place in the queue, and its rows. `Guard` lets go of them however the request ends. A
-# response cannot: nobody may ever send it, or it may be given up halfway.
+# What a request holds: its place in the queue, and its rows. `Guard` releases them however the request ends. A response
+# cannot, because it may never be sent, or not to the end.
 HELD: ContextVar[AsyncExitStack] = ContextVar("held")
 
 
 class NotRead(Exception):
-    """The client did not read in time. It is no TimeoutError, since Starlette handles every OSError itself."""
+    """The client did not read in time. It is not a TimeoutError, since Starlette handles every OSError itself."""
 
 
 class Guard:
-    """ASGI middleware. The application sees requests that are allowed and complete, and ends when its client leaves."""
+    """ASGI middleware. The application sees only allowed and complete requests, and ends when its client leaves."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings,
         refuse: Callable[[ApiError], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        """`refuse` is told the errors that requests are answered with here."""
+        """`refuse` is called with the errors that are answered here."""
         self._app, self._settings, self._keys, self._refuse = app, settings, settings.keys(), refuse
         self._open = 0  # requests that wait for an answer
 
@@ -59,7 +58,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A request that came through a gateway has its id.
+        # A gateway has given the request an id.
         request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)
         sending = _Sending(send, request_id, self._settings.send_timeout)
@@ -112,16 +111,16 @@ class Guard:
             raise self._too_large()
         if self._keys and scope["path"] not in OPEN and not scope["path"].startswith("/static/"):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            # Every key is compared, so that the time says nothing about which one is nearly right.
+            # It compares every key, so that the time does not tell which key nearly matched.
             fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
             if scheme.lower() != b"bearer" or not any(fits):
                 raise ApiError(401, "give a key of this server: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_host(self, host: str) -> None:
-        """Raises ApiError if a page of some other site may have sent the request.
+        """Raises ApiError if a page of another site may have sent the request.
 
-        Without keys, a server on the loopback address is for this machine alone. The owner of a name may let it point
-        to that address, and then his pages may read what the server says to browsers here (DNS rebinding).
+        Without keys, a server on the loopback address is for this machine alone. But anybody may point a name at that
+        address, and pages under that name may then read the server's answers in browsers here (DNS rebinding).
         """
         settings = self._settings
         name = re.sub(r":\d+$", "", host)
@@ -132,7 +131,7 @@ class Guard:
             )  # fmt: skip
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None: the client has left."""
+        """The whole body; None if the client has left. Raises ApiError."""
         parts, size, more = list[bytes](), 0, True
         while more:
             try:
@@ -148,9 +147,9 @@ class Guard:
         return b"".join(parts)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: "_Sending") -> bool:
-        """Runs the application while its client is there. False: the client has left. Raises NotRead.
+        """Runs the application until its client leaves, and then returns False. Raises NotRead.
 
-        HEAD asks for what GET would answer, and the HTTP server leaves the body out.
+        HEAD runs as GET, and the HTTP server leaves out the body.
         """
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -198,7 +197,7 @@ class _Sending:
     def __init__(self, send: Send, request_id: str, limit: float) -> None:
         """`limit`: seconds that the client may take to read a message."""
         self._send, self._id, self._limit = send, request_id.encode(), limit
-        self._since: float | None = None  # when the message began that is being sent
+        self._since: float | None = None  # start of the message that is being sent
         self.status = 0
         self.complete = False
 
@@ -214,10 +213,10 @@ class _Sending:
         self.complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     def left(self) -> float:
-        """Seconds until the client may be late. Raises NotRead if it is.
+        """Seconds until the client may be late. Raises NotRead if it is late.
 
-        A client that does not read would hold its rows for ever, and the memory of what it does not read. One look in
-        so many seconds costs less than a timer for each message.
+        A client that does not read would hold its rows and the memory of unsent messages for ever. Polling costs less
+        than a timer for each message.
         """
         passed = 0.0 if self._since is None else time.perf_counter() - self._since
         if passed >= self._limit:
@@ -226,7 +225,7 @@ class _Sending:
 
 
 async def respond(error: ApiError, send: Send) -> None:
-    """An error as a whole answer."""
+    """Sends an error as a whole answer."""
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

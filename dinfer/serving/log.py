@@ -1,15 +1,15 @@
-"""Logs for machines: a line of JSON each, with the id of the request that it is about."""
+"""Logs for machines: each record is a line of JSON with the id of its request."""
 
 import json
 import logging
 from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # what a record may have beside its message
+FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # optional fields of a record
 
 
 def log_as_json() -> None:
-    """Lets dinfer and uvicorn log to stderr, each record as a line of JSON. Requests are logged unless -q is given."""
+    """Makes dinfer and uvicorn log to stderr in JSON, a record a line. Requests are logged unless -q is given."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     for name in ("dinfer", "uvicorn"):
@@ -21,7 +21,7 @@ def log_as_json() -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, the request's id, and what the record has of `FIELDS`."""
+    """One object a line: time, level, logger, message, the request's id, and the record's `FIELDS`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's objects word them."""
+"""Log-probabilities as OpenAI's objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Scored = Sequence[tuple[int, TokenLogprob]]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Makes the objects of a chat, or of a completion. `top`: alternatives of each token."""
+    """Makes the objects of a chat or a completion. `top`: alternatives of each token."""
 
     pieces: Pieces
     top: int
@@ -43,5 +43,5 @@ class Logprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.pieces.of(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else the token is a part of a character
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # otherwise the token is a part of a character
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode()) if whole else None}

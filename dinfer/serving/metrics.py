@@ -17,7 +17,7 @@ STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0
 
 
 class Metrics:
-    """The counters of one server, in a registry of their own, so that two servers in one process do not meet."""
+    """The counters of one server. They have their own registry, so that a process may run two servers."""
 
     def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
         self.registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class Metrics:
 
 
 class _Rounds:
-    """Notes which steps each round launches, and tells how long it took."""
+    """Observes how long each round takes, by the shape of its largest step."""
 
     def __init__(self, model: str, engine: AsyncEngine, rounds: Histogram) -> None:
         self._model, self._rounds, self._launched = model, rounds, list[StepShape]()
@@ -79,7 +79,7 @@ class _Rounds:
 
 
 class _Gauges(Collector):
-    """Values that are read when Prometheus asks: queues, slots and pages."""
+    """Queues, slots and pages, read when Prometheus asks."""
 
     def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
         self._engines, self._admission = engines, admission

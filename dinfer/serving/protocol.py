@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's fields, our own under `dinfer`, and what is refused by name.
+"""What clients may send: OpenAI's fields, and our own under `dinfer`.
 
-An unknown field is refused, and so is a known one that a diffusion language model cannot honour, unless its value asks
-for nothing (`frequency_penalty: 0`, `tools: []`). Clients send such values by default.
+The server refuses unknown fields, and known ones that a diffusion language model cannot honour. It accepts these if
+their value asks for nothing (`frequency_penalty: 0`, `tools: []`), since clients send it by default.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +12,7 @@ from dinfer.serving.errors import refused
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 16, 4, 256, 20
 
-# Fields of OpenAI's API that this server cannot honour: the values that ask for nothing, and why others are refused.
+# Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
 NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "is not supported: tokens are not written one after the other. Use "
                           'dinfer={"repetition_penalty": 1.1}.'),
@@ -52,7 +52,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """JSON can spell half of a pair of surrogates, which is no character."""
+    """Refuses half of a surrogate pair, which JSON can spell but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -64,13 +64,13 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Strict(BaseModel):
-    """Takes its own fields alone, and no value of another type."""
+    """Takes only its own fields, and converts no value to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Own(Strict):
-    """What is ours, under `dinfer`. All other keys are per-request options of the decoder and the sampling."""
+    """Our fields, under `dinfer`. All other keys are per-request options of the decoder and the sampling."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -89,26 +89,31 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class Generation(Strict):
-    """What completions and chats have in common."""
+class Sampled(Strict):
+    """Fields of all requests that sample."""
 
     model: str
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: int | None = None
+    user: str | None = None
+    dinfer: Own = Own()
+
+
+class Generation(Sampled):
+    """Fields of completions and chats."""
+
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    seed: int | None = None
-    user: str | None = None
-    ignore_eos: bool | None = None  # vLLM's: stop tokens are tokens like others, as load generators ask
-    dinfer: Own = Own()
+    ignore_eos: bool | None = None  # vLLM's, for load generators: a stop token does not end the answer
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        """Drops fields whose value asks for nothing, and refuses by name what cannot be honoured."""
+        """Drops fields that ask for nothing. Raises ApiError for fields that this server cannot honour."""
         if not isinstance(data, dict):
             return data
         kept = {}
@@ -164,7 +169,7 @@ class ChatMessage(Strict):
     @model_validator(mode="before")
     @classmethod
     def _absent(cls, data: Any) -> Any:
-        """Clients hand an assistant's message back as they got it, with fields that are null or empty."""
+        """Drops empty fields, since clients send an assistant's message back as they got it."""
         if isinstance(data, dict) and data.get("role") == "assistant":
             empty = {"refusal", "tool_calls", "function_call", "audio", "annotations"}
             return {key: value for key, value in data.items() if not (key in empty and not value)}
@@ -212,16 +217,10 @@ class CompletionRequest(Generation):
         return list(self.prompt)
 
 
-class InfillRequest(Strict):
-    """Text with gaps: `[MASK:n]` stands for n tokens that are to be found."""
+class InfillRequest(Sampled):
+    """Text with gaps: the model fills in n tokens for `[MASK:n]`."""
 
-    model: str
     text: Text
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    seed: int | None = None
-    user: str | None = None
-    dinfer: Own = Own()
 
 
 class TokenizeRequest(Strict):

@@ -24,17 +24,16 @@ from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.gateway import PROBE, Gateway
 from dinfer.serving.guard import Message
 from dinfer.serving.log import log_as_json
-from dinfer.serving.run import EngineFailed, listen, tuned
+from dinfer.serving.run import EngineFailed, listen, tuned, url
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import NO_LIMIT, Settings
 
 NAME = "dinfer"  # of the application on Ray Serve
-NO_LIMIT = 10**9
 REPLICAS_OF_A_GATEWAY = 8
 CHECK = 2.0  # seconds between checks of a replica's health
 STARTS = 3  # tries to start a replica
 LOOK = 1.0  # seconds between looks at the application
-LOGS = {"enable_access_log": False, "log_level": "WARNING"}  # Serve's own: ours say more
+LOGS = {"enable_access_log": False, "log_level": "WARNING"}  # of Ray Serve, since our logs say more
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 LOG = logging.getLogger("dinfer.serving")
@@ -42,7 +41,7 @@ Make = Callable[[Settings], Server]
 
 
 class Replica:
-    """One copy of the model, with the whole application around it."""
+    """One copy of the model with its application."""
 
     def __init__(self, make: Make, settings: Settings) -> None:
         log_as_json()
@@ -60,14 +59,14 @@ class Replica:
                 yield message
 
     def _end_if_failed(self) -> None:
-        """Ends the process if the engine has failed. Gateways then ask other replicas, and Serve starts a new one."""
+        """Ends the process if the engine has failed. Gateways then ask other replicas, and Ray starts a new one."""
         if self._server.failure is not None:
             LOG.critical("the engine has failed, and so this replica ends", exc_info=self._server.failure)
             logging.shutdown()
             os._exit(1)
 
     def ready(self) -> None:
-        """Raises ApiError unless requests are taken."""
+        """Raises ApiError unless the replica takes requests."""
         self._server.check()
 
     def check_health(self) -> None:
@@ -76,21 +75,21 @@ class Replica:
             raise EngineFailed(f"the engine failed: {self._server.failure!r}") from self._server.failure
 
     def metrics(self) -> tuple[str, list[Metric]]:
-        """The name of this replica, and what it counts."""
+        """The name of this replica, and its metrics."""
         return self._name, [*self._server.metrics.registry.collect()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How many replicas there are, and what each of them occupies."""
+    """How many replicas there are, and the resources of each."""
 
     replicas: int
-    rows: int  # that one replica denoises at a time
+    rows: int  # requests that one replica denoises at a time
     resources: dict[str, float]  # of one replica, all on one machine
     autoscaling: dict[str, Any] | None = None  # fields of Ray Serve's AutoscalingConfig
 
     def scaling(self) -> AutoscalingConfig | None:
-        """Autoscaling between `replicas` and `max_replicas`, by the requests that run and wait. Raises ValueError."""
+        """Autoscaling between `replicas` and `max_replicas` by the number of requests. Raises ValueError."""
         if self.autoscaling is None:
             return None
         fields = {"min_replicas": self.replicas, "target_ongoing_requests": self.rows, **self.autoscaling}
@@ -108,16 +107,13 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The most replicas that there may be."""
+        """The largest number of replicas."""
         scaling = self.scaling()
         return self.replicas if scaling is None else max(self.replicas, scaling.max_replicas)
 
 
 def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Application:
-    """The application as Ray Serve takes it. `make`: the server of one replica, made in its process.
-
-    `owner`: the command that deploys it.
-    """
+    """The application for Ray Serve. `make` makes the server in a replica's process. `owner`: the deploying command."""
     scaling = plan.scaling()
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": settings.grace,
@@ -129,10 +125,10 @@ def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Applica
         name="Replica",
         placement_group_bundles=[plan.resources], placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": plan.resources["CPU"], "num_gpus": plan.resources.get("GPU", 0)},
-        # A few more than it denoises at a time, so that no row is free while the next request comes.
+        # A few more than it denoises at a time, so that no row is free until the next request comes.
         max_ongoing_requests=plan.rows + max(1, plan.rows // 4),
         max_queued_requests=settings.max_requests,
-        # All gateways find the same replica by the same hash, and go on to the next one where that is full.
+        # All gateways find a replica by the same hash, and go on to the next if it is full.
         request_router_config={
             "request_router_class": ROUTER, "request_router_kwargs": {"num_fallback_replicas": plan.most - 1},
             "initial_backoff_s": 0.01, "max_backoff_s": 0.05,
@@ -150,9 +146,9 @@ def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Applica
 
 
 def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]) -> None:
-    """Serves on the cluster that is joined, until a signal comes. `ready` is told the address.
+    """Serves on the joined cluster until a signal comes. `ready` is called with the address.
 
-    What an earlier command deployed there is replaced, a replica at a time, and that command ends. Raises ValueError,
+    It replaces the application of an earlier command, a replica at a time, and that command ends. Raises ValueError,
     OSError, EngineFailed.
     """
     with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan) as here:
@@ -165,29 +161,25 @@ class Deployed:
     """An application on Ray Serve."""
 
     address: str  # ends in a slash
-    owner: str  # this command, and no other
-    ours: bool = True  # False: another command has deployed its own in our place
+    owner: str  # identifies this command
+    ours: bool = True  # False: another command has replaced it
 
 
 @contextmanager
 def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
-    """Deploys the application, and takes it away at the end. Running requests then have `grace` seconds.
+    """Deploys the application, and deletes it at the end. Running requests then have `grace` seconds.
 
-    Raises ValueError, OSError for an address that cannot be had, EngineFailed if no replica starts.
+    Raises ValueError, OSError if the address is not free, EngineFailed if no replica starts.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     owner, before = uuid.uuid4().hex, serve.status()
     made = app(make, settings, plan, owner)
     if not before.proxies:
-        with listen(settings) as socket:  # to say what is wrong with the address, and to find a free port
+        with listen(settings) as socket:  # raises a clear error for a bad address, and finds a free port
             settings = replace(settings, port=socket.getsockname()[1])
     http = {"host": settings.host, "port": settings.port}
     serve.start(proxy_location="EveryNode", http_options=http, logging_config=LOGS)
-    here = Deployed(
-        f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}/",
-        owner,
-        ours=NAME not in before.applications,
-    )
+    here = Deployed(url(settings.host, settings.port), owner, ours=NAME not in before.applications)
     try:
         try:
             serve.run(made, name=NAME, route_prefix="/", logging_config=LOGS)
@@ -203,7 +195,7 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM is what Ctrl-C is, and so ends the loading of a model as well."""
+    """Within, SIGTERM raises KeyboardInterrupt, so that it also ends the loading of a model."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -212,22 +204,19 @@ def interruptible() -> Iterator[None]:
 
 
 def check(address: str) -> None:
-    """Raises ValueError unless it is where Ray Serve listens."""
+    """Raises ValueError unless Ray Serve listens at `address`."""
     try:
         with urllib.request.urlopen(f"{address}-/healthz", timeout=LOOK):
             pass
     except OSError as error:
         raise ValueError(
-            f"{address} does not answer: Ray Serve runs on this cluster since before, and listens where it was told to "
-            "then. Give its host= and port=, or end it with `serve shutdown`"
+            f"{address} does not answer: Ray Serve already ran on this cluster and listens elsewhere. Give its host= "
+            "and port=, or end it with `serve shutdown`"
         ) from error
 
 
 def watch(here: Deployed) -> None:
-    """Waits for another command that deploys its own application in place of ours.
-
-    Raises EngineFailed if the application is gone.
-    """
+    """Returns when another command has replaced the application. Raises EngineFailed if the application is gone."""
     while True:
         time.sleep(LOOK)
         now = serve.status().applications.get(NAME)

@@ -1,4 +1,4 @@
-"""One row of a request as a stream of events: certain text, drafts if asked for, and how it ended."""
+"""A row of a request as a stream of events: final text, drafts if wanted, and how the row ended."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.served import Served
 from dinfer.serving.text import StoppableText
 
-# Errors that say nothing about other requests.
+# Errors that concern no other request.
 OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, MemoryError, torch.OutOfMemoryError, TimeoutError)
 
 LOG = logging.getLogger("dinfer.serving")
@@ -25,15 +25,15 @@ LOG = logging.getLogger("dinfer.serving")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What has become certain of a row. The last has `finish` and `counts`. If usage is wanted, each has counts."""
+    """News of a row. The last event has `finish` and `counts`. If the client wants usage, each event has `counts`."""
 
     row: int
     text: str = ""
     canvas: dict[str, Any] | None = None
-    logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # tokens whose text is told by now, if asked
+    logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # of tokens whose text has been sent
     finish: str | None = None  # "stop" or "length"
     counts: Counts | None = None
-    tokens: int = 0  # of the answer, where there are counts
+    tokens: int = 0  # of the answer, if there are counts
     completion: Completion | None = None  # in the last event, unless a stop string ended the row
 
 
@@ -50,10 +50,10 @@ class Wanted:
 async def row_events(
     served: Served, index: int, request: Request, wanted: Wanted, deadline: float
 ) -> AsyncGenerator[Event]:
-    """Runs a row until the deadline, by the event loop's clock. A caller who stops cancels it. Raises ApiError."""
+    """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
     text = StoppableText(served.pipe.decode, wanted.stops)
     canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
-    told: list[tuple[int, TokenLogprob]] = []  # with log-probabilities, tokens whose text may not be told yet
+    told: list[tuple[int, TokenLogprob]] = []  # tokens and log-probabilities; the text of the last may not be sent yet
     sent = 0
     try:
         stream = served.engine.stream(
@@ -83,7 +83,7 @@ async def row_events(
 
 
 def failure(error: Exception) -> ApiError:
-    """What the client hears of the error that ended a row. The log has its traceback."""
+    """The client's error for one that ended a row. The log has its traceback."""
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than its deadline allows", code="deadline")
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -103,7 +103,7 @@ def partial(update: Update, tokens: int) -> Counts:
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
-    """The events of all rows as they come. An error of one row ends all of them, since they are one request."""
+    """The events of all rows as they come. An error of one row ends all, since they are one request."""
     queue: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
 
     async def drain(stream: AsyncGenerator[Event]) -> None:

@@ -16,11 +16,11 @@ from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
 
-FAREWELL = 2.0  # seconds in which a server whose engine failed still says so
+FAREWELL = 2.0  # seconds in which a server still answers after its engine failed
 
 
 class EngineFailed(RuntimeError):
-    """An engine met an error that concerns no request. The server has ended."""
+    """An engine met an error that no single request caused. The server has ended."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -45,7 +45,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises OSError, with the address, if there is none."""
+    """The socket that the server will listen on. Raises an OSError that names the address."""
     made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -69,10 +69,11 @@ def _naming(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def tuned() -> Iterator[None]:
-    """Settings of Python for a process that serves.
+    """Python's settings for a process that serves.
 
-    After the engine's thread has waited for the device, it waits for the event loop's thread to let go of the
-    interpreter. By default that may take 5 ms, as long as a step. The collector skips what is loaded, since that stays.
+    After the engine's thread has waited for the device, it waits for the event loop's thread to release the
+    interpreter. By default that takes up to 5 ms, as long as a step. The garbage collector skips everything loaded so
+    far.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
@@ -94,22 +95,26 @@ def configured(server: Server) -> uvicorn.Config:
     )  # fmt: skip
 
 
-def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serves until a signal comes; `ready` is told the address of the page.
+def url(host: str, port: int) -> str:
+    """The address of a page."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
-    Raises EngineFailed, RankFailed, what `ready` raises, and OSError if another server has taken the address meanwhile.
+
+def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serves until a signal comes. `ready` is called with the address of the page.
+
+    Raises EngineFailed, RankFailed, what `ready` raises, and OSError if another server has taken the address.
     """
     settings, config = server.settings, configured(server)
     open_files(settings)
-    with _naming(settings):  # two sockets may be bound to an address, but one alone can listen
+    with _naming(settings):  # two sockets may be bound to an address, but only one can listen
         made.listen(settings.max_connections)
     web = _Uvicorn(config, server.admission.close)
-    host, port = made.getsockname()[:2]
 
     async def watch() -> None:
         while not web.started:
             await asyncio.sleep(0.01)
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+        ready(url(*made.getsockname()[:2]))
         await server.failed()
         await asyncio.sleep(FAREWELL)
 
@@ -130,7 +135,7 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
 
 
 def ended(failure: BaseException) -> BaseException:
-    """The error that ends a program whose engine has failed. Only a lost rank needs no traceback."""
+    """The error with which a program ends after its engine failed. A lost rank needs no traceback."""
     if isinstance(failure, RankFailed):
         return failure
     error = EngineFailed(f"the engine failed: {failure!r}")

@@ -1,4 +1,4 @@
-"""The models that a server offers by name, and how a client's request becomes rows of one."""
+"""The models that a server offers by name, and how a client's request becomes rows."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ SEEDS = 2**53
 
 @dataclass(frozen=True)
 class Served:
-    """A recipe over a model, under the name by which clients ask for it."""
+    """A recipe over a model, under the name that clients ask for."""
 
     name: str
     pipe: Pipeline
     engine: AsyncEngine
-    recipe: Recipe  # that of `pipe`, up to the defaults of per-request options
-    max_new_tokens: int  # of a request that does not say
+    recipe: Recipe  # equals `pipe.recipe`, except for defaults of per-request options
+    max_new_tokens: int  # the default of a request
     created: int
 
     @property
@@ -50,7 +50,7 @@ class Served:
         return {f"{option.kind}.{option.name}": option.default for option in self.recipe.request_options}
 
     def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Per-request options by full name: `asked` are OpenAI's fields, `own` what stands under `dinfer`."""
+        """Per-request options by full name, from OpenAI's fields (`asked`) and those under `dinfer` (`own`)."""
         values, chosen = dict(self._defaults), dict[str, str]()
         given = [(name, name, value) for name, value in asked.items() if value is not None]
         given += [(f"dinfer.{name}", name, value) for name, value in own.items()]
@@ -102,7 +102,7 @@ class Served:
         return rows
 
     def card(self) -> dict[str, Any]:
-        """What /v1/models says of it."""
+        """The entry in /v1/models."""
         recipe = self.recipe
         parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
         helps = {
@@ -142,12 +142,12 @@ class Catalogue:
 
     @property
     def engines(self) -> dict[str, AsyncEngine]:
-        """Each engine once, by the name of the first model that it runs."""
+        """Each engine once, by the name of its first model."""
         first = {id(model.engine): model for model in reversed([*self])}
         return {model.name: model.engine for model in reversed([*first.values()])}
 
     def find(self, name: str, decoder: Any = None) -> Served:
-        """The model of that name, or, with `decoder`, the recipe of the same model that has that decoder."""
+        """The model of that name, with `decoder` the recipe of it that has this decoder. Raises ApiError."""
         if name not in self._served:
             raise ApiError(
                 404, f"model={name!r:.80} is not served. Served: {', '.join(self._served)}", "model", "model_not_found"
@@ -162,7 +162,7 @@ class Catalogue:
 
 
 def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: int, created: int) -> Catalogue:
-    """Recipes over the model of one pipeline, by name. Its weights are shared.
+    """Recipes over the model of one pipeline, by name. They share its weights.
 
     Recipes that differ only in the defaults of per-request options share an engine, and so its steps. One thread runs
     the rounds of all engines, since they share a device. Raises ValueError for a checkpoint without a tokenizer.
@@ -186,7 +186,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
 
 
 def without_request_options(recipe: Recipe) -> tuple[Any, ...]:
-    """The components, with per-request options as the components define them."""
+    """The components, with the default values of their per-request options."""
     parts: list[Any] = [recipe.iteration, recipe.cache]
     decoding: tuple[Any, ...] = (recipe.decoder, recipe.sampling)
     for part in decoding:

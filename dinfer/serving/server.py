@@ -1,4 +1,4 @@
-"""What all routes share: the models, the limit of requests, and how a request is answered."""
+"""What all routes share: the models, the limits, and how a request is answered."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ WATCH = 0.2  # seconds between looks at the engines
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request of a client, checked: rows of one recipe, and what is wanted of them."""
+    """A checked request: rows of one recipe, and what the client wants of them."""
 
     served: Served
     rows: list[Row]
@@ -51,31 +51,35 @@ class Server:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why an engine cannot be relied on any more. To be asked now and then: a hung engine does not say so."""
+        """Why an engine has failed; None: none has. Poll it, since a hung engine reports nothing."""
         for engine in self.catalogue.engines.values():
             engine.check_alive(self.settings.round_timeout)
         found = (why for e in self.catalogue.engines.values() for why in (e.failure, e.engine.failure))
         return next((why for why in found if why is not None), None)
 
     async def failed(self) -> BaseException:
-        """Waits until an engine cannot be relied on any more, and returns why."""
+        """Waits until an engine has failed, and returns why."""
         while (failure := self.failure) is None:
             await asyncio.sleep(WATCH)
         return failure
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Looks at the engines now and then, so that requests of one that hangs end."""
+        """Polls the engines, so that requests of a hung engine end."""
         watcher = asyncio.create_task(self.failed())
         try:
             yield
         finally:
             watcher.cancel()
 
-    def check(self) -> None:
-        """Raises ApiError unless requests are taken."""
+    def check_engines(self) -> None:
+        """Raises ApiError if an engine has failed."""
         if self.failure is not None:
             raise ApiError(503, f"the engine has failed: {type(self.failure).__name__}", code="engine_failed")
+
+    def check(self) -> None:
+        """Raises ApiError unless the server takes requests."""
+        self.check_engines()
         self.admission.check_open()
 
     def job(self, served: Served, rows: list[Row], own: Own, wanted: Wanted, *, stream: bool) -> Job:
@@ -87,7 +91,7 @@ class Server:
         return Job(served, rows, wanted, own)
 
     async def events(self, job: Job) -> AsyncGenerator[Event]:
-        """The events of all rows of a request until its deadline. Counts them in the metrics. Raises ApiError."""
+        """The events of all rows of a request until its deadline, counted in the metrics. Raises ApiError."""
         began = time.perf_counter()
         name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
         deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline
@@ -118,7 +122,7 @@ class Server:
         return JSONResponse(answer.whole())
 
     async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[bytes]:
-        opening = answer.opening()  # goes with the first piece: until then another replica could answer
+        opening = answer.opening()  # sent with the first piece: until then another replica could answer
         try:
             async for event in events:
                 if made := answer.pieces(event):
@@ -131,5 +135,5 @@ class Server:
         yield sse([answer.closing()] if usage else []) + b"data: [DONE]\n\n"
 
     def refuse(self, error: ApiError) -> None:
-        """Counts an error that a client is told."""
+        """Counts an error that a client gets."""
         self.metrics.refused.labels(error.code or str(error.status)).inc()

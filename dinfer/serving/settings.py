@@ -8,10 +8,11 @@ from pathlib import Path
 from dinfer.core.registry import check_range
 
 LEAST_KEY = 8  # characters
+NO_LIMIT = 10**9
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address can be reached from this machine alone."""
+    """Whether only this machine can reach a host's name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -20,18 +21,18 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of `dinfer serve`. Raises ValueError for those that contradict each other or are not safe."""
+    """Settings of `dinfer serve`. Raises ValueError for values that contradict each other or are not safe."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None  # `env:NAME`, `file:PATH`; never the key itself
-    insecure: bool = False  # other addresses than loopback without a key
+    insecure: bool = False  # allows other addresses than loopback without a key
     max_requests: int = 1024  # rows that run or wait
-    max_tokens: int = 4_194_304  # positions of their canvases
+    max_tokens: int = 4_194_304  # positions of the canvases of these rows
     max_body: int = 4_194_304  # bytes of a request
     max_connections: int = 2048  # requests that wait for an answer
-    warm_up: int = 0  # tokens of the prompts that are run before the server is ready; 0: none are
-    max_new_tokens: int = 256  # of a request that says nothing
+    warm_up: int = 0  # tokens of the prompts that run before the server is ready; 0: none run
+    max_new_tokens: int = 256  # default of a request
     deadline: float = 600.0  # seconds that a request may take
     send_timeout: float = 30.0  # seconds that a client may take to read a piece
     round_timeout: float = 300.0  # seconds after which a round of steps counts as hung, and the server ends
@@ -57,7 +58,7 @@ class Settings:
         return is_loopback(self.host)
 
     def keys(self) -> list[bytes]:
-        """The keys that clients may use; one a line in a file."""
+        """The keys that clients may use, one a line. Raises ValueError or OSError."""
         if self.api_key is None:
             return []
         kind, _, where = self.api_key.partition(":")

@@ -1,4 +1,4 @@
-"""A file of requests answered on a Ray cluster: Ray Data with one model for each actor."""
+"""Answers a file of requests on a Ray cluster: Ray Data with one model for each actor."""
 
 import asyncio
 import json
@@ -15,18 +15,18 @@ from dinfer.serving.batch import Line, answered, check
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.server import Server
 
-SHARDS = 8  # in flight for each actor: what a kill loses of its work, and how even its load is
+SHARDS = 8  # in flight for each actor; with more, shards are smaller, so a kill loses less work and load is more even
 
 
 class Answers:
-    """An actor: the model, and the application that answers lines."""
+    """An actor with a model and the application that answers lines."""
 
     def __init__(self, make: Callable[[], Server]) -> None:
         self._server = make()
         self._app = application(self._server)
 
     async def __call__(self, shard: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The answers to some lines. They are denoised together, also with the lines of other shards."""
+        """The answers to some lines, denoised together with the lines of other shards."""
         columns = (shard[name].tolist() for name in ("number", "text", "id"))
         async with self._server.watched():
             found = await asyncio.gather(*(answered(self._app, Line(*one)) for one in zip(*columns, strict=True)))
@@ -40,7 +40,8 @@ def answer_on_cluster(
 ) -> None:  # fmt: skip
     """Answers lines with `replicas` actors, `at_once` lines at a time in each.
 
-    A shard is kept when it is done. If its actor dies before, Ray gives it to another. Raises EngineFailed.
+    The answers of a shard are kept when all are there. If an actor dies, Ray gives its shard to another. Raises
+    EngineFailed.
     """
     rows = [{"number": line.number, "text": line.text, "id": line.id} for line in waiting]
     if not rows:

@@ -1,4 +1,4 @@
-"""What a server does before it is ready, so that the first clients need not wait for it."""
+"""Warms up a server before it is ready, so that the first clients need not wait."""
 
 import logging
 import random
@@ -10,15 +10,15 @@ from dinfer.engine.request import Request
 from dinfer.serving.served import Catalogue, Served
 
 LOG = logging.getLogger("dinfer.serving")
-PARTS = 16  # answers are of so many lengths: rows then enter and leave one by one, and all numbers of rows come up
+PARTS = 16  # lengths of answers; rows then enter and leave one by one, so that all numbers of rows come up
 PAUSES = 2.0, 10.0  # rounds of steps that a client waits on average before it asks again
 
 
 def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
-    """Runs requests in every engine: memory is allocated, kernels are compiled and graphs captured.
+    """Runs requests in every engine, so that memory is allocated, kernels are compiled and graphs captured.
 
-    Prompts are random tokens, `prompt_tokens` of them, or as many as there is room for. Steps of requests that ask for
-    drafts, log-probabilities or a temperature have graphs of their own, which are captured when they come up.
+    Prompts are `prompt_tokens` random tokens, or fewer if the model has less room. Requests for drafts,
+    log-probabilities or a temperature have graphs of their own, which are captured when one comes.
     """
     for served in {id(served.engine): served for served in catalogue}.values():
         began = time.perf_counter()
@@ -27,10 +27,10 @@ def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
 
 
 def meet_shapes(served: Served, prompt_tokens: int, *, times: int) -> None:
-    """Clients that all ask at once, that want answers of all lengths, and that ask when they like.
+    """Runs clients that ask at once, that want answers of different lengths, and that ask at random times.
 
-    Rows that enter a block together take other steps than rows that do so one by one. `times`: how often all of it
-    happens. A graph is captured when its shape comes up the second time. No prompt comes twice: it would share keys.
+    Rows that enter a block together take other steps than rows that enter one by one. `times`: repetitions, since a
+    graph is captured when its shape comes up the second time. No prompt comes twice, since it would share keys.
     """
     pipe, draw = served.pipe, random.Random(0)
     vocab, mask, rows = pipe.model.spec.vocab, pipe.model.spec.mask_id or 0, pipe.engine.runtime.rows

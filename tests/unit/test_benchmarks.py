@@ -12,11 +12,11 @@ import torch
 from support.command_line import write_checkpoint
 
 import dinfer.kernels
-from benchmarks import dataset, goals, open_blocks, parts, rounds, single, startup, step, throughput
+from benchmarks import dataset, goals, goals_table, open_blocks, parts, rounds, single, startup, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
-from benchmarks.peers import ours, work
+from benchmarks.peers import ours, table, work
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
@@ -271,17 +271,40 @@ def test_steps_without_a_cache_are_full_passes(tmp_path: Path) -> None:
 def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> None:
     out = tmp_path / "throughput.json"
     args = "--shape small-llada2 --device cpu --in-flight 2 --rounds 1 --prompt 32 --new 32 --spread --quantize int8"
+    args += " --warm-up 0"  # which is cut short at once, and leaves nothing that runs
     throughput.main([*args.split(), "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["setting"]["spread"] and found["runs"][0]["requests"] == 2
     assert found["setting"]["quantize"] == "int8"
     run = found["runs"][0]
     assert run["limit"]["tokens_per_s"] > run["tokens_per_s"] and 0 < run["limit"]["prefill"]["share"] < 1
-    for row in goals.ROWS.values():  # every row is a run that throughput takes, and has its figure
-        throughput.arguments(goals.line(row, dry=True))
-        goals.figure(row, found)
     with pytest.raises(SystemExit):
         throughput.main(["--spread", "--model", "tiny"])
+
+
+def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for row in goals.ROWS:  # every row is a level of a run that throughput takes
+        assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True)).in_flight
+    assert "Not measured" in goals_table.goals(tmp_path) and "Not measured" in goals_table.startup(tmp_path)
+    assert "Not measured" in table.diffulex(tmp_path / "none.json")
+    args = [*goals.line("mini", dry=True), "--in-flight", "64,1", "--block", "2", "--warm-up", "0"]
+    throughput.main([*args, "--out", str(tmp_path / "goals-mini-h200.json")])
+    capsys.readouterr()
+    goals.main(["--out", str(tmp_path), "--only", "mini"])  # whole, so nothing runs
+    steady = json.loads((tmp_path / "goals-mini-h200.json").read_text())["runs"][0]["steady_tokens_per_s"]
+    assert (
+        f"LLaDA2-mini, bf16, 64 in flight: steady tokens/s {goals.number(steady)}, goal 11,000"
+        in capsys.readouterr().out
+    )
+    text = goals_table.goals(tmp_path)
+    assert f"| LLaDA2-mini, bf16 | 64 | steady tokens/s | {goals.number(steady)} | 11,000 |" in text
+    assert "| LLaDA2-mini, bf16 | 128 | steady tokens/s | - | 14,500 | - |" in text
+    assert text.index("| bf16, 1 |") < text.index("| bf16, 64 |")  # as the curve goes, not as it was measured
+    pytest.importorskip("matplotlib")
+    goals_table.draw_curve(tmp_path, tmp_path)
+    assert "requests in flight" in (tmp_path / "curve.svg").read_text()
 
 
 def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None:

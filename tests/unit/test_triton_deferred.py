@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.kernels.deferred import close  # noqa: E402
-from dinfer.kernels.symmetric import Exchange  # noqa: E402
+from dinfer.kernels.symmetric import EMPTY, Exchange  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
@@ -131,20 +131,23 @@ def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: i
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("inputs", ["plain", "both"])
 def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: Inputs) -> None:
-    """The other card's rows have arrived, twice: each swap has a place and a count of its own."""
+    """The other card's rows have arrived, three times: a row has two places, and they are empty again afterwards."""
     x, weight_D = draw(1, 5, 64, dtype=SHORT), draw(64).to(SHORT)
-    mine, theirs = (torch.zeros(2, 8, 96, dtype=SHORT, device=DEVICE) for _ in range(2))
-    my_flag_R, their_flag_R, count_R = (torch.zeros(8, dtype=torch.int32, device=DEVICE) for _ in range(3))
-    exchange = Exchange(mine, theirs, my_flag_R, their_flag_R, count_R)
+    mine, theirs = (torch.zeros(2, 8, 96, dtype=torch.int16, device=DEVICE) for _ in range(2))
+    exchange = Exchange.over(mine, theirs)
     assert exchange.takes(x) and not exchange.takes(x.double()) and not exchange.takes(draw(9, 64, dtype=SHORT))
-    for count in (1, 2):
+    for count in range(3):
         values, other = draw(parts, 1, 5, 64), draw(5, 64, dtype=SHORT)
-        mine.flatten(0, 1)[8 * (count % 2) :][:5, :64] = other
-        my_flag_R[:5] = count
+        values[..., :2] = -0.0  # what an empty place holds
+        other[:, 1] = 0
         own = values.sum(0).to(SHORT)
-        got = triton_norm.add_rms_norm(x, Parts(values, SHORT), weight_D, 1e-5, inputs, exchange)
         sum_BWD = (own.float() + other.float()).to(SHORT)
         want = triton_norm.add_rms_norm(x, sum_BWD, weight_D, 1e-5, inputs)
-        assert torch.equal(theirs.flatten(0, 1)[8 * (count % 2) :][:5, :64], own[0])
-        assert their_flag_R[:5].tolist() == count_R[:5].tolist() == [count] * 5
+        mine[count % 2, :5, :64] = other.view(torch.int16)
+        if count == 1:
+            got = triton_norm.add(x, Parts(values, SHORT), exchange), want[1]
+        else:
+            got = triton_norm.add_rms_norm(x, Parts(values, SHORT), weight_D, 1e-5, inputs, exchange)
+        sent = theirs[count % 2, :5, :64]
+        assert torch.equal(sent.view(SHORT), own[0]) and not (sent == EMPTY).any() and (mine == EMPTY).all()
         assert torch.equal(got[0], want[0]) and torch.equal(close(got[1]), close(want[1]))

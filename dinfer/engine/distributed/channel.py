@@ -1,4 +1,4 @@
-"""Messages between two processes: JSON, each behind its length, over a Unix socket."""
+"""Messages between two processes over a Unix socket: JSON, preceded by its length."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """One end. Threads may send at the same time; one thread receives."""
+    """One end of a connection. Any thread may send; one thread receives."""
 
     def __init__(self, made: socket.socket) -> None:
         self.socket = made
@@ -25,13 +25,13 @@ class Channel:
             self.socket.sendall(LENGTH.pack(len(data)) + data)
 
     def receive(self) -> list[Any]:
-        """The next message. Waits for it. Raises EOFError or OSError if the other end is gone."""
+        """Waits for the next message. Raises EOFError or OSError if the other end is gone."""
         while (message := self._whole()) is None:
             self._fill()
         return message
 
     def arrived(self) -> list[list[Any]]:
-        """The messages of which the socket has something to read, as far as they are whole. Raises as `receive`."""
+        """The complete messages of one read from the socket. Raises as `receive`."""
         self._fill()
         found = []
         while (message := self._whole()) is not None:
@@ -39,7 +39,7 @@ class Channel:
         return found
 
     def close(self) -> None:
-        """Wakes up whoever waits here, and at the other end."""
+        """Closes the connection, which wakes up the threads that wait at both ends."""
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,6 +1,6 @@
-"""A rank other than 0: it does what rank 0 tells it, and ends when rank 0 does.
+"""A rank other than 0. It does what rank 0 tells it, and ends when rank 0 does.
 
-Nothing here imports torch, so a process that starts can be watched before it has loaded that.
+Nothing here imports torch, so rank 0 can watch a process before it has loaded torch.
 """
 
 import os
@@ -19,16 +19,16 @@ from dinfer.engine.distributed.channel import Channel
 from dinfer.engine.distributed.motion import BEAT, SILENT, Motion
 
 Work = Callable[[str, list[Any]], Any]
-PATIENCE = 60.0  # seconds in which rank 0 answers a process that knocks
+PATIENCE = 60.0  # seconds in which rank 0 must accept a connection
 
 
 class Follower:
-    """This end of two channels: by one it is told what to do, by the other both see that the other lives."""
+    """This end of two channels. One brings orders; the other carries signs of life in both directions."""
 
     def __init__(self, path: Path, rank: int) -> None:
         """Connects with the socket where rank 0 listens. Raises OSError."""
         self.rank, self.motion = rank, Motion()
-        self._preparing = ExitStack()  # until it is told what to do, it works: it loads torch
+        self._preparing = ExitStack()  # loading torch counts as work
         self._preparing.enter_context(self.motion.work())
         self._told, self._watch = self._connected(path, "told"), self._connected(path, "watch")
         threading.Thread(target=self._watching, name="dinfer-watch", daemon=True).start()
@@ -43,10 +43,10 @@ class Follower:
         return channel
 
     def serve(self, work: Work) -> None:
-        """Does what rank 0 tells until it says that this was all. Does not return if rank 0 is gone, or work fails.
+        """Does what rank 0 tells until the message "end". Ends the process if rank 0 is gone or work fails.
 
-        `work` gives the answer to a message, where one is wanted. A ValueError or MemoryError there is an answer too:
-        this rank is as it was.
+        `work` returns the answer to a message. If rank 0 wants an answer, a ValueError or MemoryError is one too: it
+        leaves this rank as it was.
         """
         self._preparing.close()
         while True:
@@ -90,7 +90,7 @@ class Follower:
                     self._watch.arrived()
                     last = time.monotonic()
                 now = time.monotonic()
-                if now - looked > 3 * BEAT:  # this process was stopped, and cannot tell for how long rank 0 was silent
+                if now - looked > 3 * BEAT:  # this process was stopped, and cannot know how long rank 0 was silent
                     last = now
                 looked = now
                 if now - last > SILENT:
@@ -101,6 +101,6 @@ class Follower:
 
 
 def leave() -> NoReturn:
-    """Ends this process at once: other threads may wait for a rank that is gone, and would never end."""
+    """Ends this process at once, since its other threads may wait for a lost rank for ever."""
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Work that Ctrl-C must not end half way."""
+"""Work that Ctrl-C must not interrupt."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C within comes at the end: other ranks do the same meanwhile, and would wait for the rest of it."""
+    """Delays Ctrl-C to the end. The other ranks do the same work and would wait for the rest of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

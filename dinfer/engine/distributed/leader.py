@@ -1,4 +1,4 @@
-"""Rank 0's end: it tells the others what to do, and notices at once when one of them fails."""
+"""Rank 0's end: it tells the other ranks what to do, and notices at once if one of them fails."""
 
 import os
 import select
@@ -21,48 +21,48 @@ from dinfer.engine.distributed.channel import Channel
 from dinfer.engine.distributed.interrupts import uninterrupted
 from dinfer.engine.distributed.motion import BEAT, SILENT, STILL, Motion
 
-START = 120.0  # seconds in which a rank that torchrun has started says that it is there; it may load torch first
-FAREWELL = 5.0  # seconds in which ranks that are told to end do so
-STUCK = 5.0  # seconds after a failure from which on rank 0 itself cannot go on: it waits for its device
+START = 120.0  # seconds in which a rank that torchrun has started must connect; it may load torch first
+FAREWELL = 5.0  # seconds in which ranks that are told to end must end
+STUCK = 5.0  # seconds without a move, after a failure, after which rank 0 counts as blocked by its device
 TICK = 0.2  # seconds between two looks at the other ranks
 
 Result = TypeVar("Result")
 
 
 class RankFailed(RuntimeError):
-    """A rank of tensor parallelism has died, hangs, or met an error. The others have ended with it."""
+    """A rank of tensor parallelism has died, hangs, or met an error. The other ranks have ended too."""
 
 
 class Leader:
-    """The other ranks as rank 0 sees them. All are told the same, in one order: any thread may, one at a time.
+    """The other ranks as rank 0 sees them. All get the same messages in the same order.
 
-    `turn` is held by a thread that tells something and does the same here.
+    Any thread may send, one at a time: it holds `turn` while it sends a message and does the same here.
     """
 
     def __init__(
         self, size: int, command: Sequence[str] | None, publish: Callable[[str], None] = lambda path: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Returns when ranks 1 to `size` - 1 are there. Raises RankFailed.
+        """Returns when ranks 1 to `size` - 1 have connected. Raises RankFailed.
 
-        `command` starts one of them; its own process id, the path of a socket and the rank follow. None: they have been
-        started, and wait for the path, which `publish` is told.
+        `command` starts a rank. Its last arguments will be the id of this process, the path of a socket, and the rank.
+        None: the ranks run already and wait for the path, with which `publish` is called.
         """
         self.size, self.motion, self.turn = size, Motion(), threading.RLock()
         self.failure: RankFailed | None = None
-        self.patience = STILL  # seconds; more where ranks compile
-        self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are told before the next one
-        self.joined: Any = None  # what these ranks call each other, once they have a process group
-        self.leave: Callable[[], object] = int  # what this process does in the end, when the others are gone
-        self.models: dict[int, Any] = {}  # those that all ranks have, by number: the ranks that divide it
+        self.patience = STILL  # seconds; more if ranks compile
+        self.forgotten: deque[tuple[Any, ...]] = deque()  # messages that are sent before the next one
+        self.joined: Any = None  # the process group of these ranks, once there is one
+        self.leave: Callable[[], object] = int  # called at the end, when the others are gone
+        self.models: dict[int, Any] = {}  # the ranks that divide each model, by the model's number
         self._numbers = count()
         self._told: dict[int, Channel] = {}
         self._watch: dict[int, Channel] = {}
         self._pids: dict[int, int] = {}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._heard: dict[int, float] = {}  # when each rank last gave a sign of life
-        self._still: dict[int, float | None] = {}  # what `Motion.still` says there
-        self._words: list[tuple[float, int, str]] = []  # when a rank has failed, which, and what it says of it
+        self._heard: dict[int, float] = {}  # time of each rank's last sign of life
+        self._still: dict[int, float | None] = {}  # each rank's `Motion.still`
+        self._words: list[tuple[float, int, str]] = []  # of failed ranks: time, rank, reason
         self._ended, self._failing, self._failed = False, threading.Lock(), threading.Event()
         with TemporaryDirectory(prefix="dinfer-") as folder, socket.socket(socket.AF_UNIX) as listener:
             path = Path(folder) / "ranks"
@@ -72,7 +72,7 @@ class Leader:
             commands = (
                 [] if command is None else [[*command, str(os.getpid()), str(path), str(r)] for r in self._others]
             )
-            # The kernel ends a process with the thread that started it, so that is the one that lives longest.
+            # The kernel ends a process with the thread that started it, so the thread that lives longest starts them.
             watching = partial(self._watching, commands, environment, started)
             threading.Thread(target=watching, name="dinfer-ranks", daemon=True).start()
             try:
@@ -104,7 +104,7 @@ class Leader:
             raise RankFailed("the other ranks of this model have ended: load it again")
 
     def tell(self, name: str, *given: Any, wanted: bool = False) -> None:
-        """Tells all other ranks. Does not wait for them, nor for their answers, which may be `wanted`."""
+        """Sends a message to all other ranks, and does not wait. `wanted`: they will answer. Raises RankFailed."""
         with self.turn, uninterrupted():
             self.check()
             messages = [(False, *self.forgotten.popleft()) for _ in range(len(self.forgotten))]
@@ -116,17 +116,17 @@ class Leader:
                 raise self.reason(error) from error
 
     def number(self) -> int:
-        """A number that nothing else of these ranks has."""
+        """A number that is unique among these ranks."""
         return next(self._numbers)
 
     def together(
         self, name: str, *given: Any, work: Callable[[], Result], patience: float = 0.0
     ) -> tuple[Result, list[Any]]:
-        """Does `work` here while the other ranks do what they are told. Returns both, theirs in order of rank.
+        """Does `work` here while the other ranks do what they are told. Returns its result and theirs, by rank.
 
-        A ValueError or MemoryError of a rank is raised when all have answered, and nothing is lost. Any other error
-        of `work` ends the ranks: they may wait for this one for ever. `patience`: for how many seconds no rank need
-        move, if that is longer than within a step.
+        A ValueError or MemoryError of a rank is raised once all have answered, and leaves the ranks as they were. Any
+        other error of `work` ends the ranks, since they may wait for this one for ever. `patience`: seconds for which
+        no rank need move, if longer than within a step.
         """
         error: Exception | None = None
         with self.turn, self.motion.work(), self._patient(patience):
@@ -158,14 +158,14 @@ class Leader:
             self.patience = before
 
     def reason(self, error: BaseException) -> BaseException:
-        """What to raise where work of all ranks met `error` here: often that another rank is gone is behind it."""
+        """The error to raise after work of all ranks met `error` here. Its cause is often that another rank is gone."""
         interrupt = not isinstance(error, Exception)
-        if interrupt or not self._failed.wait(2 * BEAT):  # in which the watching thread finds out about the others
+        if interrupt or not self._failed.wait(2 * BEAT):  # meanwhile the watching thread may find a lost rank
             self.fail(f"rank 0 (process {os.getpid()}): {type(error).__name__}: {error}")
         return error if interrupt else RankFailed(*self.failure.args) if self.failure else error
 
     def fail(self, why: str) -> None:
-        """Ends all other ranks at once. The first reason counts."""
+        """Ends all other ranks at once. Only the first reason is kept."""
         with self._failing:
             if self.alive:
                 self.failure = RankFailed(f"{why}. All {self.size} ranks have ended with it: start again")
@@ -173,11 +173,11 @@ class Leader:
                 self._end()
 
     def close(self) -> None:
-        """Ends the other ranks in peace. Nothing can be told them any more."""
-        if self.alive and self.turn.acquire(timeout=FAREWELL):  # else they are in the middle of a step
+        """Lets the other ranks end. They take no more messages."""
+        if self.alive and self.turn.acquire(timeout=FAREWELL):  # otherwise they are within a step
             with suppress(RankFailed):
                 self.tell("end")
-                self._ended = True  # so that nobody takes it for a failure
+                self._ended = True  # so that their end does not count as a failure
                 for rank, channel in self._told.items():
                     channel.socket.settimeout(FAREWELL)
                     with suppress(TimeoutError):
@@ -188,7 +188,7 @@ class Leader:
         self._end()
 
     def _left(self, rank: int, channel: Channel) -> None:
-        """Waits until a rank has ended, after all that it may still say."""
+        """Reads what a rank still sends, and waits until it has ended."""
         with suppress(EOFError, ConnectionResetError):
             while True:
                 channel.receive()
@@ -205,11 +205,11 @@ class Leader:
         for child in self._children.values():
             child.kill()
         for child in self._children.values():
-            with suppress(subprocess.TimeoutExpired):  # it hangs in a driver, and ends as soon as that lets it
+            with suppress(subprocess.TimeoutExpired):  # it hangs in a driver, and ends as soon as the driver returns
                 child.wait(FAREWELL)
 
     def _accept(self, listener: socket.socket, patience: float) -> None:
-        """Takes the two connections of each rank. All are made within `patience` seconds, or this fails."""
+        """Accepts the two connections of each rank. Raises RankFailed if one is missing after `patience` seconds."""
         listener.settimeout(TICK)
         limit = time.monotonic() + patience
         while len(self._told) + len(self._watch) < 2 * len(self._others):
@@ -229,7 +229,7 @@ class Leader:
     def _watching(
         self, commands: list[list[str]], environment: Mapping[str, str] | None, started: threading.Event
     ) -> None:
-        """Starts the ranks, and looks after them until they end."""
+        """Starts the ranks, and watches them until they end."""
         try:
             for rank, command in zip(self._others, commands, strict=False):
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
@@ -241,7 +241,7 @@ class Leader:
         while self.alive:
             ready = self._ready(TICK)
             now = time.monotonic()
-            if now - looked > 3 * BEAT:  # this process was stopped, and cannot tell for how long others were silent
+            if now - looked > 3 * BEAT:  # this process was stopped, and cannot know how long others were silent
                 self._heard = dict.fromkeys(self._heard, now)
             looked = now
             ended = [rank for rank in ready if not self._hear(rank)]
@@ -251,7 +251,7 @@ class Leader:
             if now - beaten > BEAT:
                 beaten = now
                 self._judge(now)
-        # What waits for a device that waits for a rank that is gone waits for ever, and cannot be interrupted.
+        # A device that waits for a lost rank blocks its thread for ever, and nothing can interrupt the thread.
         while not self._ended:
             time.sleep(BEAT)
             if (still := self.motion.still()) is not None and still > STUCK:
@@ -259,14 +259,14 @@ class Leader:
                 os._exit(1)
 
     def _ready(self, seconds: float) -> list[int]:
-        """The ranks that have said something, or have ended. Waits for them."""
+        """The ranks that have sent something or ended, after at most `seconds`."""
         watched, poll = {channel.socket.fileno(): rank for rank, channel in [*self._watch.items()]}, select.poll()
         for number in watched:
             poll.register(number, select.POLLIN)
         return [watched[number] for number, _ in poll.poll(1000 * seconds)]
 
     def _hear(self, rank: int) -> bool:
-        """Takes what a rank says of itself. False: it has ended, and has said all."""
+        """Takes a rank's signs of life. False: it has ended, and nothing is left to read."""
         try:
             for kind, what in self._watch[rank].arrived():
                 self._heard[rank] = time.monotonic()
@@ -279,8 +279,8 @@ class Leader:
         return True
 
     def _blame(self, ended: list[int]) -> None:
-        """Says which rank has failed. Ranks that wait for it fail too, so one that was killed counts, or the first."""
-        time.sleep(TICK)  # in which they all have said why
+        """Fails for the rank that failed first. Ranks that wait for it fail too, so a killed one comes first."""
+        time.sleep(TICK)  # so that all have sent their reasons
         for rank in self._ready(0):
             self._hear(rank)
         killed = [rank for rank, child in self._children.items() if (child.poll() or 0) < 0]
@@ -291,7 +291,7 @@ class Leader:
             self.fail(f"{self._named(rank := (killed or ended)[0])} {self._end_of(rank)}")
 
     def _end_of(self, rank: int) -> str:
-        """How the process of a rank has ended."""
+        """Says how the process of a rank has ended."""
         if (child := self._children.get(rank)) is None:
             return "has ended"
         with suppress(subprocess.TimeoutExpired):
@@ -303,9 +303,9 @@ class Leader:
         return "has closed its connections"
 
     def _judge(self, now: float) -> None:
-        """Gives signs of life, and fails for a rank that gives none, or if no rank moves."""
+        """Sends signs of life. Fails for a rank that sends none, or if no rank moves."""
         for rank, channel in [*self._watch.items()]:
-            with suppress(OSError):  # it is gone, which is found out elsewhere
+            with suppress(OSError):  # the rank is gone, which `_hear` finds out
                 channel.send("beat")
             if now - self._heard[rank] > SILENT:
                 self.fail(f"{self._named(rank)} hangs: it has given no sign of life for {SILENT:.0f} s")

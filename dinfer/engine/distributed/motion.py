@@ -1,4 +1,4 @@
-"""Whether a thread moves on in its work: how a rank that hangs is told from one that compiles or loads."""
+"""Whether a thread makes progress: this tells a rank that hangs from one that compiles or loads."""
 
 import sys
 import threading
@@ -8,24 +8,24 @@ from contextlib import contextmanager
 from types import FrameType
 
 BEAT = 1.0  # seconds between two signs of life
-SILENT = 20.0  # seconds without any sign of life after which a process counts as hung
-STILL = 20.0  # seconds without a move, of every rank that works, after which the slowest counts as hung
+SILENT = 20.0  # seconds without a sign of life after which a process counts as hung
+STILL = 20.0  # seconds without a move of any rank that works, after which the slowest counts as hung
 
 
 class Motion:
-    """Watches the work of one thread from another. A thread in one call of C code all the time does not move."""
+    """Watches the work of one thread from another. A thread that stays in one call of C code does not move."""
 
     def __init__(self) -> None:
         self._thread: int | None = None
         self._waits = False
-        self._moved = 0.0  # when the thread was last seen to move
+        self._moved = 0.0  # time of the last move
         self._place: tuple[object, ...] = ()
-        self._used = 0.0  # seconds of processor time of this process, when last looked at
-        self.computes = False  # the processor does the model's work: a process that uses it moves
+        self._used = 0.0  # this process's seconds of processor time at the last look
+        self.computes = False  # the model runs on the CPU, so a process that uses processor time moves
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """The calling thread works. It may say so again within."""
+        """The calling thread works. May be nested."""
         before, self._thread = self._thread, threading.get_ident()
         self._moved = time.monotonic()
         try:
@@ -35,16 +35,15 @@ class Motion:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """The thread that works only waits for others, in a loop: that is no move."""
+        """The working thread waits for others in a loop, which is no move."""
         self._moved, self._waits = time.monotonic(), True
         try:
             yield
         finally:
             self._moved, self._waits = time.monotonic(), False
 
-    # Asked once every BEAT.
     def still(self) -> float | None:
-        """For how many seconds the thread has not moved; None: it has no work."""
+        """Seconds since the thread moved; None: it has no work. Call it once every `BEAT`."""
         thread, now = self._thread, time.monotonic()
         if thread is None:
             return None
@@ -57,7 +56,7 @@ class Motion:
 
 
 def _place(frame: FrameType | None) -> tuple[object, ...]:
-    """Where in the code a thread is: each function on its stack, and how far it is there."""
+    """The place of a thread in the code: each function on its stack, and the instruction there."""
     found: list[object] = []
     while frame is not None:
         found += (frame.f_code, frame.f_lasti)

@@ -1,4 +1,4 @@
-"""The ranks that this process leads: dinfer starts them, or torchrun has done so."""
+"""The ranks that this process leads. Either dinfer starts them, or torchrun has."""
 
 import atexit
 import faulthandler
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dinfer.engine.distributed.leader import FAREWELL, Leader
 
 FIELD = "runtime.tensor_parallel"
-# What torchrun tells a process. Those that dinfer starts have nothing to do with it.
+# Variables of torchrun. Processes that dinfer starts must not see them.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Ctrl-C reaches all processes of a terminal, and rank 0 alone decides. Torch comes last: it takes seconds to load.
+# Ctrl-C reaches all processes of a terminal, but only rank 0 decides. Torch comes last, since it takes seconds to load.
 BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
     "from dinfer.engine.distributed.child import connected; follower = connected(*sys.argv[1:]); "
@@ -22,7 +22,7 @@ _nowhere = open(os.devnull, "w")  # noqa: SIM115
 
 
 def by_torchrun(size: int) -> bool:
-    """Whether torchrun has started the ranks. ValueError if it has started others than `size` on this machine."""
+    """Whether torchrun has started the ranks. Raises ValueError unless it started `size` on this machine."""
     if size == 1 or (found := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
         return False
     if found != size:
@@ -37,19 +37,20 @@ def by_torchrun(size: int) -> bool:
 
 
 def follows(size: int) -> bool:
-    """Whether this process is a rank that torchrun has started for rank 0 to lead. Raises as `by_torchrun`."""
+    """Whether torchrun started this process as a rank other than 0. Raises as `by_torchrun`."""
     return by_torchrun(size) and int(os.environ["RANK"]) > 0
 
 
 def leader() -> Leader | None:
-    """The ranks that this process leads, or has led last; None: it never did."""
+    """The ranks that this process leads or led last; None: it never led any."""
     return _leaders[-1] if _leaders else None
 
 
 def started(size: int, publish: Callable[[str], None]) -> Leader:
-    """The leader of `size` ranks: the present one, if it has as many, or a new one.
+    """The leader of `size` ranks: the present one if it has as many, or a new one.
 
-    `publish` is told where it listens if torchrun has started the ranks. Raises ValueError, RankFailed.
+    If torchrun has started the ranks, `publish` is called with the path where it listens. Raises ValueError,
+    RankFailed.
     """
     if (present := leader()) is not None and present.alive:
         if present.size == size:
@@ -70,7 +71,7 @@ def started(size: int, publish: Callable[[str], None]) -> Leader:
 
 @atexit.register
 def end() -> None:
-    """Ends the ranks that this process leads. Where one has failed, what torch does at the end may wait for it."""
+    """Ends the ranks that this process leads. If one has failed, torch's own exit code may wait for it."""
     if (present := leader()) is not None:
         present.close()
         if present.failure is not None:
@@ -78,6 +79,6 @@ def end() -> None:
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """That of a rank: it finds the modules that this process finds."""
+    """The environment of a rank, with the module path of this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return {name: value for name, value in own.items() if name not in TORCHRUN} | {"PYTHONPATH": path}

@@ -1,6 +1,6 @@
-"""Float32 on a CPU by `float.c`: what torch does in several passes, each in one.
+"""Float32 on a CPU by `float.c`, which does in one pass what takes torch several.
 
-The functions take what their namesakes in `dinfer.kernels` do, where `able` says so.
+The functions do what their namesakes in `dinfer.kernels` do, for tensors that `able` accepts.
 Shape suffixes: R rows, K inputs, O outputs, B lanes, W queries, H query heads, G key heads, E head size.
 """
 
@@ -15,7 +15,7 @@ from dinfer.kernels.cpu.linear import library, wanted
 from dinfer.kernels.dispatch import Group
 
 FEWEST = 8  # rows from which `linear` is faster than torch's
-TILE, WIDEST = 32, 256  # sizes of heads for `attention`: multiples of the one, and at most the other
+TILE, WIDEST = 32, 256  # head sizes of `attention`: multiples of TILE up to WIDEST
 
 
 def able(group: Group, *tensors: Tensor | None) -> bool:
@@ -34,7 +34,7 @@ def able_linear(x: Tensor, weight_OK: Tensor) -> bool:
 
 @cache
 def slow_blas() -> bool:
-    """Whether torch's BLAS is MKL on a CPU of AMD: there it uses AVX2 alone, and is slower than `linear` even then."""
+    """Whether torch's BLAS is MKL on an AMD CPU. MKL uses only AVX2 there, and `linear` is faster even with AVX2."""
     info = Path("/proc/cpuinfo")
     return torch.backends.mkl.is_available() and info.is_file() and "AuthenticAMD" in info.read_text()[:1000]
 
@@ -78,7 +78,7 @@ def rotate_and_store(
     qkv_BWXE: Tensor, heads: int, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | None, k_YGE: Tensor,
     v_YGE: Tensor, write_X: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Queries, normed and rotated. Keys and values are written to their places. [B, W, H, E]
+    """Writes keys and values to their places and returns the queries, normed and rotated. [B, W, H, E]
 
     `norm`: the weight, [2 * E], and eps.
     """
@@ -91,7 +91,7 @@ def rotate_and_store(
 
 
 def _run(name: str, *given: Tensor | float | None) -> None:
-    """Calls a function of `float.c`, with the number of threads behind what is given."""
+    """Calls a function of `float.c`; its last argument is the number of threads."""
     plain = [_plain(one) for one in (*given, torch.get_num_threads())]
     if library()[f"dinfer_{name}"](*plain):  # type: ignore[index]
         raise MemoryError(f"{name}: no memory for its intermediate values")

@@ -1,7 +1,7 @@
-"""Kernels in C for CPUs, compiled at first use and kept, and linear maps with weights in few bits (`linear.c`).
+"""Kernels in C for CPUs, compiled at first use and cached, and linear maps with weights in 8 or fewer bits.
 
-The compiler is that of the system, and the code is for the CPU it runs on. Where there is no compiler, or no x86 CPU
-with AVX2, torch computes the same, with weights widened at every call.
+The system's compiler makes code for the CPU it runs on. Without a compiler, or without AVX2, torch computes the same
+and widens the weights at every call.
 
 Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts).
 """
@@ -34,16 +34,16 @@ STEP = 32  # widths are multiples of it
 KINDS = (
     "int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 )  # fmt: skip
-"""What the kernels read: our own formats, and the types of blocks in GGUF files. In the order of `blocks.h`."""
+"""Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """Some outputs of a weight, or of each of several weights, all of one kind.
+    """Some outputs of a weight, or of each of S weights, in one format.
 
-    `values`: bytes [O, B], or [S, O, B], of which outputs are next to each other. `scale`: of int8 [O, 1], of int4
-    [O, G], or [S, O, ...]; blocks hold their own.
+    `values`: bytes [O, B] or [S, O, B], with outputs next to each other. `scale`: [O, 1] for int8, [O, G] for int4, S
+    in front of them for several weights. Blocks hold their own scales.
     """
 
     kind: str
@@ -77,16 +77,17 @@ def wanted(group: Group) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles the kernels now, where they will be needed, so that no request waits for it."""
+    """Compiles the kernels if `device` is a CPU, so that no request waits for it."""
     if device.type == "cpu":
         library()
 
 
 def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = None) -> Tensor:
-    """x times the transpose of a weight whose outputs are those of the parts, one after the other. [..., K] -> [..., O]
+    """x times the transpose of a weight, whose outputs are those of the parts in order. [..., K] -> [..., O]
 
-    `count_S`: x is [R, K], its first so many rows go to the first weight of each part, and so on. Each row of x is
-    rounded to 16 bits for values in 8 bits, and each group of 32 or 16 inputs to 8 bits for values in fewer.
+    `count_S`: x is [R, K], and its first `count_S[0]` rows go to weight 0 of each part, the next to weight 1, and so
+    on. For values in 8 bits each row of x is rounded to 16 bits, for narrower values each group of 32 or 16 inputs to
+    8 bits. Raises MemoryError if the rounded inputs find no room.
     """
     found = library()
     assert found is not None
@@ -111,29 +112,29 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be had. A log line says which."""
+    """The compiled kernels; None if this CPU or system cannot have them. A log line says why."""
     cpu = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or not cpu.startswith("AVX"):
-        log.info("all by torch, as this CPU (%s, %s) has no AVX2", platform.machine(), cpu)
+        log.info("torch computes everything: this CPU (%s, %s) has no AVX2", platform.machine(), cpu)
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
         path = _compiled(flags)
         found = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("weights in 8 and 4 bits: by torch and slower, as the kernels in C cannot be had: %s", said)
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("the kernels in C cannot be compiled, so weights in 8 and 4 bits are slower: %s", said)
         return None
-    log.info(
-        "weights in 8 and 4 bits, and attention, norms and activations in float32: kernels in C for %s, %s", cpu, path
-    )
+    log.info("kernels in C for %s: %s", cpu, path)
     return found
 
 
 def _compiled(flags: tuple[str, ...]) -> Path:
-    """The shared library, from the cache or made now. OSError or SubprocessError if it cannot be made."""
+    """The shared library, from the cache or compiled now. Raises OSError or SubprocessError."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
-    cpu = [line for line in _text(Path("/proc/cpuinfo")).splitlines() if line.startswith(("flags", "model name"))][:2]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]
     what = "\n".join([*(source.read_text() for source in SOURCES), *compiler, *flags, *cpu])
     name = f"linear-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"
@@ -141,19 +142,15 @@ def _compiled(flags: tuple[str, ...]) -> Path:
         return folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False)  # noqa: SIM115, the linker writes it
-    except OSError:  # a home that cannot be written to: compiled for this process alone
+        handle, made = tempfile.mkstemp(".so", dir=folder)
+    except OSError:  # nobody may write to this home, so it is compiled for this process alone
         folder = Path(tempfile.mkdtemp())
-        made = tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False)  # noqa: SIM115
-    made.close()
+        handle, made = tempfile.mkstemp(".so", dir=folder)
+    os.close(handle)
     try:
-        command = [*compiler, *flags, "-o", made.name, *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
+        command = [*compiler, *flags, "-o", made, *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(made.name, folder / name)  # so that two processes may make it at once
+        os.replace(made, folder / name)  # so that two processes may compile it at once
     finally:
-        Path(made.name).unlink(missing_ok=True)
+        Path(made).unlink(missing_ok=True)
     return folder / name
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""

@@ -1,4 +1,4 @@
-"""How rows leave their active blocks, and the cursors that a step leaves behind."""
+"""How rows leave their active blocks, and the cursors after a step."""
 
 import torch
 import triton
@@ -98,7 +98,7 @@ def _finish(
     left = tl.zeros((PIECE,), tl.int64)
     if LEFT:
         left += tl.load(left_ptr + lane, mask=inside, other=0)
-    for k in tl.static_range(K):  # forwards: what is still to be read lies behind what is written
+    for k in tl.static_range(K):  # ascending, so that it reads each place before it writes it
         block = tl.minimum(k + left, K - 1)
         entered = tl.load(entered_ptr + lane * K + k, mask=inside, other=0) != 0
         step = tl.load(row + BEHIND + block, mask=live) + 1
@@ -115,7 +115,7 @@ def finish(
     stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
-    """See `dinfer.core.canvas.Canvas.finish`. `columns`: of the cursors by name; `phases`: their numbers."""
+    """See `dinfer.core.canvas.Canvas.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
     lanes, blocks = quota_BK.shape
     if isinstance(stale_B, bool):
         always = phases["FULL" if stale_B else "WINDOW"]

@@ -1,7 +1,7 @@
-"""Compiling kernels beside each other, before they are launched.
+"""Compiles kernels in parallel, before they are launched.
 
-Triton compiles a kernel when it is first launched, and the launch waits for it. So one core would compile all kernels
-of the first step, one after the other.
+Triton compiles a kernel at its first launch, and the launch waits. So one core would compile all kernels of the first
+step, one after the other.
 """
 
 import hashlib
@@ -25,10 +25,9 @@ _TURN = threading.Lock()
 
 @contextmanager
 def compiled_beside(device: torch.device) -> Iterator[None]:
-    """Within, a kernel that this thread launches on tensors of the meta device is compiled for `device` instead.
+    """Within, a kernel that this thread launches on tensors of the meta device is compiled for `device`, not run.
 
-    In the end all of them are compiled and loaded. Other threads launch kernels as ever. Raises what the compiler
-    raises.
+    At the end all of them are compiled and loaded. Other threads launch kernels as usual. Raises the compiler's errors.
     """
     thread, run, kernels = threading.get_ident(), JITFunction.run, dict[Any, Any]()
 
@@ -44,7 +43,7 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
     with _TURN, ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         JITFunction.run = compile_or_run
         try:
-            # With errors the mode would stay on behind its end. `_load` raises what it ignores.
+            # If the mode raised errors, it would stay on. `_load` raises those that it ignores.
             with compiling_for(device), triton.AsyncCompileMode(pool, ignore_errors=True):
                 yield
         finally:
@@ -54,14 +53,14 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
 
 def _special(value: Any) -> Any:
-    """What a kernel may be compiled for, of an argument. Triton looks at no more than this."""
+    """What a kernel may be specialised for. Triton looks at no more of an argument."""
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
 def compiled_before(what: str, device: torch.device) -> Path:
-    """A file that says that the kernels of `what` are in Triton's cache. Whoever has compiled them makes it.
+    """A file that marks the kernels of `what` as compiled. The caller creates it once Triton's cache has them.
 
-    It is there only as long as the sources of all kernels, the versions and the card are the same.
+    Its name changes with the sources of the kernels, the versions of torch and Triton, and the card.
     """
     sha = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -71,6 +70,6 @@ def compiled_before(what: str, device: torch.device) -> Path:
 
 
 def _load(kernel: Any) -> None:
-    """Does what a kernel's first launch does: loads its code and, in Triton 3.6, compiles a launcher in C."""
+    """Does the rest of a first launch: loads the code and, in Triton 3.6, compiles a launcher in C."""
     compiled = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
     _ = compiled.run

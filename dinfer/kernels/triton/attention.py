@@ -1,8 +1,8 @@
 """Interval attention over paged keys, for few queries a row; keys may be split among programs.
 
-One program takes one lane, one key/value head, a tile of its queries (all query heads that share the key/value head,
-for some positions) and one of the splits of the keys, and keeps a running maximum and sum (Dao et al., FlashAttention,
-arXiv:2205.14135). Splits are put together by a second kernel (flash decoding).
+A program takes a lane, a key/value head, a tile of its queries and a split of the keys. The tile holds all query heads
+of that key/value head for some positions. The program keeps a running maximum and sum (Dao et al., FlashAttention,
+arXiv:2205.14135). A second kernel joins the splits (flash decoding).
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dinfer.kernels.triton.launch import early, follow, stages
 
-LOG2_E = 1.4426950408889634  # the kernels take powers of 2, which are cheaper than those of e
+LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def key_scores(
     q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of keys, -inf where a query does not see the key; where the keys lie, and which exist."""
+    """Scores of a tile of keys, -inf where a query does not see the key; where the keys are, and which exist."""
     key = tile * KEYS + tl.arange(0, KEYS)
     there = key < pages * T
     page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
@@ -39,8 +39,8 @@ def _attend(
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Intervals are read before it waits: `rotate_and_store`, which comes just before, lets this kernel start only when
-    # all that was written before is there.
+    # It reads the intervals before it waits. `rotate_and_store` comes just before, and lets this kernel start only once
+    # everything older has been written.
     SHARE: tl.constexpr = H // G
     lane, group = tl.program_id(0) // G, tl.program_id(0) % G
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -52,7 +52,7 @@ def _attend(
     tiles = (tl.cdiv(tl.max(end, 0), KEYS) - first + SPLITS - 1) // SPLITS
     first = first + tl.program_id(2) * tiles
     entry = tl.arange(0, E)
-    if OWN:  # the first split takes it
+    if OWN:  # only the first split uses it
         own = tl.load(own_ptr + lane * width + query, mask=inside, other=-1)
     follow(EARLY)
     place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
@@ -102,13 +102,13 @@ def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr, EA
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, among how many programs keys are split, warps, and the most stages."""
+    """How the work is divided among programs."""
 
-    queries: int
-    keys: int
-    splits: int  # a power of two
+    queries: int  # of a tile
+    keys: int  # of a tile
+    splits: int  # programs that share a row's keys, a power of two
     warps: int
-    stages: int
+    stages: int  # of the pipeline, at most
 
 
 def paged_attention(
@@ -140,14 +140,14 @@ def paged_attention(
 
 
 def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: int) -> Tiles:
-    """By measurements on an H200, for so many groups of all rows, each with `share` queries, and so many keys a row."""
+    """The fastest on an H200, for `groups` in all rows, each with `share` queries, and `keys` a row."""
     tile = min(max(triton.next_power_of_2(share), 16), 64)
     # Enough programs for every multiprocessor, but at least 64 keys each.
     want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)
     splits = 1 << max(want.bit_length() - 1, 0)
     if bytes > 2:
-        # A float32 product is no tensor core's work: its operands fill registers, and larger tiles or fewer threads
-        # spill. At 350 rows of 135 positions, 4 heads of 64: 1.03 ms so, 19.5 ms with those of bfloat16.
+        # Tensor cores do not multiply float32. Its operands fill registers, and larger tiles or fewer threads spill:
+        # 350 rows of 135 positions, 4 heads of 64, take 1.03 ms, with the tiles of bfloat16 19.5 ms.
         return Tiles(tile, 32, splits, 8 if tile == 64 else 4, 2)
     if splits == 1 and grouped and share >= 128 >= size and groups * share >= 132 * 128:
         return Tiles(128, 32, 1, 4, 3)  # each key is read half as often

@@ -56,7 +56,7 @@ def _confident(
 
 @triton.jit
 def _score(confidence_ptr, mask_confidence_ptr, drawn_ptr, masked_ptr, at, inside, DRAWN: tl.constexpr):
-    """The probability of what is most likely or was drawn, where there is a mask, whether that is the mask, and it."""
+    """The score (-1 outside masks), which positions are masked, where the mask token won, and the top probability."""
     confidence = tl.load(confidence_ptr + at, mask=inside, other=0.0)
     mask_confidence = tl.load(mask_confidence_ptr + at, mask=inside, other=0.0)
     masked = tl.load(masked_ptr + at, mask=inside, other=0) != 0
@@ -72,7 +72,7 @@ def confident(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, least: Tensor | Quota | int, *, above: bool,
     decoded: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The fields of `dinfer.kernels.thresholding.Changes`. Without `decoded` only the first is written."""
+    """The fields of `dinfer.kernels.thresholding.Changes`. Without `decoded` only the first is valid."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
     remask_RL, busy_R, full_R = out_RL, out_RL, out_RL
@@ -126,10 +126,10 @@ def _commit(
     else:
         declined = tl.load(mask_confidence_ptr + at, mask=there, other=0.0) > confidence
 
-    each = lane + tl.zeros((K, 1), tl.int64)  # the interpreter makes numbers of a flag that is no tensor
+    each = lane + tl.zeros((K, 1), tl.int64)  # the interpreter turns a scalar flag into a number
     live = tl.load(live_ptr + each) != 0
     finite = (confidence == confidence) & (tl.abs(confidence) != float("inf"))
-    writable = ~given if EDITS else masked  # what the logits say is of places before any move
+    writable = ~given if EDITS else masked  # the logits belong to the places before a move
     spoilt = tl.max(tl.max((writable & ~finite).to(tl.int32), 1), 0) + tl.zeros((K, 1), tl.int32)
     broken, able = live & (spoilt > 0), live & (spoilt == 0)
 

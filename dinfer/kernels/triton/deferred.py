@@ -1,4 +1,4 @@
-"""How a kernel adds up the parts that the one before has left to it; see `dinfer.kernels.types`."""
+"""How a kernel adds up the parts of its input; see `dinfer.kernels.types`."""
 
 from typing import NamedTuple, Self
 
@@ -11,7 +11,7 @@ from dinfer.kernels.types import Parts
 
 @triton.jit
 def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """The sum of so many parts, so far from one another, in order and in float32; the first MIXED of them weighted."""
+    """The sum of PARTS parts, `apart` from one another, in order and in float32; the first MIXED are weighted."""
     sum = tl.load(ptr, mask=mask, other=OTHER).to(tl.float32)
     if MIXED:
         sum *= tl.load(mix_ptr)
@@ -24,18 +24,18 @@ def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, M
 
 
 class Addends(NamedTuple):
-    """Where a kernel finds the parts of its rows."""
+    """Where a kernel finds the parts that it adds up."""
 
     values: Tensor
     mix: Tensor
     apart: int  # from one part of a row to the next
     stride: int  # from one row to the next
     parts: int
-    mixed: int  # of the parts, how many have a weight
+    mixed: int  # how many parts have a weight
 
     @classmethod
     def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Self:
-        """Those of `delta`, which has the shape of `x`."""
+        """The addends of `delta`, which has the shape of `x`; None has none."""
         width = x.shape[-1]
         if delta is None:
             return cls(x, x, 0, 0, 0, 0)
@@ -47,5 +47,5 @@ class Addends(NamedTuple):
 
 
 def addends(x: Tensor | Parts) -> tuple[Tensor, int]:
-    """The parts, one behind the other, and how many they are."""
+    """The parts, one behind the other, and their number."""
     return (x.values, x.values.shape[0]) if isinstance(x, Parts) else (x.contiguous(), 1)

@@ -1,7 +1,7 @@
-"""Drawn tokens: the best of logits plus Gumbel noise, whose numbers are made where they are added.
+"""Drawn tokens: the best of logits plus Gumbel noise, which is made where it is added.
 
-In two launches, pieces of the vocabulary first; no tensor of the vocabulary's size is written. Ranks that divide the
-vocabulary tell each other between the two what they know of its pieces.
+The first launch takes pieces of the vocabulary, the second joins them. Neither writes a tensor of the vocabulary's
+size. Between the two, ranks that divide the vocabulary exchange what they know of their pieces.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _mix(bits):
 
 @triton.jit
 def _scores(logits_ptr, scale_ptr, seed_ptr, pos_ptr, step_ptr, row, length, vocab, place, token, inside):
-    """Logits with noise, of tokens at these places of a row. float64"""
+    """Logits plus noise of the tokens at these places of a row. float64"""
     block = row // length
     bits = _mix(tl.load(seed_ptr + block) + MIX_0)
     bits = _mix(bits + tl.load(pos_ptr + row) + MIX_0)
@@ -101,7 +101,7 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The drawn tokens, their probabilities, and whether the mask token was drawn instead. [R, L] each
 
-    `norm_R2` holds the largest logit of each position's belief and the sum of all powers of e less it.
+    `norm_R2`: the largest logit m of each position's belief, and the sum of e^(x - m) over the vocabulary.
     """
     belief_RLV, logits_RLV = draw.belief_RLV.contiguous(), draw.logits_RLV.contiguous()
     (blocks, length), vocab = belief_RLV.shape[:2], belief_RLV.shape[2]

@@ -1,6 +1,6 @@
-"""Launching a kernel while the one before it still runs (programmatic dependent launch, from Hopper on).
+"""Launches a kernel while the one before it still runs (programmatic dependent launch, from Hopper on).
 
-A step is hundreds of kernels of a few microseconds. This takes away some of the time between them.
+A step is hundreds of kernels of a few microseconds. This shortens the time between them.
 """
 
 import os
@@ -20,11 +20,11 @@ from dinfer.kernels.dispatch import card
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
-    """Lets the next kernel start, and waits until all that the kernels before have written is there.
+    """Lets the next kernel start, and waits until everything that earlier kernels wrote is visible.
 
-    It comes before the first read of anything a kernel has written, and before the first write. A kernel may read
-    weights, scales and biases before it, with `let_next` and `wait`, its two halves. So a kernel that makes weights and
-    lets others start early must not come right before one that multiplies with them.
+    Call it before the first read of what a kernel wrote, and before the first write. A kernel that calls its halves,
+    `let_next` and `wait`, may read weights, scales and biases between them. So a kernel that writes weights and lets
+    the next one start must not come right before one that multiplies with them.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -32,19 +32,20 @@ def follow(EARLY: tl.constexpr):
 
 
 def shared(function: Any) -> Any:
-    """A function of plain Python as part of kernels, so that one source runs on the host and in them.
+    """A plain Python function for use in kernels, so that the host and kernels share one source.
 
-    Compiled in the scope of this module, since the interpreter wants to see `tl`: it may use nothing but its arguments.
+    The function may use only its arguments: it is compiled in the scope of this module, where the interpreter finds
+    `tl`.
     """
     return triton.jit(FunctionType(function.__code__, globals(), function.__name__))
 
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """The second half of `follow`: for a kernel that reads weights first, or lets the next one start later.
+    """The second half of `follow`, for a kernel that reads weights first or lets the next one start later.
 
-    The next kernel's programs take what room there is. A large kernel that starts while this one still runs everywhere
-    finds room on some multiprocessors and crowds there.
+    The next kernel's programs take the room that is free. If a large kernel starts while this one still runs
+    everywhere, its programs crowd on the few multiprocessors with room.
     """
     if EARLY:
         cuda.gdc_wait()
@@ -52,26 +53,26 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next(EARLY: tl.constexpr):
-    """The first half of `follow`: lets the next kernel start, once all programs have come here or ended."""
+    """The first half of `follow`: lets the next kernel start once all programs have reached this point or ended."""
     if EARLY:
         cuda.gdc_launch_dependents()
 
 
 def early(tensor: Tensor) -> dict[str, Any]:
-    """What a kernel that calls `follow` is launched with. `DINFER_EARLY=0` in the environment turns it off."""
+    """Launch options of a kernel that calls `follow`. `DINFER_EARLY=0` in the environment turns early starts off."""
     device = card(tensor.device)
     if os.environ.get("DINFER_EARLY", "1") != "0" and device is not None and _hopper(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 
 
-# Positions or lanes of a program that does next to nothing with them: one a thread, since it waits for memory alone.
+# Positions or lanes of a program that computes next to nothing: one a thread, since it only waits for memory.
 PIECE, WARPS = 128, 4
-SHARED = 200_000  # bytes of a multiprocessor's memory that a pipeline may take on Hopper; the rest is for the others
+SHARED = 200_000  # bytes of shared memory that a pipeline may take on Hopper; other programs need the rest
 
 
 def stages(device: torch.device, each: int, most: int) -> int:
-    """How deep a pipeline of stages of so many bytes may be: `most`, or less where shared memory is smaller."""
+    """The depth of a pipeline whose stages take `each` bytes: at most `most`, and what shared memory holds."""
     return max(min(_shared(card(device)) // each, most), 1)
 
 

@@ -1,4 +1,4 @@
-"""Residual RMSNorm and SwiGLU, one program a row or a piece of it."""
+"""Residual RMSNorm and SwiGLU. A program takes a row or a piece of one."""
 
 import torch
 import triton
@@ -13,61 +13,63 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
 
 
 @triton.jit
-def _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """The sum of a row's parts, in float32."""
-    row = tl.program_id(0)
-    delta_ptr += row.to(tl.int64) * stride + column
-    return added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
-
-
-@triton.jit
-def _swapped(
-    own, mine_ptr, theirs_ptr, my_flag_ptr, their_flag_ptr, count_ptr, column, inside,
-    ROWS: tl.constexpr, WIDEST: tl.constexpr,
-):  # fmt: skip
+def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.constexpr, WIDEST: tl.constexpr):
     """A row plus the same row of the other GPU, rounded once (`Exchange`).
 
-    The place that is written was read two swaps ago. The other GPU has finished that kernel, since it has begun the
-    next swap: the wait of the last swap saw its flag. Counts wrap around, so their difference is compared.
+    It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the
+    row of the next swap, and this GPU sends that row only after this kernel.
     """
+    EMPTY: tl.constexpr = -(1 << 15)
     row = tl.program_id(0)
-    count = tl.load(count_ptr + row) + 1
+    count = tl.load(count_ptr + row)
     place = ((count & 1) * ROWS + row) * WIDEST + column
-    tl.store(theirs_ptr + place, own, mask=inside)
-    tl.debug_barrier()  # all threads have written before one of them says so
-    tl.atomic_xchg(their_flag_ptr + row, count, sem="release", scope="sys")
-    seen = tl.atomic_add(my_flag_ptr + row, 0, sem="acquire", scope="sys")
-    while seen - count < 0:
-        seen = tl.atomic_add(my_flag_ptr + row, 0, sem="acquire", scope="sys")
-    tl.store(count_ptr + row, count)
-    other = tl.load(mine_ptr + place, mask=inside, other=0.0, volatile=True)
-    return (own.to(tl.float32) + other.to(tl.float32)).to(own.dtype)
+    bits = own.to(tl.int16, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
+    tl.store(theirs_ptr + place, bits, mask=inside)
+    other = tl.load(mine_ptr + place, mask=inside, other=0, volatile=True)
+    while tl.min(other.to(tl.int32), 0) == EMPTY:
+        other = tl.load(mine_ptr + place, mask=inside, other=0, volatile=True)
+    tl.store(mine_ptr + place, tl.full(place.shape, EMPTY, tl.int16), mask=inside)
+    tl.store(count_ptr + row, count + 1)
+    both = bits.to(own.dtype, bitcast=True).to(tl.float32) + other.to(own.dtype, bitcast=True).to(tl.float32)
+    return both.to(own.dtype)
 
 
 @triton.jit
-def _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """A row and what is to be added to it, whose parts are so far apart, the first of them weighted."""
-    delta = _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
-    return (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
+def _plus(
+    x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+):  # fmt: skip
+    """A row plus the sum of the parts of its addend, and of the other GPU's addend if `ROWS` is not 0."""
+    row = tl.program_id(0)
+    delta_ptr += row.to(tl.int64) * stride + column
+    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED).to(x.dtype)
+    if ROWS:
+        delta = _swapped(delta, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS, WIDEST)
+    return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _add(
-    x_ptr, delta_ptr, mix_ptr, sum_ptr, width, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    x = _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
+    x = _plus(
+        x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+        PARTS, MIXED, ROWS, WIDEST,
+    )  # fmt: skip
     tl.store(sum_ptr + row + column, x, mask=inside)
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, mine_ptr, theirs_ptr, my_flag_ptr,
-    their_flag_ptr, count_ptr, width, apart, stride, eps,
+    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, mine_ptr, theirs_ptr, count_ptr,
+    width, apart, stride, eps,
     PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -78,15 +80,11 @@ def _add_rms_norm(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait(EARLY)
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    if ROWS:
-        own = _own(delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED).to(x.dtype)
-        delta = _swapped(
-            own, mine_ptr, theirs_ptr, my_flag_ptr, their_flag_ptr, count_ptr, column, inside, ROWS, WIDEST
-        )
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row + column, x, mask=inside)
-    elif PARTS:
-        x = _plus(x, delta_ptr, mix_ptr, column, inside, apart, stride, PARTS, MIXED)
+    if PARTS:
+        x = _plus(
+            x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+            PARTS, MIXED, ROWS, WIDEST,
+        )  # fmt: skip
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -104,22 +102,29 @@ def _size(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 128, 1), 16)}
 
 
-def add(x_BWD: Tensor, delta_BWD: Tensor | Parts) -> Tensor:
-    """See `dinfer.kernels.norm.add`."""
+def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
+    """See `dinfer.kernels.norm.add`; with an `exchange`, `delta_BWD` is one of two addends."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    swapped, rows, widest = _places(exchange, x_BWD)
     _add[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, sum_BWD, width, apart, stride, PARTS=parts, MIXED=mixed, **_size(width), **early(x_BWD)
-    )
+        x_BWD, delta, mix, sum_BWD, *swapped, width, apart, stride, PARTS=parts, MIXED=mixed, ROWS=rows, WIDEST=widest,
+        **_size(width), **early(x_BWD),
+    )  # fmt: skip
     return sum_BWD
+
+
+def _places(exchange: Exchange | None, x: Tensor) -> tuple[tuple[Tensor, ...], int, int]:
+    """What a kernel reads and writes of an exchange, its rows and their width; without one, anything and 0."""
+    return ((x,) * 3, 0, 0) if exchange is None else (exchange, *exchange.mine.shape[1:])
 
 
 def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded]:  # fmt: skip
-    """See `dinfer.kernels.norm.add_rms_norm`; with an `exchange`, `delta_BWD` is one of two addends."""
+    """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     narrow, both = inputs != "plain", inputs == "both"
     plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
@@ -128,8 +133,7 @@ def add_rms_norm(
     width = x_BWD.shape[-1]
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
-    swapped = exchange or (x_BWD,) * 5
-    rows, widest = (0, 0) if exchange is None else exchange.mine.shape[1:]
+    swapped, rows, widest = _places(exchange, x_BWD)
     _add_rms_norm[(x_BWD.numel() // width,)](
         x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, eps,
         PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=both, ROWS=rows, WIDEST=widest,
@@ -158,5 +162,5 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded:
     _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
         gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
     )
-    # A scale needs the whole row: the gate of a row in one program would take longer than a second launch.
+    # A scale needs the whole row. One program for a whole row would take longer than a second launch.
     return out_BWM if inputs == "plain" else round_rows(out_BWM)

@@ -1,7 +1,7 @@
-"""What each key receives of attention, over paged keys: the shares are made and added up tile by tile, never kept.
+"""The attention that each key receives, over paged keys. Shares are added up tile by tile and never stored.
 
-One kernel finds what the softmax of each query divides by. In a second one a program takes one lane and one tile of its
-keys, goes through all queries and heads, and adds up their shares in a fixed order.
+One kernel computes the denominators of the softmax. In a second kernel a program takes a lane and a tile of its keys,
+goes through all queries and heads, and adds up their shares in a fixed order.
 """
 
 import torch
@@ -17,7 +17,7 @@ def _normalizers(
     q_ptr, k_ptr, pages_ptr, start_ptr, end_ptr, norm_ptr, width, pages, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of base 2 of what each query's and head's softmax divides by."""
+    """The logarithm to base 2 of each softmax's denominator, for every query and head."""
     SHARE: tl.constexpr = H // G
     lane, group = tl.program_id(0) // G, tl.program_id(0) % G
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)

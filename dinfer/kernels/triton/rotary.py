@@ -11,19 +11,19 @@ from dinfer.kernels.types import Projections
 
 @triton.jit
 def fitting(x, dtype: tl.constexpr):
-    """In the dtype of a pool: float8 takes what exceeds its range as its largest value."""
+    """`x` in the dtype of a pool. float8 stores its largest value for what exceeds its range."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
 
 @triton.jit
-def _rotary_table(pos_ptr, turns_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr, EARLY: tl.constexpr):
+def _rotary_table(pos_ptr, frequencies_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr, EARLY: tl.constexpr):
     follow(EARLY)
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     inside = pair < half
     pos = tl.maximum(tl.load(pos_ptr + row), 0).to(tl.float32)
-    angle = pos * tl.load(turns_ptr + pair, mask=inside, other=0.0)
+    angle = pos * tl.load(frequencies_ptr + pair, mask=inside, other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
     at = row * 2 * half + pair
     tl.store(cos_ptr + at, cos, mask=inside)
@@ -32,13 +32,14 @@ def _rotary_table(pos_ptr, turns_ptr, cos_ptr, sin_ptr, half, HALF: tl.constexpr
     tl.store(sin_ptr + at + half, sin, mask=inside)
 
 
-def rotary_table(pos_BW: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """See `dinfer.kernels.rotary.rotary_table`; `turns` as `dinfer.kernels.rotary.turns` gives them."""
-    half = turns.shape[0]
-    cos, sin = (turns.new_empty(*pos_BW.shape, 1, 2 * half) for _ in range(2))
+def rotary_table(pos_BW: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dinfer.kernels.rotary.rotary_table`; `frequencies` are those of `dinfer.kernels.rotary`."""
+    half = frequencies.shape[0]
+    cos, sin = (frequencies.new_empty(*pos_BW.shape, 1, 2 * half) for _ in range(2))
     _rotary_table[(pos_BW.numel(),)](
-        pos_BW.contiguous(), turns, cos, sin, half, HALF=triton.next_power_of_2(half), num_warps=1, **early(pos_BW)
-    )
+        pos_BW.contiguous(), frequencies, cos, sin, half, HALF=triton.next_power_of_2(half), num_warps=1,
+        **early(pos_BW),
+    )  # fmt: skip
     return cos, sin
 
 
@@ -58,7 +59,7 @@ def _rotate_and_store(
         weight = tl.load(weight_ptrs + entry).to(tl.float32)
         weight_swapped = tl.load(weight_ptrs + partner).to(tl.float32)
     wait(EARLY)
-    # Not before: attention reads what is older, and its programs would crowd where those of the map leave room.
+    # Not earlier: attention reads before it waits, and its programs would crowd where the map's leave room.
     let_next(EARLY)
     cos = tl.load(cos_ptr + row * TURNED + entry, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row * TURNED + entry, mask=turned, other=0.0)
@@ -68,7 +69,7 @@ def _rotate_and_store(
     x = added(source + entry, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(q_ptr.dtype.element_ty)
     swapped = added(source + partner, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(x.dtype)
     wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
-    if NORM:  # of queries and keys; each rounding is one of the reference's
+    if NORM:  # each rounding is one of the reference's
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
         wide = (wide * scale).to(x.dtype).to(tl.float32) * weight
         wide_swapped = (wide_swapped * scale).to(x.dtype).to(tl.float32) * weight_swapped

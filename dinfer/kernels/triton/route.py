@@ -14,13 +14,13 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def _first(values, place, LAST: tl.constexpr):
-    """The place of the largest integer, of equals the first. A warp finds it at once, unlike that of a float."""
+    """The place of the largest integer, of equals the first. A warp reduces integers faster than floats."""
     return tl.min(tl.where(values == tl.max(values, 0), place, LAST), 0)
 
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of the floats."""
+    """Integers that sort like the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -35,7 +35,7 @@ def _route(
     token = tl.program_id(0).to(tl.int64)
     size = experts // G
     group, part = tl.arange(0, GROUPS), tl.arange(0, SIZE)
-    lane = group[:, None] * size + part[None, :]  # experts by group, and room up to powers of two
+    lane = group[:, None] * size + part[None, :]  # experts by group, padded to powers of two
     inside = (group < G)[:, None] & (part < size)[None, :]
     let_next(EARLY)
     if BIAS:
@@ -86,7 +86,7 @@ def route(
     logits_NX: Tensor | Parts, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
     groups: int, groups_chosen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.kernels.moe.route`. The experts of a token come with the best first; of equals the first is taken."""
+    """See `dinfer.kernels.moe.route`. A token's best expert comes first; of equal experts the first wins."""
     logits, parts = addends(logits_NX)
     tokens, experts = logits_NX.shape
     experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)

@@ -12,7 +12,7 @@ NEVER: tl.constexpr = tl.constexpr(1 << 30)  # behind every position of the acti
 
 @triton.jit
 def _share(masks, size):
-    """The quotient in double precision, as thresholds on it are meant."""
+    """The quotient in float64, as in the reference, so that thresholds mean the same."""
     return (size - masks).to(tl.float64) / size.to(tl.float64)
 
 

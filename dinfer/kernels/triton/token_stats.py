@@ -1,4 +1,4 @@
-"""The statistics of the logits in one pass over them: pieces of the vocabulary first, then each position's pieces."""
+"""The statistics of the logits in one pass: one kernel reads pieces of the vocabulary, a second joins the pieces."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The page for people: files of its own, those that draw a canvas, and what the browser may load (nothing else)."""
+"""The web page: its files, those that draw a canvas, and the policy that lets the browser load nothing else."""
 
 import html
 import json
@@ -19,14 +19,14 @@ FILES = ("cells.css", "cells.js", "page.css", "page.js")
 
 
 def file(name: str) -> Response:
-    """A file of the page. KeyError for a name that is none."""
+    """A file of the page: index.html or one of `FILES`."""
     own = resources.files("dinfer.serving.page")
     text = asset(name) if name.startswith("cells.") else (own / name).read_text(encoding="utf-8")
     return _response(text, KINDS[name.rsplit(".", 1)[1]])
 
 
 def reference(schema: Mapping[str, Any]) -> Response:
-    """The API's OpenAPI schema as a page that needs nothing from elsewhere, unlike Swagger's."""
+    """The OpenAPI schema as a page. Unlike Swagger's it loads nothing from other sites."""
     parts = []
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():

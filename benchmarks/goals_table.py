@@ -1,0 +1,135 @@
+"""What `benchmarks.goals` and `benchmarks.startup` have measured: tables and a figure of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goals import ROWS, RUNS, figure, level, number, report_of
+
+CURVES = {"bf16": "mini", "fp8": "mini-fp8"}
+STARTS = {  # when kernels are compiled, and the file
+    "at its first launch": "startup-llada2-mini-h200.json",
+    "ahead, beside each other": "startup-llada2-mini-ahead-h200.json",
+}
+
+
+def goals(results: Path) -> str:
+    """Every figure that is to be reached beside its goal and its limit, then the curve."""
+    reports = {name: report for name in RUNS if (report := report_of(results, name)) is not None}
+    if not reports:
+        return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
+    some, commits = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
+    lines = [
+        f"One {some['hardware']}, torch {some['torch']}, commit {', '.join(commits)}. The limit is the figure if every "
+        "step took the least time that its bytes or its multiply-adds allow, at rates of the card from the same run, "
+        "and the host none. -: not measured.",
+        "",
+        "| work | in flight | figure | measured | to be reached | limit |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for row in ROWS:
+        run = level(reports[row.run], row.in_flight) if row.run in reports else None
+        value, limit = (None, None) if run is None else figure(row.figure, run)
+        lines.append(
+            f"| {row.work} | {row.in_flight} | {row.figure} | {number(value)} | {number(row.goal)} | {number(limit)} |"
+        )
+    return "\n".join([*lines, *_long(reports), *_curve(reports)])
+
+
+def _long(reports: dict[str, dict[str, Any]]) -> list[str]:
+    """Prefills and steps of long prompts."""
+    lines = [
+        "",
+        "| long prompts | in flight | prefill, positions/s | usual step | by bytes | keys and values read |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for name in ("mini-16k", "mini-32k"):
+        for run in reports.get(name, {"runs": []})["runs"]:
+            usual = run["limit"]["usual"]
+            lines.append(
+                f"| {name} | {run['in_flight']} | {run['limit']['prefill'].get('positions_per_s', 0):,.0f} "
+                f"| {usual['median_ms']:.2f} ms | {usual['bytes_ms']:.2f} ms | {usual['keys_gb']:.2f} GB |"
+            )
+    return lines if len(lines) > 3 else []
+
+
+def _curve(reports: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "| LLaDA2-mini, in flight | tokens/s, steady | limit | a request, median | worst | GPU busy |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for title, runs in levels(reports).items():
+        for run in runs:
+            steady, latency = run["steady_tokens_per_s"], run["latency_s"]
+            lines.append(
+                f"| {title}, {run['in_flight']} | {number(steady)} | {number(run['limit']['tokens_per_s'])} "
+                f"| {latency['median']:.2f} s | {latency['max']:.2f} s | {100 * run['device_share']:.0f}% |"
+            )
+    image = "![Tokens a second and latency over the requests in flight](images/curve.svg)"
+    return [*lines, "", image] if len(lines) > 3 else []
+
+
+def levels(reports: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Of each format of LLaDA2-mini, what was measured, by the number in flight."""
+    there = {title: reports[name]["runs"] for title, name in CURVES.items() if name in reports}
+    return {title: sorted(runs, key=lambda run: run["in_flight"]) for title, runs in there.items()}
+
+
+def draw_curve(results: Path, images: Path) -> None:
+    """Draws tokens a second, and seconds of a request, over the requests in flight, if they are measured."""
+    reports = {name: report for name in CURVES.values() if (report := report_of(results, name)) is not None}
+    if not reports:
+        return
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dinfer"})
+    drawn = Figure(figsize=(8, 3.4), layout="constrained")
+    speed, latency = drawn.subplots(1, 2)
+    counts = sorted({run["in_flight"] for report in reports.values() for run in report["runs"]})
+    for color, (title, runs) in zip(("C0", "C1"), levels(reports).items(), strict=False):
+        count = [run["in_flight"] for run in runs]
+        rates = [run["steady_tokens_per_s"] or run["tokens_per_s"] for run in runs]
+        speed.plot(count, rates, marker="o", ms=4, color=color, label=title)
+        speed.plot(count, [run["limit"]["tokens_per_s"] for run in runs], ls="--", lw=1, color=color)
+        latency.plot(count, [run["latency_s"]["median"] for run in runs], marker="o", ms=4, color=color, label=title)
+        latency.plot(count, [run["latency_s"]["max"] for run in runs], ls=":", lw=1, color=color)
+    speed.set(ylabel="tokens a second (dashed: limit)", yscale="log")
+    latency.set(ylabel="seconds of a request, median (dotted: worst)", yscale="log")
+    for axes in (speed, latency):
+        axes.set(xlabel=f"requests in flight, one {next(iter(reports.values()))['hardware']}", xscale="log")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.legend(frameon=False)
+    drawn.savefig(images / "curve.svg", metadata={"Date": None})
+
+
+def startup(results: Path) -> str:
+    """From weights on the card to the first block: nothing compiled before, and once more on the same machine."""
+    found = {
+        title: json.loads((results / file).read_text()) for title, file in STARTS.items() if (results / file).is_file()
+    }
+    if not found:
+        return "Not measured yet: `python -m benchmarks.startup` does it."
+    some = next(iter(found.values()))
+    lines = [
+        f"LLaDA2-mini's shape, bf16, {some['hardware']}, torch {some['torch']}, commit {some['commit']}. Seconds from "
+        "weights on the card; to be reached: 8 s, the second time 2 s. The last column is what "
+        f"{some['setting']['in_flight']} requests at once take after that, for the first time.",
+        "",
+        "| a kernel is compiled | start | first block | kernels | several requests |",
+        "| --- |" + " --- |" * 4,
+    ]
+    for title, report in found.items():
+        for name, words in (("cold", "first"), ("warm", "second")):
+            if name in report:
+                phases = {phase["phase"]: phase for phase in report[name]["phases"]}
+                one, several = phases["one request"], phases["all in flight"]
+                times = f"{one['first_block_s']:.1f} s | {one['kernels']} | {several['seconds']:.1f} s"
+                lines.append(f"| {title} | {words} | {times} |")
+    return "\n".join(lines)
