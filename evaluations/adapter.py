@@ -1,4 +1,4 @@
-"""dinfer as a model of lm-eval: generation in batches through the engine, likelihoods as Monte-Carlo bounds."""
+"""dinfer as a model of lm-eval. The engine generates in batches; likelihoods are Monte-Carlo bounds."""
 
 import os
 import time
@@ -23,19 +23,19 @@ from evaluations.gen_kwargs import GenKwargs, cut, parse
 from evaluations.ledger import Ledger, key_of
 from evaluations.ranks import Ranks, ranks
 
-Progress = Callable[..., None]  # what is being done, how much of it is, of how much
-CHUNK = 4  # batches of a likelihood between two entries in the ledger
+Progress = Callable[..., None]  # takes what is being done, how much of it is done, and how much there is
+CHUNK = 4  # batches of likelihoods between two entries in the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
     """How likelihoods are estimated."""
 
-    samples: int = 128  # noised copies of each answer; fewer where that is exact
+    samples: int = 128  # noised copies of each answer; fewer if that is exact
     seed: int = 0
     guidance: float = 0.0
     batch: int = 16  # forwards at a time
-    greedy: bool = True  # find out whether greedy decoding writes the answer; false: report that it does not
+    greedy: bool = True  # check whether greedy decoding gives the answer; false: report that it does not
 
     def __post_init__(self) -> None:
         check_range("likelihood", self, "samples", "batch", least=1)
@@ -47,7 +47,7 @@ class Job:
     """One request to answer."""
 
     instance: Instance
-    repeat: int  # which of the samples of the same request
+    repeat: int  # number among the samples of the same request
     key: str  # in the ledger
 
     @property
@@ -66,8 +66,8 @@ class DinferLM(TemplateLM):
         self, pipe: Pipeline, *, likelihood: Likelihood | None = None, among: Ranks | None = None,
         max_new_tokens: int | None = None, ledger: Ledger | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
-        """`max_new_tokens`: instead of the tasks' own lengths. `ledger`: keeps answers, and has those given before.
-        `progress`: called after each answer; None: a bar, where stderr is a terminal. Raises ValueError."""
+        """`max_new_tokens` replaces the tasks' own lengths. `ledger` keeps answers, and has those of earlier sessions.
+        `progress` is called after each answer; None: a bar if stderr is a terminal. Raises ValueError."""
         super().__init__()
         if pipe.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, and tasks are texts")
@@ -80,17 +80,17 @@ class DinferLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """From `--model_args` of lm-eval's command line, as dinfer's has them: `model=tiny`, `decoder.threshold=0.8`.
+        """Makes a model from lm-eval's `--model_args`: `model=tiny`, `decoder.threshold=0.8`, like dinfer's commands.
 
-        Also `likelihood.samples=32`, `dtype`, `max_new_tokens`, and `rows`, the requests in flight: by default
-        lm-eval's batch size if above 1, else 32. Raises ValueError.
+        Others are `likelihood.samples=32`, `dtype`, `max_new_tokens`, and `rows`, the requests in flight. `rows` is by
+        default lm-eval's batch size if above 1, else 32. Raises ValueError.
         """
         settings = arg_dict | {name: value for name, value in (additional_config or {}).items() if value is not None}
         size, device = settings.pop("batch_size", None), settings.pop("device", None)
         settings.pop("max_batch_size", None)
         dtype, rows, length = (settings.pop(name, None) for name in ("dtype", "rows", "max_new_tokens"))
         parts, likelihood = _parts(settings)
-        among = ranks(None if device == "cuda:0" else device)  # which lm-eval says where its user says nothing
+        among = ranks(None if device == "cuda:0" else device)  # cuda:0 is lm-eval's default
         rows = rows or (int(size) if str(size).isdigit() and int(size) > 1 else 32)
         runtime = Runtime(rows=rows, graphs=among.device.type == "cuda")
         pipe = load(**parts, device=among.device, dtype=dtype, runtime=runtime)
@@ -100,7 +100,7 @@ class DinferLM(TemplateLM):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
-    # What lm-eval asks for: answers.
+    # lm-eval's interface: answers.
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts, cut at the first stop string."""
@@ -114,7 +114,7 @@ class DinferLM(TemplateLM):
         return self._answered("generate_until", requests, answers, disable_tqdm)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Bounds of log p(continuation | context) in nats, and whether greedy decoding writes the continuation."""
+        """Bounds of log p(continuation | context) in nats, and whether greedy decoding gives the continuation."""
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, Any, dict[str, Any]]]:
             how = self.likelihood
@@ -128,7 +128,7 @@ class DinferLM(TemplateLM):
         return [(value, same) for value, same in self._answered("loglikelihood", requests, answers, disable_tqdm)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Bounds of log p(text) in nats: the sum over windows as long as the model, each without the ones before it."""
+        """Bounds of log p(text) in nats, summed over disjoint windows of the model's length."""
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, float, dict[str, Any]]]:
             for job in jobs:
@@ -141,7 +141,7 @@ class DinferLM(TemplateLM):
 
         return self._answered("loglikelihood_rolling", requests, answers, disable_tqdm)
 
-    # What lm-eval asks for: everything else.
+    # lm-eval's interface: everything else.
 
     @property
     def eot_token_id(self) -> int:
@@ -158,7 +158,7 @@ class DinferLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids. Special tokens are added unless the text begins with BOS already, as chat templates have it."""
+        """Token ids. Adds special tokens unless the text begins with BOS, which a chat template may have added."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = bos is None or not string.startswith(bos)
@@ -184,7 +184,7 @@ class DinferLM(TemplateLM):
         self.among.wait()
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results."""
+        """What lm-eval writes into its results about the model."""
         recipe, how = self.pipe.recipe, self.likelihood
         parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
         return {
@@ -197,16 +197,16 @@ class DinferLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         raise NotImplementedError("likelihoods are computed from whole requests: use loglikelihood")
 
-    # How it is done.
+    # The work.
 
     def _answered(self, kind: str, requests: Sequence[Instance], answers: Any, disable_tqdm: bool) -> list[Any]:
-        """The answers to all requests. `answers` yields them for the open jobs of one task."""
+        """The answers to all requests. `answers` yields those to the open jobs of one task."""
         jobs = self._jobs(kind, requests)
         left = list({job.key: job for job in jobs if self.ledger.get(job.key) is None}.values())
         quiet = disable_tqdm or self.rank > 0 or self.progress is not None or not os.isatty(2)
         done = len(jobs) - len(left)
         with tqdm(total=len(jobs), initial=done, disable=quiet, unit="request") as bar:
-            for task, group in groupby(left, key=lambda job: job.task):  # each task has a wall time of its own
+            for task, group in groupby(left, key=lambda job: job.task):  # each task has its own wall time
                 began = time.perf_counter()
                 for job, response, figures in answers(list(group)):
                     at, document = time.perf_counter() - began, int(job.instance.doc_id or 0)
@@ -219,7 +219,7 @@ class DinferLM(TemplateLM):
         return [self._answer(job) for job in jobs]
 
     def _jobs(self, kind: str, requests: Sequence[Instance]) -> list[Job]:
-        """One job a request. lm-eval repeats a request as often as it wants samples of it, and pads ranks with more."""
+        """One job for each request. lm-eval repeats a request for more samples, and also to pad ranks."""
         seen: dict[int, int] = {}
         jobs = []
         for instance in requests:
@@ -233,11 +233,11 @@ class DinferLM(TemplateLM):
     def _answer(self, job: Job) -> Any:
         answer = self.ledger.get(job.key)
         if answer is None:
-            raise RuntimeError(f"{job.where} was left without an answer")
+            raise RuntimeError(f"{job.where} has no answer")
         return answer.response
 
     def _generated(self, jobs: list[Job], asked: list[GenKwargs]) -> Iterator[tuple[Job, str, Sample]]:
-        """The generations of one task, each as soon as it is there."""
+        """The generations of one task, in the order in which they end."""
         requests = []
         for job, own in zip(jobs, asked, strict=True):
             try:
@@ -253,7 +253,7 @@ class DinferLM(TemplateLM):
                 yield jobs[update.index], text, sample
 
     def _infilled(self, jobs: list[Job], asked: list[GenKwargs]) -> Iterator[tuple[Job, str, Sample]]:
-        """The same for gaps in texts, as many at a time as run at a time."""
+        """The same for gaps in texts, `runtime.rows` at a time."""
         rows, spec = self.pipe.engine.runtime.rows, self.pipe.model.spec
         for first in range(0, len(jobs), rows):
             part, own = jobs[first : first + rows], asked[first : first + rows]
@@ -271,7 +271,7 @@ class DinferLM(TemplateLM):
                 yield job, text, Sample(counts.forwards, counts.refreshes, kept, counts.seconds, stopped)
 
     def _canvas(self, job: Job, asked: GenKwargs) -> list[int]:
-        """The request's text, a gap, and the document's text behind it."""
+        """Token ids of the request's text, a gap, and the document's text behind it."""
         document = job.instance.doc
         if not isinstance(document.get("suffix"), str):
             raise ValueError(f"{job.where}: gen_kwargs has infill, so the document needs a text 'suffix'")
@@ -288,7 +288,7 @@ class DinferLM(TemplateLM):
             raise ValueError(f"{job.task}: {error}") from error
 
     def _options(self, job: Job, asked: GenKwargs) -> dict[str, Any]:
-        """Each repeat of a sampled request has a seed of its own."""
+        """The job's per-request options. Each repeat of a sampled request has its own seed."""
         if not (asked.sampled and job.repeat):
             return asked.options
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
@@ -319,7 +319,7 @@ def _cost(bounds: Sequence[Bound]) -> dict[str, Any]:
 
 
 def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Components as mappings, and the settings of `Likelihood`. Raises ValueError."""
+    """Components as arguments of `load`, and the settings of `Likelihood`. Raises ValueError."""
     kinds, likelihood = [registry.kind for registry in REGISTRIES], list(Likelihood.__dataclass_fields__)
     known = [*kinds, *(f"{kind}.OPTION" for kind in kinds), *(f"likelihood.{name}" for name in likelihood)]
     defaults = {"model": "tiny", "iteration": "blockwise", "decoder": "threshold", "cache": "dual"}
@@ -335,7 +335,7 @@ def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise unknown("name in model_args:", name, known)
     parts: dict[str, Any] = {}
     for kind, given in options.items():
-        if list(given) == ["name"]:  # "tiny", a hub name or a folder: `load` knows
+        if list(given) == ["name"]:  # `load` takes "tiny", a hub name or a folder
             parts[kind] = given["name"]
         elif kind == "model" and "name" not in given:
             raise ValueError("model_args: options of a model need its family, such as model=llada")

@@ -1,4 +1,4 @@
-"""Tasks whose answers are programs: takes the program out of an answer, and computes pass@1 in the sandbox."""
+"""Tasks with programs as answers: takes the program out of an answer, and computes pass@1 in the sandbox."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 def blocks(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The first fenced block of each answer, closed or not; without one, the whole answer."""
-    return [[_block(text) for text in texts] for texts in responses]
+    return [[found[1] if (found := _BLOCK.search(text)) else text for text in texts] for texts in responses]
 
 
 def filled(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -24,8 +24,3 @@ def pass_at_1(references: list[str], predictions: list[list[str]], **_: Any) -> 
     """The share of the programs that pass their tests."""
     scores, _runs = CODE_EVAL.compute(references=references, predictions=predictions, k=[1])
     return scores["pass@1"]
-
-
-def _block(text: str) -> str:
-    found = _BLOCK.search(text)
-    return found.group(1) if found else text

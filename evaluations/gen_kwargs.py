@@ -1,4 +1,4 @@
-"""Reads lm-eval's `generation_kwargs` of a task: stop strings, a length, and per-request options of the recipe."""
+"""Reads a task's `generation_kwargs`: stop strings, a length, and per-request options of the recipe."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS)
 
 @dataclass(frozen=True, slots=True)
 class GenKwargs:
-    """What a task asks of a generation. All requests of a task have the same."""
+    """A task's settings of generation, which all its requests share."""
 
     until: list[str]  # stop strings
     new_tokens: int
-    infill: bool = False  # fill a gap of `new_tokens`, or of the document's `gap`, in front of its `suffix`
-    sampled: bool = False  # so repeats of a request differ
+    infill: bool = False  # fill a gap of `new_tokens`, or of the document's `gap`, before its `suffix`
+    sampled: bool = False  # repeats of a request differ
     options: dict[str, Any] = field(default_factory=dict)  # per-request options of the recipe
 
 
 def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> GenKwargs:
-    """Reads `generation_kwargs`. `new_tokens`: the length, whatever the task says.
+    """Reads `generation_kwargs`. `new_tokens` replaces the task's length; None: it does not.
 
-    Raises ValueError for a wrong value, and for a name that is neither lm-eval's nor a per-request option.
+    Raises ValueError for a wrong value, or a name that is neither lm-eval's nor a per-request option.
     """
     known = [name for option in recipe.request_options for name in (option.name, f"{option.kind}.{option.name}")]
     for name in kwargs:
@@ -67,9 +67,9 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
 
 
 def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, bool]:
-    """The text before the first stop string, how many tokens lie wholly in it, and whether there was a stop string.
+    """The text before the first stop string, the number of tokens wholly in it, and whether there was a stop string.
 
-    Stop strings may name special tokens. The text has none.
+    Stop strings may name special tokens, but the text has none.
     """
     raw = tokenizer.decode(ids, skip_special_tokens=False)
     ends = [raw.find(text) for text in until if text in raw]

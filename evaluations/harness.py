@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    """Runs lm-eval's command line; generated code, if allowed, in the sandbox."""
+    """Runs lm-eval's command line. Generated code, if allowed, runs in the sandbox."""
     if find_spec("lm_eval") is None:
         sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
-    import lm_eval.models  # noqa: F401  (before ours is registered: lm-eval loads its models only while it has none)
+    import lm_eval.models  # noqa: F401  (first, since lm-eval loads its own models only while none is registered)
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 

@@ -1,13 +1,11 @@
 """Answers on disk, one JSON line each, written at once, so that a killed run can continue.
 
-A run has one file for each rank. A later session reads the files of all ranks. The first line of a session holds its
-settings: sessions that would answer differently do not share a file. A session locks its file.
+A run has a file for each rank. A later session reads the files of all ranks. The first line of a session holds its
+settings, since sessions that would answer differently must not share a file.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dinfer.analysis.metrics import Sample
-from dinfer.analysis.outputs import check_folder, naming
+from dinfer.analysis.outputs import JsonLines, check_folder
 from evaluations.ranks import ALONE, Ranks
 
 
@@ -27,7 +25,7 @@ class Answer:
     task: str
     document: int
     response: Any  # a text; [log-likelihood, greedy]; or a log-likelihood
-    at: float  # seconds that the rank has worked on this task in this session
+    at: float  # seconds of the rank's work on this task in this session
     session: str = ""
     rank: int = 0
     sample: Sample | None = None  # of a generation
@@ -36,45 +34,36 @@ class Answer:
 
 
 def key_of(*parts: Any) -> str:
-    """A name for a request, unique and the same in every session."""
+    """A unique name of a request, the same in every session."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 class Ledger:
-    """All answers so far. Without a path they are kept in memory alone."""
+    """All answers so far. Without a path it keeps them only in memory."""
 
     def __init__(
         self, stem: Path | None = None, *, among: Ranks = ALONE, setup: dict[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:  # fmt: skip
-        """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes what an earlier run left.
+        """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes the files of an earlier run.
 
-        Raises ValueError for files of another setup or of a run that is still going on, OSError.
+        Raises ValueError for files of another setup or of a run that has not ended, and OSError.
         """
         self._answers: dict[str, Answer] = {}
         self._session, self._rank, self._file = uuid.uuid4().hex, among.rank, None
         if stem is None:
             return
         check_folder(stem.parent)
-        self._path = stem.with_name(f"{stem.name}.answers-{self._rank}.jsonl")
-        self._file = self._path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is at this evaluation and writes {self._path}: wait for its end, or give another "
-                "folder with out="
-            ) from error
+        self._file = JsonLines(stem.with_name(f"{stem.name}.answers-{self._rank}.jsonl"), overwrite=overwrite)
         if overwrite:
-            self._file.truncate(0)
             if self._rank == 0:
                 _forget(stem, of=among.size)
             among.wait()
-        _mend(self._path)
+        self._file.mend()
         for path in files(stem):
             for answer in _read(path, setup or {}):
                 self._answers[answer.key] = answer
-        self._write({"session": self._session, "setup": setup or {}})
+        self._file.write({"session": self._session, "setup": setup or {}})
 
     def __enter__(self) -> Self:
         return self
@@ -87,25 +76,20 @@ class Ledger:
         return self._answers.get(key)
 
     def add(self, key: str, task: str, document: int, response: Any, at: float, **fields: Any) -> Answer:
-        """Keeps an answer: it is in the file when this returns. Raises OSError."""
+        """Keeps an answer, which is then in the file. Raises OSError."""
         answer = Answer(key, task, document, response, at, self._session, self._rank, **fields)
         self._answers[key] = answer
-        self._write(asdict(answer))
+        if self._file is not None:
+            self._file.write(asdict(answer))
         return answer
 
     @property
     def answers(self) -> list[Answer]:
         return list(self._answers.values())
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            with naming(self._path):
-                self._file.write(json.dumps(line) + "\n")
-                self._file.flush()  # a kill then loses nothing; to sync would keep the engine waiting
-
 
 def files(stem: Path) -> list[Path]:
-    """The files of a run, one a rank."""
+    """The files of a run, one for each rank."""
     return sorted(path for path in stem.parent.glob("*.jsonl") if path.name.startswith(f"{stem.name}.answers-"))
 
 
@@ -123,21 +107,13 @@ def _forget(stem: Path, of: int) -> None:
 
 
 def seconds(answers: Sequence[Answer]) -> float:
-    """Wall time of a task: each rank's sessions added up, and of these sums the longest."""
+    """The wall time of a task: the sum of a rank's sessions, of the rank for which it is longest."""
     sessions: dict[tuple[int, str], float] = {}
     for answer in answers:
         own = answer.rank, answer.session
         sessions[own] = max(sessions.get(own, 0.0), answer.at)
     ranks = {rank for rank, _ in sessions}
     return max((sum(at for (own, _), at in sessions.items() if own == rank) for rank in ranks), default=0.0)
-
-
-def _mend(path: Path) -> None:
-    """Removes a last line that a kill cut short: its request will be answered again."""
-    if path.is_file():
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
@@ -160,6 +136,6 @@ def _check(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise ValueError(
-                f"{path} was begun with {name}={old.get(name)!r}, and this run has {new.get(name)!r}: the figures "
-                "would be of neither. Give another folder with out=, or overwrite=true to begin anew."
+                f"{path} was begun with {name}={old.get(name)!r}, and this run has {new.get(name)!r}, so the figures "
+                "would mix both. Give another folder with out=, or overwrite=true to begin anew."
             )

@@ -1,4 +1,4 @@
-"""Data-parallel ranks on a Ray cluster. Ray Train starts them, and sets the variables that torchrun sets."""
+"""Data-parallel ranks on a Ray cluster. Ray Train starts them and sets torchrun's variables."""
 
 import os
 import tempfile
@@ -15,17 +15,17 @@ Work = Callable[[], dict[str, Any] | None]
 
 
 def on_ray(work: Work, address: str, count: int | None, *, cards: int, device: str | None) -> dict[str, Any] | None:
-    """Calls `work` in `count` processes (None: one for each card). Returns what it returns in the first.
+    """Calls `work` in `count` processes (None: one for each card). Returns the result of the first.
 
-    Each has `cards` cards. `work` finds the others by `evaluations.ranks.ranks`. Raises ValueError, and what `work`
-    raised.
+    Each has `cards` cards. `work` finds the others by `evaluations.ranks.ranks`. Raises ValueError, and the error of
+    `work`.
     """
     connect(address, logs=True)
     where = device_of(device)
     count = count or usual(cards, where)
     resources = placed(count, cards, where)
-    rank: Any = _rank  # Ray Train hands on what it returns, of which its types know nothing
-    with tempfile.TemporaryDirectory() as folder:  # Ray Train's own; results go where `work` puts them
+    rank: Any = _rank  # Ray Train's types do not know that it returns a result
+    with tempfile.TemporaryDirectory() as folder:  # Ray Train needs one; `work` writes its results elsewhere
         trainer = TorchTrainer(
             rank, train_loop_config={"work": work, "folder": os.getcwd()},
             scaling_config=ScalingConfig(num_workers=count, use_gpu=where == "cuda", resources_per_worker=resources),
@@ -40,5 +40,5 @@ def on_ray(work: Work, address: str, count: int | None, *, cards: int, device: s
 
 
 def _rank(config: dict[str, Any]) -> dict[str, Any] | None:
-    os.chdir(config["folder"])  # Ray Train works in a folder of its own, and paths are the command's
+    os.chdir(config["folder"])  # Ray Train changes the folder, but paths are relative to the command's
     return config["work"]()

@@ -1,6 +1,6 @@
-"""The held-out problems of the model in the box as tasks, made here: no download.
+"""The held-out problems of the model in the box as tasks. It makes them here, without a download.
 
-`limit=n` takes the first n, which are those of `dinfer demo count=n` and of `benchmarks.quality`.
+`limit=n` takes the first n, which are also those of `dinfer demo count=n` and `benchmarks.quality`.
 """
 
 import re
@@ -19,14 +19,14 @@ _RESULT = re.compile(r"(?<== )\d+")
 
 
 def questions(*, families: Sequence[str] | None = None, **_: Any) -> dict[str, Dataset]:
-    """Questions with answers. lm-eval passes more arguments, for its own use."""
-    return {"test": Dataset.from_list([asdict(problem) for problem in _problems(families)])}
+    """Questions with answers. lm-eval passes other arguments too, for its own use."""
+    return {"test": Dataset.from_list([asdict(problem) for problem in generate("heldout", COUNT, 0, families)])}
 
 
 def choices(**_: Any) -> dict[str, Dataset]:
     """Four worked solutions that differ in the last line: one has the answer, three have those of other problems."""
     rows = []
-    problems = _problems(None)
+    problems = generate("heldout", COUNT, 0)
     for index, problem in enumerate(problems):
         rng = Random(index)
         others = sorted({other.answer for other in problems if other.family == problem.family} - {problem.answer})
@@ -41,9 +41,9 @@ def choices(**_: Any) -> dict[str, Dataset]:
 
 
 def gaps(**_: Any) -> dict[str, Dataset]:
-    """Worked solutions without the result of their first calculation, one token a digit."""
+    """Worked solutions without the result of their first calculation, whose digits are one token each."""
     rows = []
-    for problem in _problems(None):
+    for problem in generate("heldout", COUNT, 0):
         if (found := _RESULT.search(problem.solution)) is not None:
             before, suffix = problem.solution[: found.start()], problem.solution[found.end() :]
             row = {"question": problem.question, "before": before, "suffix": suffix}
@@ -54,7 +54,3 @@ def gaps(**_: Any) -> dict[str, Dataset]:
 def judged(document: dict[str, Any], responses: list[str]) -> dict[str, float]:
     """Exact match of the final answer, as everywhere in dinfer."""
     return {"exact_match": float(is_correct(Problem(**document), responses[0]))}
-
-
-def _problems(families: Sequence[str] | None) -> list[Problem]:
-    return generate("heldout", COUNT, 0, families)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: what `torchrun` or `accelerate launch` started, or one process on its own."""
+"""Data-parallel ranks: the processes of `torchrun` or `accelerate launch`, or one process on its own."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process, one of those that share the documents."""
+    """This process, which is one of `size` that share the documents."""
 
     rank: int
     size: int
@@ -41,9 +41,9 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def ranks(device: str | None, tensor_parallel: int = 1) -> Ranks:
-    """The ranks that there are. `device`: None takes CUDA if there is any, a card for each rank of a machine.
+    """The ranks of this run. `device`: None takes CUDA if there is any, with a card for each rank of a machine.
 
-    With `tensor_parallel` above 1 the processes that torchrun has started run one model, and share no documents.
+    With `tensor_parallel` above 1 torchrun's processes run one model and share no documents. Raises ValueError.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
     if tensor_parallel > 1 or int(os.environ.get("WORLD_SIZE", "1")) == 1:

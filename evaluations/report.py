@@ -1,4 +1,4 @@
-"""The report of a run: scores, figures and settings in one JSON, and a table with a line for each task."""
+"""The report of a run: a JSON with scores, figures and settings, and a table with a line for each task."""
 
 import csv
 import fcntl
@@ -20,7 +20,7 @@ KINDS = ("model", "iteration", "decoder", "cache", "sampling")
 def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | None) -> dict[str, Any]:
     """Scores and figures of every task. Raises ValueError for a metric that a task does not have.
 
-    `metric`: the one that counts as accuracy, such as "exact_match" or "exact_match,strict"; None: each task's first.
+    `metric` counts as accuracy, for example "exact_match" or "exact_match,strict"; None: each task's first metric.
     """
     tasks = {}
     for task, lines in (results.get("samples") or {}).items():
@@ -50,10 +50,10 @@ def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def write_table(out: Path) -> None:
-    """Writes runs.csv: all reports of a folder, a line for each task of each."""
+    """Writes runs.csv, with a line for each task of each report in a folder."""
     lock = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # else of two evaluations that end together, one may miss the other's report
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that two evaluations that end together both see each other's report
         rows = [row for path in sorted(out.glob("*.json")) for row in rows_of(path)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         with replacing(out / "runs.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def write_table(out: Path) -> None:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of one report; none for a JSON of another kind."""
+    """The lines of a report; none for a JSON of another kind."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or not str(document.get("schema", "")).startswith("dinfer-eval/"):
         return
@@ -84,7 +84,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _chosen(task: str, lines: Sequence[Mapping[str, Any]], metric: str | None) -> tuple[str, str]:
-    """The metric and the filter that count as the task's score."""
+    """The metric and filter of the task's score. Raises ValueError."""
     known = list(dict.fromkeys((name, line["filter"]) for line in lines for name in line["metrics"]))
     for name, chosen in known:
         if metric is None or metric in (name, f"{name},{chosen}"):

@@ -1,4 +1,4 @@
-"""One evaluation: runs tasks through lm-eval, scores and measures them, and writes the report."""
+"""Runs tasks through lm-eval, scores and measures them, and writes the report."""
 
 import difflib
 import hashlib
@@ -30,7 +30,7 @@ from evaluations.sandbox import Limits, in_sandbox
 
 TASKS = Path(__file__).parent / "tasks"
 SCHEMA = "dinfer-eval/1"
-# What lm-eval raises when it loads a task with a wrong configuration.
+# The errors of lm-eval when it loads a task with a wrong configuration.
 TASK_ERRORS = (
     ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, yaml.YAMLError, jinja2.TemplateError,
 )  # fmt: skip
@@ -41,16 +41,16 @@ class Settings:
     """The settings of an evaluation other than the recipe."""
 
     tasks: tuple[str, ...]
-    include: tuple[str, ...] = ()  # folders with tasks of the user's
+    include: tuple[str, ...] = ()  # folders with the user's tasks
     limit: int | float | None = None  # documents of each task; below 1: that share of them
-    documents: tuple[int, int] | None = None  # instead of a limit: only these, [first, end)
+    documents: tuple[int, int] | None = None  # instead of a limit: only documents [first, end)
     num_fewshot: int | None = None
-    chat: bool | None = None  # None: if the tokenizer has a chat template
+    chat: bool | None = None  # use the chat template; None: if the tokenizer has one
     system: str | None = None
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
     fewshot_seed: int = 1234
-    metric: str | None = None  # which one is the accuracy; None: the first of each task
+    metric: str | None = None  # counts as accuracy; None: the first of each task
     allow_code: bool = False
     code: Limits = field(default_factory=Limits)
     likelihood: Likelihood = field(default_factory=Likelihood)
@@ -70,7 +70,7 @@ class Settings:
 
 
 def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> Path:
-    """The path of a run's files without their endings. A setting that may change a figure changes it."""
+    """The path of a run's files without their endings. It depends on every setting that may change a figure."""
     everything = json.dumps([recipe, asdict(settings), runtime], sort_keys=True, default=str)
     digest = hashlib.blake2b(everything.encode(), digest_size=4).hexdigest()
     parts = ("+".join(settings.tasks), *(recipe[kind]["name"] for kind in ("model", "iteration", "decoder", "cache")))
@@ -79,7 +79,7 @@ def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: M
 
 
 def report_of(stem: Path) -> Path:
-    """The report of a run. The file exists only if the run is complete."""
+    """The path of a run's report. The file exists only if the run is complete."""
     return stem.with_name(f"{stem.name}.json")
 
 
@@ -88,11 +88,11 @@ def evaluate(
     runtime: Mapping[str, Any], stem: Path | None, overwrite: bool = False, command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Runs the tasks, or what is left of them. Returns the report on the first rank, None on others.
+    """Runs the tasks, or the rest of them. Returns the report on the first rank, None on others.
 
-    `load` makes the pipeline, after files and tasks are checked. `stem`: writes STEM.json, STEM.samples.jsonl,
-    STEM.answers-RANK.jsonl, and runs.csv beside them; None: keeps nothing. `overwrite`: begins anew. Raises OSError,
-    and ValueError for tasks or settings that do not work or if another process is at this run.
+    `load` makes the pipeline once files and tasks are checked. `stem`: the run writes STEM.json, STEM.samples.jsonl,
+    STEM.answers-RANK.jsonl, and runs.csv in the same folder; None: it writes nothing. `overwrite`: begins anew. Raises
+    OSError, and ValueError for tasks or settings that do not work, or if another process is at this run.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     say = progress or (lambda *_: None)
@@ -100,7 +100,7 @@ def evaluate(
     setup = provenance(among.device) | versions | {"ranks": among.size}
     date = setup.pop("date")
     with in_sandbox(settings.code), Ledger(stem, among=among, setup=setup, overwrite=overwrite) as ledger:
-        set_seed(1234)  # lm-eval's, before tasks shuffle what they have
+        set_seed(1234)  # lm-eval's seed, before tasks shuffle their documents
         say("loading the tasks")
         tasks = load_tasks(settings)
         say("loading the model")
@@ -119,7 +119,7 @@ def evaluate(
         gathered = among.collect(ledger.answers)
     if results is None or gathered is None:
         return None
-    # lm-eval numbers requests among the chosen documents, and results among all.
+    # lm-eval numbers the documents of requests among the chosen ones, but those of results among all.
     first = settings.documents[0] if settings.documents is not None else 0
     moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
     document = {
@@ -145,7 +145,7 @@ def _chat(pipe: Pipeline, wanted: bool | None) -> bool:
 
 
 def chosen(tasks: Mapping[str, Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:
-    """The documents of each task by number. Raises ValueError for a task that has fewer, or for a group."""
+    """The numbers of each task's chosen documents. Raises ValueError for a task with fewer documents, or a group."""
     if documents is None:
         return None
     if tasks["groups"]:
@@ -157,16 +157,16 @@ def chosen(tasks: Mapping[str, Any], documents: tuple[int, int] | None) -> dict[
 
 
 def load_tasks(settings: Settings) -> dict[str, Any]:
-    """The tasks as lm-eval takes them. To read all of lm-eval's takes seconds, so our folder is tried first.
+    """The tasks for lm-eval. It tries our folder first, since reading all of lm-eval's tasks takes seconds.
 
-    Raises ValueError for tasks that are not there, cannot be loaded, or cannot do what the settings say.
+    Raises ValueError for tasks that do not exist, cannot be loaded, or contradict the settings.
     """
     folders = [TASKS, *map(Path, settings.include)]
     for folder in folders[1:]:
         if not folder.is_dir():
             raise ValueError(f"include={str(folder)!r}: there is no such folder")
         for path in sorted(folder.glob("**/*.yaml")):
-            _read(path)  # lm-eval skips what it cannot read, without a word
+            _read(path)  # lm-eval silently skips files that it cannot read
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(_names(manager, pattern) for pattern in settings.tasks):
         manager = TaskManager(include_path=folders)
@@ -177,7 +177,9 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
             raise _no_such_task(pattern, manager)
         for name in names:
             entry = manager.task_index.get(name)
-            _allow(name, settings, bool(entry and (entry.cfg or {}).get("unsafe_code")))  # before it is downloaded
+            _allow(
+                name, settings, bool(entry and (entry.cfg or {}).get("unsafe_code"))
+            )  # before its data is downloaded
             try:
                 loaded = manager.load([name])
             except TASK_ERRORS as error:
@@ -197,7 +199,7 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
 
 
 def _configure(task: Any, settings: Settings) -> None:
-    """Gives a task its settings. Raises ValueError for what it cannot do, before it costs anything."""
+    """Gives a task its settings. Raises ValueError for settings that the task cannot have."""
     if settings.num_fewshot and task.get_config("num_fewshot") == 0:
         raise ValueError(f"num_fewshot={settings.num_fewshot}: the task {task.task_name} has no examples to show")
     if settings.metric is not None:

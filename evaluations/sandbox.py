@@ -1,10 +1,10 @@
-"""Runs generated code in a process with limits of time, memory and files, and without a network where the system can.
+"""Runs generated code in a process with limits of time, memory and files, and without a network if the system allows.
 
-It guards against accidents, not against an attacker: run the whole evaluation in a container if code may be hostile. A
-program passes if it runs to its end. Leaving early is a failure, with any exit status.
+It guards against accidents, not against attackers: if code may be hostile, run the whole evaluation in a container. A
+program passes if it runs to its end. If it exits early, it fails, whatever its exit status.
 
-lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub. It runs code without
-a useful limit on memory. `in_sandbox` puts this module in its place.
+lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub, which has no useful
+limit on memory. `in_sandbox` replaces that metric.
 """
 
 import math
@@ -25,7 +25,7 @@ import evaluate
 
 from dinfer.core.registry import check_range
 
-# Runs in the child. stdin holds a word, then the program. The child says the word when the program has ended.
+# Runs in the child. stdin holds a word, then the program. The child writes the word when the program has ended.
 _GUARD = """
 import ctypes, io, os, resource, sys
 seconds, megabytes, end = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -45,7 +45,7 @@ os.write(end, word.encode())
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use."""
+    """The limits of a program."""
 
     seconds: int = 5
     megabytes: int = 1024
@@ -71,7 +71,7 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="dinfer-code-") as folder,
-            (Path(folder) / "errors").open("w+b") as errors,  # a file, since its size has a limit
+            (Path(folder) / "errors").open("w+b") as errors,  # unlike a pipe's, a file's size has a limit
         ):
             child = subprocess.Popen(
                 [sys.executable, "-I", "-c", _GUARD, str(limits.seconds), str(limits.megabytes), str(writer)],
@@ -94,14 +94,14 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a program and the processes that it started."""
+    """Kills a program and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _said(reader: int) -> str:
-    """What the program said at its end; empty if it did not get there."""
+    """The word that the child wrote; empty if the program did not end."""
     os.set_blocking(reader, False)
     with suppress(BlockingIOError):
         return os.read(reader, 64).decode(errors="replace")
@@ -116,7 +116,7 @@ class CodeEval:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1, 10, 100)
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
-        """Scores by name, and for each problem the outcome of each program."""
+        """Scores by name, and the outcomes of each problem's programs."""
         jobs = [(i, f"{p}\n{test}") for i, test in enumerate(references) for p in predictions[i]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = list(pool.map(lambda job: run(job[1], self.limits), jobs))
@@ -130,16 +130,16 @@ class CodeEval:
 
 
 def pass_at(k: int, programs: int, passed: int) -> float:
-    """The chance that one of k programs, drawn from those there are, passes."""
+    """The chance that one of k programs passes, drawn from `programs` of which `passed` pass."""
     return 1.0 - math.comb(programs - passed, k) / math.comb(programs, k)
 
 
-CODE_EVAL = CodeEval()  # one for the process: lm-eval caches what its tasks load
+CODE_EVAL = CodeEval()  # one for the process, since lm-eval caches the metrics of its tasks
 
 
 @contextmanager
 def in_sandbox(limits: Limits) -> Iterator[None]:
-    """While it lasts, `evaluate.load("code_eval")` gives `CodeEval`: tasks load their metrics as they are loaded."""
+    """Within, `evaluate.load("code_eval")` returns `CodeEval`. Tasks load their metrics when they are loaded."""
     usual, CODE_EVAL.limits = evaluate.load, limits
 
     def load(path: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,14 @@
 """Files that a command writes: checked before the work, written as a whole, and named by every error."""
 
 import errno
+import fcntl
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 PROBE = b"\0" * 65536  # a full disk has room for an empty file
 
@@ -60,3 +63,54 @@ def write(path: Path, text: str) -> None:
     """Writes a whole file or none. Raises OSError."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+class JsonLines:
+    """A file to which one process appends JSON lines, locked while it is open. Only a kill can cut the last line short.
+
+    A pipe or a device also takes lines, but does not keep them.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        """Raises ValueError if another process writes the file, and OSError."""
+        self.path = path
+        with naming(path):
+            self._file = path.open("ab", buffering=0)
+        self.keeps = path.is_file()
+        if not self.keeps:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(f"another process writes {path}: wait for its end, or choose another output") from error
+        if overwrite:
+            self._file.truncate(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def mend(self) -> None:
+        """Drops a last line that a kill cut short."""
+        if self.keeps:
+            with self.path.open("rb") as file:
+                self._file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends a line, all of it or, with an OSError, none."""
+        left = memoryview(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        size = os.fstat(self._file.fileno()).st_size
+        with naming(self.path):
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:  # for example a full disk
+                if self.keeps:
+                    self._file.truncate(size)
+                raise

@@ -3,12 +3,12 @@
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from dinfer.core.canvas import ACTIVE, Cursors
+from dinfer.core.canvas import Phase
 from dinfer.core.speculation import widest
 from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Seen
@@ -37,7 +37,7 @@ class Loop:
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
         self._room: Room | None = None  # of the last batch
         self._most_pages = 0  # that memory turned out to have room for; 0: no limit is known
-        self._flights: deque[list[Row]] = deque()  # the rows of each round that the device is at
+        self._flights: deque[deque[list[Row]]] = deque()  # rounds that the device is at: the rows of each step
         self._moved: deque[Row] = deque()  # rows that took a step which the caller does not know yet
         self._ended: deque[Row] = deque()  # rows with an error that the caller does not know yet
 
@@ -64,6 +64,9 @@ class Loop:
             self._end()
         self._deliver()
         if not self._flights:
+            if self.waiting and not self.running:
+                self._grow()
+            self._admit()
             self._launch()
         elif self.running:  # else the room may grow
             self._admit()  # while the device is busy
@@ -73,6 +76,7 @@ class Loop:
         self._take()
         if self.ahead and not self._flights:  # the device is then busy while the host and the caller do the rest
             self._launch()
+        self._end()
         self._deliver()
 
     def _deliver(self) -> None:
@@ -88,14 +92,8 @@ class Loop:
         self.updates.append((row, row.update(self.recipe)))
 
     def _launch(self) -> None:
-        """Admits what there is room for, and launches the steps of a round."""
-        if self.waiting and not self.running:
-            self._grow()
-        if self.batch is None:
-            return
-        self._admit()
-        self._each(self.scheduler.changed(self.running), self.scheduler.update)
-        rows = self.running
+        """Launches the steps of a round."""
+        rows = [row for row in self.running if row.cursors.phase != Phase.IDLE]
         steps = self.scheduler.plan(rows)
         if rows and not steps:
             self._blame(rows, StalledRow("no step was planned for the requests that run"))
@@ -103,62 +101,82 @@ class Loop:
 
     def _admit(self) -> None:
         """Gives slots to the requests that wait, in their order, as long as there is room."""
-        while self.waiting and self.batch is not None:
-            row, admitted = self.waiting[0], False
-            try:
-                admitted = row.cancelled or row.slot is not None or self.batch.admit(row)
-            except BaseException as error:
-                self._blame([row], error)
-            if not admitted and row.error is None:
-                break
-            self.waiting.popleft()
+        batch, entered = self.batch, list[Row]()
+        try:
+            while self.waiting and batch is not None:
+                row = self.waiting[0]
+                if not row.cancelled and row.error is None:
+                    entered.append(row)
+                    try:
+                        if not batch.claim(row):
+                            entered.pop()
+                            break
+                    except Exception as error:
+                        self._blame([entered.pop()], error)
+                self.waiting.popleft()
+            if entered and batch is not None:
+                self._place(batch, entered)
+        except BaseException as error:
+            self._blame(entered, error)
+        self._each(entered, self.scheduler.update)
 
-    def _start(self, steps: Iterable[Step]) -> list[Row]:
+    def _place(self, batch: Batch, rows: Sequence[Row]) -> None:
+        """Places requests in their slots, all at once. If that fails, one by one: an error ends its request alone."""
+        try:
+            batch.place(rows)
+        except Exception as error:
+            if len(rows) == 1:
+                self._blame(rows, error)
+            else:
+                self._each(rows, lambda row: batch.place([row]))
+
+    def _start(self, steps: Sequence[Step]) -> list[Row]:
         """Launches steps as a round, and returns its rows. An error in a step ends its rows."""
-        batch, launched = self.batch, list[Row]()
-        if batch is None:
-            return launched
-        blocks, drafts = any(row.followed for row in self.running), any(row.drafts for row in self.running)
+        batch, flight, running = self.batch, deque[list[Row]](), self.running
+        if batch is None or not steps:
+            return []
+        blocks, drafts = any(row.followed for row in running), any(row.drafts for row in running)
+        self._flights.append(flight)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
-                if blocks and not launched:
+                if blocks and not flight:
                     batch.reader.begin()
                 self.worker.launch(shape, slots)
-                launched += rows
+                batch.reader.request(slots, blocks=blocks, drafts=drafts)
+                flight.append(rows)
             except BaseException as error:
                 self._blame(rows, error)
-        if launched:
-            try:
-                batch.reader.request(blocks=blocks, drafts=drafts)
-                self._flights.append(launched)
-            except BaseException as error:
-                self._blame(launched, error)
-        return launched
+        return [row for rows in flight for row in rows]
 
     def _take(self) -> None:
-        """Waits for the oldest round, and reads where it has left its rows."""
-        if self.batch is None or not self._flights:
-            return
-        try:
-            seen = self.batch.reader.read()
-            if self.runtime.check_ranks:
-                self.worker.compare_ranks()
-        except Exception as error:  # the device has failed: nothing that it holds can be relied on
-            self._blame(self.running, error)
-            self._close()
-            return
-        rows = self._flights.popleft()
-        self._each(rows, partial(self._move, seen))
-        self._end()
+        """Waits for the oldest round, and reads where it has left its rows.
+
+        While the host looks at the rows of one step, the device is at the next one.
+        """
+        taken = list[Row]()
+        while self.batch is not None and self._flights and (flight := self._flights[0]):
+            try:
+                seen = self.batch.reader.read()
+                if self.runtime.check_ranks:
+                    self.worker.compare_ranks()
+            except Exception as error:  # the device has failed: nothing that it holds can be relied on
+                self._blame(self.running, error)
+                self._close()
+                return
+            rows = flight.popleft()
+            self._each(rows, partial(self._move, seen))
+            taken += rows
+        if self._flights:
+            self._flights.popleft()
         clock = self.worker.runner.clock
-        self.scheduler.observe(rows, [] if clock is None else clock.read())
+        self.scheduler.observe(taken, [] if clock is None else clock.read())
 
     def _move(self, seen: Seen, row: Row) -> None:
-        """Notes where a round has left a row, if that still runs. Raises the reason why it cannot continue."""
+        """Notes where a step has left a row, if that still runs. Raises the reason why it cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(Cursors._make(seen.cursors_NC[row.slot]))
+        moved = row.advance(seen.cursors[row.slot])
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
         if moved:
@@ -167,16 +185,18 @@ class Loop:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
                 row.hear(self.batch.state.tellings)
+            self.scheduler.update(row)
             self._moved.append(row)
 
     def _end(self) -> None:
         """Frees the slots of rows that are done. Their canvases are read together, since each read waits."""
-        rows = [row for row in self.running if row.cursors.phase not in ACTIVE]
+        rows = [row for row in self.running if row.cursors.phase == Phase.IDLE]
         if self.batch is None or not rows:
             return
         unread = [row for row in rows if not row.followed]
         try:
-            canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
+            with self.worker.aside():
+                canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
         except Exception as error:
             self._blame(rows, error)
             return

@@ -118,7 +118,7 @@ class Completion:
     counts: Counts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for every row of every step, and a frozen one takes five times as long
 class Update:
     """A request after a step."""
 

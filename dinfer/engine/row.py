@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one say where a row is
+PHASES = [*Phase]  # by number
 STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
@@ -22,6 +24,15 @@ class Need:
 
     width: int
     narrow: int | None = None  # width of a narrow extra pass, see `CachePolicy.narrow`
+
+
+class Asks(NamedTuple):
+    """What a row asks of its steps."""
+
+    sampled: bool = False
+    guided: bool = False
+    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
+    told: Told = Told.NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +47,6 @@ class Row:
     drafts: bool = False  # its updates hold the active blocks, drafts included
     logprobs: bool = False  # its updates hold log-probabilities of new output
     followed: bool = field(init=False)  # someone asks what each step does to the canvas
-    told: Told = field(init=False)  # what it asks steps to tell of its tokens
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -45,9 +55,7 @@ class Row:
     began: float = 0.0
     pages: list[int] = field(default_factory=list)  # its own, and those that it shares
     visible: int = 0  # pages of one branch: where a step looks for its keys
-    sampled: bool = False
-    guided: bool = False
-    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
+    asks: Asks = field(default_factory=Asks)
     open_before: list[int] = field(default_factory=list)  # how many positions before each are to be decoded
     prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these hold their keys
@@ -67,18 +75,13 @@ class Row:
     tried: int = 0  # candidates of its last step
     drafted: bool = False  # the last step decoded, and the row stayed in its blocks: there are drafts for the next
     steady: bool = False  # the last step changed nothing but counts
+    left: int = 0  # positions of the active blocks that are still open
     fastest: int = 0  # most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # cached plan
     need_at: tuple[int, ...] = ()  # the cursors that the plan is valid for
 
     def __post_init__(self) -> None:
         self.followed = self.snapshots or self.drafts or self.deltas is not None
-        self.told = Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
-
-    @property
-    def left(self) -> int:
-        """Positions of the active blocks that are still open."""
-        return self.open_before[self.cursors.end] - self.cursors.committed
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that was launched for the row. False: the step did not change the row."""
@@ -92,6 +95,7 @@ class Row:
         self.drafted = now.steps > old.steps and (self.steady or (now.start, now.end) == (old.start, old.end))
         self.fastest = max(self.fastest, gained)
         self.before, self.cursors = old, now
+        self.left = self.open_before[now.end] - now.committed
         return True
 
     def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
@@ -133,7 +137,7 @@ class Row:
     def update(self, recipe: Recipe) -> Update:
         """What the caller hears of the last step, or of the error that ended the row."""
         step, now = self.before, self.cursors
-        where = self.index, now.forwards, Phase(step.phase), (step.start, step.end)
+        where = self.index, now.forwards, PHASES[step.phase], (step.start, step.end)
         if self.error is not None:
             return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None

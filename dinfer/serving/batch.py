@@ -6,7 +6,6 @@ Each answer is one whole line of the output. A killed run resumes where it stopp
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
-from dinfer.analysis.outputs import naming
+from dinfer.analysis.outputs import JsonLines
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.exchange import Asked, messages
@@ -26,6 +25,9 @@ from dinfer.serving.protocol import Strict
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
+
+PREFIX = "batch_req_"  # of the ids of answers
+BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
 
 
 def settings(round_timeout: float) -> Settings:
@@ -65,69 +67,35 @@ def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
         if text.strip():
             own = base.copy()
             own.update(b"%d %s" % (number, text.strip()))
-            yield Line(number, text, f"batch_req_{own.hexdigest()}")
+            yield Line(number, text, f"{PREFIX}{own.hexdigest()}")
 
 
-class Output:
-    """The file of answers, locked while it is open. A pipe or a device also takes answers, but keeps none."""
+class Output(JsonLines):
+    """The file of answers."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         """Raises ValueError for a file of another kind or one that another process writes, and OSError."""
-        self.path, self.ids = path, dict[str, str | None]()  # custom ids by answer id
-        with naming(path):
-            self._file = path.open("ab", buffering=0)
-        self._keeps = path.is_file()
-        if not self._keeps:
+        super().__init__(path, overwrite=overwrite)
+        self.ids: dict[str, str | None] = {}  # custom ids by answer id
+        if not self.keeps:
             return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"another process writes {path}: wait for its end, or give another file") from error
-        if overwrite:
-            self._file.truncate(0)
-        self._size = self._read()
-        self._file.truncate(self._size)  # drops a last line that a kill cut short
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, answer: Mapping[str, Any]) -> None:
-        """Appends an answer to the file, all of it or, with an OSError, none."""
-        left = memoryview(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-        size = len(left)
-        with naming(self.path):
-            try:
-                while left:
-                    left = left[self._file.write(left) :]
-            except OSError:  # for example a full disk
-                if self._keeps:
-                    self._file.truncate(self._size)
-                raise
-        if self._keeps:
-            self._size += size
-        self.ids[answer["id"]] = answer["custom_id"]
-
-    def _read(self) -> int:
-        """Reads the answers in the file, and returns their size in bytes. Raises ValueError."""
-        size = 0
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and text[: len(BEGIN)] == BEGIN[: len(text)]:  # a kill cut it short
                     break
                 try:
                     answer = json.loads(text)
                     self.ids[answer["id"]] = answer["custom_id"]
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
-                        f"{self.path}, line {number}, is not an answer of dinfer batch: give another file, or "
+                        f"{path}, line {number}, is not an answer of dinfer batch: give another file, or "
                         "overwrite=true to begin anew"
                     ) from error
-                size += len(text)
-        return size
+        self.mend()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        super().write(line)
+        self.ids[line["id"]] = line["custom_id"]
 
 
 # Answers lines and hands over each answer: in this process, or on a Ray cluster.

@@ -124,6 +124,14 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
 
 
+def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine) -> None:
+    write(line(0))
+    Path("out.jsonl").write_text('{"mine": 1}')
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 2 and "line 1, is not an answer of dinfer batch" in said.err
+    assert Path("out.jsonl").read_text() == '{"mine": 1}'
+
+
 def test_a_full_disk_keeps_whole_answers(dinfer: CommandLine) -> None:
     write(*(json.dumps(json.loads(line(i)) | {"custom_id": f"{i}" * 20_000}) for i in range(6)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -68,7 +68,7 @@ def nan(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_memory(patch: pytest.MonkeyPatch) -> None:
-    fails_for_the_bad(patch, Batch, "admit", MemoryError("full"), lambda _, row: row)
+    fails_for_the_bad(patch, Batch, "claim", MemoryError("full"), lambda _, row: row)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_device_that_has_failed_is_found_out(client: Client, monkeypatch: pyte
         raise RuntimeError("the GPU has fallen off the bus")
 
     broken = RuntimeError("illegal access")
-    fails_for_the_bad(monkeypatch, Batch, "admit", broken, lambda _, row: row)
+    fails_for_the_bad(monkeypatch, Batch, "claim", broken, lambda _, row: row)
     assert client.ask(PATH, body(BAD)).status_code == 500
     assert client.ask("/health").status_code == 200  # the device answers: it was that request
     with monkeypatch.context() as patch:

@@ -284,7 +284,10 @@ def test_a_run_can_begin_anew(pipe: Pipeline, tmp_path: Path) -> None:
 
 def test_two_processes_do_not_share_a_run(pipe: Pipeline, tmp_path: Path) -> None:
     settings = Settings(tasks=("mini_gsm",), limit=1, max_new_tokens=NEW)
-    with Ledger(stem_of(tmp_path, RECIPE, settings, RUNTIME)), pytest.raises(ValueError, match="another process is at"):
+    with (
+        Ledger(stem_of(tmp_path, RECIPE, settings, RUNTIME)),
+        pytest.raises(ValueError, match="another process writes"),
+    ):
         run(pipe, tmp_path, limit=1)
     run(pipe, tmp_path, limit=1, more={"overwrite": True})  # the lock went with its owner
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import count, cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +49,10 @@ class Watch:
         self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
-        def asked(reader: CanvasReader, *, blocks: bool, drafts: bool) -> None:
+        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> None:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
-            request(reader, blocks=blocks, drafts=drafts)
+            request(reader, slots, blocks=blocks, drafts=drafts)
 
         def seen(reader: CanvasReader) -> Any:
             found = read(reader)
@@ -126,6 +127,30 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
         engine.add(Request(tokens, 2 * BLOCK, recipe.resolve({})))
         engine.step()
     assert running == [1, 2]  # when the host begins to wait
+
+
+def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in two phases take two steps a round. Answers are read when the next round is under way."""
+    log, launch, rows = list[str](), Worker.launch, Canvas.rows
+
+    def logged(name: str, work: Any) -> Any:
+        return lambda *given: (log.append(name), work(*given))[1]
+
+    monkeypatch.setattr(Worker, "launch", logged("launch", launch))
+    monkeypatch.setattr(Canvas, "rows", logged("answer", rows))
+    recipe = compose(
+        tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
+        decoder={"name": "fixed", "steps": 4},
+    )  # fmt: skip
+    requests = [Request([5, 6, 7], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
+    want = run(engine_for(recipe), requests)
+    log.clear()
+    device = SimpleNamespace(record=lambda: None, synchronize=logged("wait", lambda: None))
+    monkeypatch.setattr(Worker, "event", lambda worker: device)
+    assert run(launched_ahead(engine_for(recipe)), requests) == want
+    assert log.count("wait") == log.count("launch")
+    assert any(log[i : i + 4] == ["launch", "launch", "wait", "wait"] for i in range(len(log)))
+    assert log[log.index("answer") - 1] == "launch"
 
 
 def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:

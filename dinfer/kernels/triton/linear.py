@@ -177,7 +177,7 @@ def copyable(x_RK: Tensor, weight_OK: Tensor) -> bool:
 def config_for(
     rows: int, outputs: int, width: int, size: int, x_size: int, split: bool, copied: bool = False
 ) -> Config:
-    """By measurements on an H200 with the shapes of LLaDA-8B, LLaDA2-mini and SDAR-4B.
+    """By measurements on an H200 with the shapes of LLaDA-8B, LLaDA2-mini and SDAR-4B, and with half of their widths.
 
     `size`, `x_size`: bytes of a weight and of an input. `copied`: whether the copy engine can fetch the tiles.
     """
@@ -188,15 +188,18 @@ def config_for(
     many = max(16, triton.next_power_of_2(rows))
     if x_size > 2:
         return Config(many, 64, 64, 4, 4)
-    if outputs <= 8192 and size == 2 and width >= 4096 and not (split and outputs <= 3072):
-        return Config(many, 32, 256, 2, 5)  # a program for each multiprocessor, of half as many outputs
-    if outputs <= 8192:
+    if split and size == 2:
         # More parts take longer: what is saved here, whoever adds them up loses.
-        if split and size == 2 and outputs <= 512 and width % (4 * 256) == 0:
+        if outputs <= 512 and width % (4 * 256) == 0:
             return Config(many, 32, 256, 2, 3, parts=4)
-        if split and size == 2 and outputs <= 4096 and width % (2 * 256) == 0:
-            return Config(many, 64, 256 if width < 4096 else 128, 4, 4, parts=2)
-        return Config(many, 64, _divisor(width, 512 // size), 4, 4)
+        if outputs <= 4096 and width % (2 * 256) == 0:
+            return Config(many, 64, 256, 4, 4, late=width < outputs, parts=2)
+    if outputs <= 132 * 32 and size == 2 and width >= 4096:  # a program for each multiprocessor
+        return Config(many, 32, 256, 2, 5)
+    if outputs <= 8192:
+        return Config(many, 64, _divisor(width, 512 // size), 4, 4, late=outputs > 4096 and size == 2)
+    if outputs <= 132 * 128 and size == 2 and width % 128 == 0:  # tall tiles read the rows less often
+        return Config(many, 128, 128, 4, 4)
     depth = _divisor(width, 256 if size == 1 else 128)
     if outputs <= 16384:  # one or two for each
         return Config(many, 64, depth, 4, 4 if size == 1 else 3, late=True)

@@ -1,1 +1,1 @@
-"""Formats of weights, one file each: how a weight is made, held and multiplied with."""
+"""Formats of weights, one file each: how a weight is made, held and multiplied."""

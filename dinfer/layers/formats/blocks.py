@@ -16,15 +16,15 @@ from dinfer.layers.formats.format import Format, Weight
 
 
 class Section(NamedTuple):
-    """Outputs of one type that follow one another."""
+    """Consecutive outputs of one type."""
 
-    kind: str  # as GGUF calls it
+    kind: str  # GGUF's name of the type
     outputs: int
     bytes: int  # of an output
 
 
 class Blocks(Format):
-    """Sections of a matrix, one after the other, as the file has them: Q4_K_M files have q in Q4_K and v in Q6_K."""
+    """Sections of a matrix, in the types of the file: Q4_K_M files have q in Q4_K and v in Q6_K."""
 
     stored = "blocks of a GGUF file"
 
@@ -49,7 +49,7 @@ class Blocks(Format):
         ]
 
     def place(self, weight: Weight, row: int, blocks: Tensor) -> None:
-        """Fills rows of a weight, or of each of several, with those of a file. uint8 [..., O, B]"""
+        """Fills rows of a weight, or of each of several weights, with blocks of a file. uint8 [..., O, B]"""
         for part in self.parts(weight):
             if row == 0:
                 part.values.copy_(blocks)

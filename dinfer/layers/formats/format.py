@@ -1,4 +1,4 @@
-"""The contract of a format of weights. A new one is a file in this package that registers a class in `FORMATS`.
+"""The contract of a format of weights. A new format is a file in this package that registers a class in `FORMATS`.
 
 Shape suffixes: O outputs, K inputs, X experts.
 """
@@ -17,37 +17,37 @@ from dinfer.kernels.types import Deferred, Inputs, Matrices
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 
-PIECE = 1 << 24  # values that are rounded at a time, so that their float32 copies need little memory
+PIECE = 1 << 24  # values to round at a time, so that their float32 copies need little memory
 Weight = tuple[Tensor, ...]
-"""The tensors of one weight: its values, which are a parameter, and those that the format keeps `beside` them."""
+"""The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
 
 
 class Format(ABC):
     """How a weight is held: a matrix [O, K] of a linear layer, or one for each expert, [X, O, K]."""
 
-    beside: ClassVar[tuple[str, ...]] = ()  # what the names of the buffers end in that belong to a parameter
-    stored: ClassVar[str | None] = None  # what a checkpoint's weights are in that it may hold as they are
-    takes: ClassVar[Inputs] = "plain"  # "rounded": whatever makes the inputs may round them to float8
+    beside: ClassVar[tuple[str, ...]] = ()  # name endings of the buffers that belong to a parameter
+    stored: ClassVar[str | None] = None  # the dtype of a checkpoint's weights that it holds unchanged
+    takes: ClassVar[Inputs] = "plain"  # "rounded": the producer of the inputs may round them to float8
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
-        """Itself: it has no state, and is told by its identity. So a copy of a network can be quantized too."""
+        """Itself, so that a copy of a network can be quantized too: code compares formats by identity."""
         return self
 
     def check(self, device: torch.device, what: str) -> None:
-        """Raises ValueError where the device cannot compute with it; `what` says in the message what asks for it."""
+        """Raises ValueError if the device cannot compute with it. `what` names in the message who asks for it."""
         return None
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """Tensors for a weight of that shape, in a model of that dtype, on torch's default device."""
+        """Unwritten tensors for a weight of that shape in a model of that dtype, on torch's default device."""
 
     @abstractmethod
     def make(self, weight: Tensor) -> Weight:
-        """The tensors that hold a weight, rounded if need be. ValueError for a shape that the format cannot hold."""
+        """The tensors that hold a weight, rounded if need be. Raises ValueError for a shape that it cannot hold."""
 
     @abstractmethod
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
-        """x times the weight's transpose. [..., K] -> [..., O]; `parts`: the consumer adds up partial sums."""
+        """x times the weight's transpose. [..., K] -> [..., O]. `parts`: the consumer adds up partial sums."""
 
     @abstractmethod
     def experts(self, weight: Weight) -> ExpertWeight:
@@ -65,17 +65,17 @@ class Format(ABC):
         raise NotImplementedError
 
     def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        """Some outputs of a matrix, as floats. [...] -> [..., K]. Only for formats of embeddings."""
+        """The outputs of a matrix at `index`, as floats. [...] -> [..., K]. Only for formats of embeddings."""
         raise NotImplementedError
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Bytes that a weight takes."""
+        """The bytes of a weight."""
         with torch.device("meta"):
             return sum(tensor.nbytes for tensor in self.empty(shape, dtype))
 
 
 class EightBits(Format):
-    """Values in 8 bits and a scale for each output, which all its inputs share. Checkpoints may have them so."""
+    """Values in 8 bits and a scale for each output. Checkpoints may have such weights."""
 
     beside = ("_scale",)
     values: ClassVar[torch.dtype]
@@ -90,7 +90,7 @@ class EightBits(Format):
         return values.view(weight.shape), scale.view(weight.shape[:-1])
 
     def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
-        """Fills a part of a weight with what a checkpoint has; scales [..., O, 1]."""
+        """Fills a part of a weight with a checkpoint's values and scales, [..., O, 1]."""
         weight[0].detach()[at].copy_(values)
         weight[1][at[:-1]].copy_(scale[..., 0])
 

@@ -1,4 +1,4 @@
-"""Weights in float8 (e4m3). Each input row is rounded too, at a scale of its own, so that products are of 8 bits."""
+"""Weights in float8 (e4m3). Each input row is rounded too, at its own scale, so that both factors have 8 bits."""
 
 import torch
 

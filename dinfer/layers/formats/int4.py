@@ -14,19 +14,19 @@ from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 @FORMATS.register("int4")
 class Int4(Format):
-    """Groups of 128 inputs at a scale, or of 64 or 32 where the width is no multiple; inputs stay as they are."""
+    """Groups of 128 inputs share a scale, or of 64 or 32 if the width is no multiple. Inputs are not rounded."""
 
     beside = ("_scale",)
     stored = "I4"
 
     def __init__(self, group: int | None = None, scales: torch.dtype = torch.bfloat16) -> None:
-        """`group` and the dtype of scales are those of a checkpoint whose weights it holds; None: as said above."""
+        """`group`, in inputs, and the dtype of `scales` are those of the checkpoint. None: the default group."""
         self.group, self.scales = group, scales
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         *lead, width = shape
         groups = width // (self.group or group_of(width))
-        scale = torch.empty((groups, *lead), dtype=self.scales).movedim(0, -1)  # in memory as `pack` makes it
+        scale = torch.empty((groups, *lead), dtype=self.scales).movedim(0, -1)  # the memory layout of `pack`
         return torch.empty((*lead, width // 2), dtype=torch.uint8), scale
 
     def make(self, weight: Tensor) -> Weight:

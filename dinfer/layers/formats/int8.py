@@ -1,4 +1,4 @@
-"""Weights in 8-bit integers, from -127 to 127; inputs stay as they are."""
+"""Weights in 8-bit integers, from -127 to 127. Inputs are not rounded."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint has them, in the dtype of the model."""
+"""Weights in floats."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 @FORMATS.register("plain")
 class Plain(Format):
-    """Floats of the model's dtype, or of one of their own."""
+    """Floats of the model's dtype, or of the format's own."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
