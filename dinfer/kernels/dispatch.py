@@ -32,7 +32,7 @@ def card(device: torch.device) -> torch.device | None:
 
 
 def on_hopper(tensor: Tensor) -> bool:
-    """Whether its `card` is of the Hopper generation or later. Kernels start early there, and an engine copies tiles."""
+    """Whether its `card` is of the Hopper generation or later: kernels start early there, an engine copies tiles."""
     device = card(tensor.device)
     return device is not None and _capability(device) >= (9, 0)
 
