@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STEADY = "--stagger --settle --gather"
-MINI = f"--shape llada2-mini --spread {STEADY} --in-flight 64,128,256,1,8,32,512 --rounds 3,2,2,4,5,4,2 --warm-up 30"
+STEADY = "--stagger --settle --gather --rounds 3"
+MINI = f"--shape llada2-mini --spread {STEADY} --in-flight 64,128,256,1,8,32,512 --rounds 3,3,3,6,4,3,3 --warm-up 20"
 LONG = "--shape llada2-mini --spread --settle --in-flight 1,8 --new 256 --rounds 1"
 SDAR = "--block 4 --rate 2 --prompt 512 --new 256"
 DUAL = "--shape llada-8b --prompt 128 --new 256 --rate 4"
@@ -34,7 +34,7 @@ RUNS = {  # what `benchmarks.throughput` is asked
     "mini-fp8": f"{MINI} --quantize fp8",
     "8b-batch8": f"{DUAL} --in-flight 8 --rounds 1",
     "8b-fp8-batch8": f"{DUAL} --in-flight 8 --rounds 1 --quantize fp8",
-    "8b-64": f"{DUAL} --in-flight 64 --stagger",
+    "8b-64": f"{DUAL} --in-flight 64 --stagger --rounds 3",
     "sdar-4b-1": f"--shape sdar-4b {SDAR} --in-flight 1",
     "sdar-4b-128": f"--shape sdar-4b {SDAR} {STEADY} --in-flight 128",
     "sdar-8b-1": f"--shape sdar-8b {SDAR} --in-flight 1",

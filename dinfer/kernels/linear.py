@@ -10,11 +10,14 @@ from torch import Tensor
 from dinfer.kernels.cpu import float as native
 from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import on_hopper, use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
+MORE = 64  # the same from Hopper on
+MOST = 128  # the same from Hopper on, for a map of at most `SMALL` outputs whose parts the consumer adds up
+SMALL = 4096
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -38,8 +41,9 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale, x.dtype)
 
 
-def few(x: Tensor) -> bool:
-    return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
+def few(x: Tensor, most: int = FEW) -> bool:
+    """Whether the kernel is the faster one for rows of 16 bits, if it is so up to `most` rows."""
+    return x.numel() // x.shape[-1] <= most and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
 def rounded(x: Deferred) -> Rounded:
@@ -54,7 +58,8 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
-    if not (few(x) and use_triton(x, "linear")):
+    most = MOST if parts and len(weight_OK) <= SMALL else MORE
+    if not ((few(x) or (few(x, most) and on_hopper(x))) and use_triton(x, "linear")):
         if native.able_linear(x, weight_OK):
             out = native.linear(x, weight_OK)
             return out if bias_O is None else out + bias_O

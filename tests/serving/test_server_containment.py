@@ -244,6 +244,33 @@ def test_sigterm_lets_running_answers_finish() -> None:
     assert [line for line in said if line][-1] == "data: [DONE]"
 
 
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_a_second_interrupt_or_the_end_of_the_grace_time_cuts_answers_off(
+    grace: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    step = Engine.step
+
+    def talk(address: str) -> None:
+        with (
+            httpx.Client(base_url=address, timeout=30) as http,
+            http.stream("POST", PATH, json=body(64, stream=True)) as got,
+            pytest.raises(httpx.TransportError),
+        ):
+            for line in got.iter_lines():
+                said.append(line)
+                if len(said) == 1 or grace:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.1), step(engine))[1])
+    with served(Settings(port=0, grace=grace)) as client:
+        assert serving(client, talk) == []
+        assert free(client)
+    assert said and "data: [DONE]" not in said
+    assert "before their answer is complete" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
 def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[httpx.Response] = []
 

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ KINDS = (
 )  # fmt: skip
 """Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
+COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
@@ -77,9 +79,14 @@ def wanted(group: Group) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles the kernels if `device` is a CPU, so that no request waits for it."""
-    if device.type == "cpu":
-        library()
+    """Begins to compile the kernels if `device` is a CPU, while a model is loaded, so that no request waits for it."""
+    if device.type == "cpu" and wanted("linear"):
+        _begin()
+
+
+@cache
+def _begin() -> None:
+    threading.Thread(target=library, name="dinfer-compile").start()
 
 
 def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = None) -> Tensor:
@@ -119,7 +126,8 @@ def library() -> ctypes.CDLL | None:
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
-        path = _compiled(flags)
+        with COMPILING:
+            path = _compiled(flags)
         found = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error

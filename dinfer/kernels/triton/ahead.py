@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import compiling_for
 
@@ -91,6 +92,8 @@ def _prepare() -> None:
 
 def _special(value: Any) -> Any:
     """What a kernel may be specialised for. Triton looks at no more of an argument."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
