@@ -1,7 +1,6 @@
 """How long the first block takes, and what for: with nothing compiled before, and once more on the same machine.
 
     python -m benchmarks.startup --shape llada2-mini --out results.json
-    DINFER_COMPILE_AHEAD=1 python -m benchmarks.startup --shape llada2-mini   # all kernels of a step beside each other
     python -m benchmarks.startup --shape small-llada2 --device cpu   # dry run: no kernel is compiled
 
 Each start is a process of its own. The first one finds an empty cache of kernels, the second one that of the first.
