@@ -1,7 +1,6 @@
 """The time to the first block and its parts: with nothing compiled before, and once more on the same machine.
 
     python -m benchmarks.startup --shape llada2-mini --out results.json
-    DINFER_COMPILE_AHEAD=1 python -m benchmarks.startup --shape llada2-mini   # compiles a step's kernels in parallel
     python -m benchmarks.startup --shape small-llada2 --device cpu   # dry run: no kernel is compiled
 
 Each start is a new process. The first finds an empty cache of kernels, the second the cache of the first. Weights are
