@@ -120,12 +120,12 @@ def startup(results: Path) -> str:
         return "Not measured yet: `python -m benchmarks.startup` does it."
     some = next(iter(found.values()))
     lines = [
-        f"LLaDA2-mini's shape, bf16, {some['hardware']}, torch {some['torch']}, commit {some['commit']}. Seconds from "
+        f"LLaDA2-mini's shape, bf16, {some['hardware']}, torch {some['torch']}. Seconds from "
         "weights on the card; to be reached: 8 s, the second time 2 s. The last column is what "
         f"{some['setting']['in_flight']} requests at once take after that, for the first time.",
         "",
-        "| a kernel is compiled | start | first block | kernels | several requests |",
-        "| --- |" + " --- |" * 4,
+        "| a kernel is compiled | commit | start | first block | kernels | several requests |",
+        "| --- |" + " --- |" * 5,
     ]
     for title, report in found.items():
         for name, words in (("cold", "first"), ("warm", "second")):
@@ -133,5 +133,5 @@ def startup(results: Path) -> str:
                 phases = {phase["phase"]: phase for phase in report[name]["phases"]}
                 one, several = phases["one request"], phases["all in flight"]
                 times = f"{one['first_block_s']:.1f} s | {one['kernels']} | {several['seconds']:.1f} s"
-                lines.append(f"| {title} | {words} | {times} |")
+                lines.append(f"| {title} | {report['commit']} | {words} | {times} |")
     return "\n".join(lines)

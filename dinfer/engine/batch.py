@@ -18,7 +18,7 @@ class Batch:
     """The state of the running rows, allocated once. Rows enter and leave between steps."""
 
     def __init__(self, worker: Worker, room: Room) -> None:
-        """`worker` has opened that room."""
+        """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state
         self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker)
@@ -27,7 +27,7 @@ class Batch:
         self._free = [*range(room.slots)]  # slots, a heap
 
     def claim(self, row: Row) -> bool:
-        """Gives a row a slot and pages. False: it has to wait. If it raises, the row has neither."""
+        """Gives a row a slot and pages. False: the row must wait. If this raises, the row has neither."""
         request, recipe, room, page = row.request, self.recipe, self.room, self.runtime.page
         fits = request.length <= room.length and block_of(request, recipe) <= room.block
         if not fits or not self._free or (shared := self._shared(row)) is None:
@@ -44,7 +44,7 @@ class Batch:
         return True
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Places the requests of rows in the slots that they have claimed."""
+        """Places the requests of rows in their claimed slots."""
         entries = [self._entry(row, row.slot) for row in rows if row.slot is not None]
         cursors, tokens_AS = self.worker.admit(entries)
         for row, entry, now, tokens_S in zip(rows, entries, cursors, tokens_AS, strict=True):
@@ -63,7 +63,7 @@ class Batch:
         )  # fmt: skip
 
     def publish(self, row: Row) -> None:
-        """Lets others share the pages of a prompt whose keys have just been computed."""
+        """Lets others share the pages of the row's prompt, as far as their keys are computed."""
         if row.published == len(row.prefix_keys):
             return
         ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))
@@ -72,9 +72,9 @@ class Batch:
         row.published = max(row.published, ready)
 
     def publish_answer(self, row: Row) -> None:
-        """Lets later requests share the pages of a finished row's answer, such as the next turn of a conversation.
+        """Lets later requests, such as the next turn of a conversation, share the pages of a finished row's answer.
 
-        Those of the last block have the keys of tokens that were still masked.
+        Not those of the last block: it was still masked when their keys were computed.
         """
         spec, page = self.recipe.model.spec, self.runtime.page
         if not self.runtime.share or row.asks.guided or not self.recipe.cache.prefilled(spec, row.request.length):
@@ -86,19 +86,19 @@ class Batch:
             self.pages.publish(keys[i], row.pages[i])
 
     def leave(self, row: Row) -> None:
-        """Takes a row that is done out of the batch. Its canvas is known."""
+        """Takes a finished row out of the batch. The host has its canvas."""
         self.publish_answer(row)
         self.release(row)
 
     def release(self, row: Row) -> None:
-        """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""
+        """Frees the slot and pages of a row that has them. The device has nothing to do: no step names the slot."""
         if row.slot is not None and self.rows.get(row.slot) is row:
             del self.rows[row.slot]
             heappush(self._free, row.slot)
             self.pages.release(row.pages)
 
     def _shared(self, row: Row) -> list[int] | None:
-        """Published pages that hold the beginning of the row's prompt. None: a running row is computing more."""
+        """Published pages that hold the beginning of the row's prompt. None: a running row computes more of it."""
         spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
         unit = spec.causal_block or 1
         own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
@@ -115,5 +115,5 @@ class Batch:
         if computing:
             return None
         while len(pages) * self.runtime.page % unit:
-            pages.pop()  # a prefill goes on where an attention block begins
+            pages.pop()  # a prefill continues at the beginning of an attention block
         return pages

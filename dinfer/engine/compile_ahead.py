@@ -26,7 +26,6 @@ from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 
 META = torch.device("meta")
-COMPILE_AHEAD = "DINFER_COMPILE_AHEAD"  # 1 in the environment turns it on: no card has measured it yet
 logger = logging.getLogger(__name__)
 
 
@@ -64,18 +63,18 @@ class KernelCompiler:
         return repr((recipe.model.spec, sorted(map(repr, weights)), parts, self._sizes, sorted(settings.items())))
 
     def _compile(self, shape: StepShape) -> None:
-        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside
+        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside, cores
 
         device = self._recipe.model.device
         done = compiled_before(f"{self._what} {shape}", device)
-        if done.exists():
+        if done.exists() or cores() == 1:
             return
-        if self._twin is None:
-            recipe = on_meta(self._recipe)
-            self._twin = recipe, self._alloc(recipe, META)
-        recipe, state = self._twin
-        slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
         with compiled_beside(device):
+            if self._twin is None:
+                recipe = on_meta(self._recipe)
+                self._twin = recipe, self._alloc(recipe, META)
+            recipe, state = self._twin
+            slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
             for each in dict.fromkeys((shape, *followers(recipe, state, shape))):
                 denoise_step(recipe, state, each, slot_B)
         done.parent.mkdir(parents=True, exist_ok=True)

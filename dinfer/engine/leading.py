@@ -134,5 +134,5 @@ def shape_of(values: tuple[Any, ...]) -> StepShape:
 
 
 def entries_of(told: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Requests as they enter, as they were told."""
+    """Requests as they enter slots, from the values in a message."""
     return [Entry(**values) for values in told]

@@ -1,4 +1,4 @@
-"""Reads the cursors of every slot: the one place where the host waits for the device."""
+"""Reads the cursors of slots: the one place where the host waits for the device."""
 
 from collections import deque
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from dinfer.engine.worker import Worker
 
 
 class Seen(NamedTuple):
-    """Slots after a step. Good until the next copy is asked for."""
+    """Slots after a step. Valid until the next request for a copy."""
 
-    cursors: dict[int, Cursors]  # of the slots that were asked for
+    cursors: dict[int, Cursors]  # of the requested slots
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
-    drafts_NX: Tensor  # likewise: what `Tellings.draft_NS` says of these positions. Without `drafts`, anything
+    drafts_NX: Tensor  # on the host: `Tellings.draft_NS` of these positions. Without `drafts`, anything
 
 
 class _Copy(NamedTuple):
-    """Where a copy arrives, and what says that it is there."""
+    """The target of a copy, and the event of its end."""
 
     cursors_NC: Tensor
     active_NX: Tensor
@@ -34,20 +34,20 @@ class CanvasReader:
     """Small pinned copies of cursors and active blocks, made by the device in order with its steps."""
 
     def __init__(self, canvas: Canvas, tellings: Tellings, block: int, worker: Worker) -> None:
-        """`worker` says when the device is as far as the end of a copy."""
+        """`worker` waits for the end of a copy."""
         self._canvas, self._tellings, self._block, self._worker = canvas, tellings, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
         self._spare: list[_Copy] = []
         self._asked: deque[tuple[_Copy, list[int]]] = deque()
 
     def begin(self) -> None:
-        """Notes which blocks are active, before the steps of a round that is read with `blocks`."""
+        """Notes which blocks are active. Call it before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
     def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> None:
-        """Asks for a copy of these slots as of the end of all work launched so far.
+        """Requests a copy of these slots after all work launched so far.
 
-        `blocks`: with the tokens of active blocks; `drafts`: and with what was proposed there.
+        `blocks`: with the tokens of active blocks. `drafts`: also with the tokens proposed there.
         """
         copy = self._spare[-1] if self._spare else self._room()
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)

@@ -4,7 +4,6 @@ A worker decides nothing and reads nothing back. Each rank of tensor parallelism
 same states, because they are told the same (`dinfer.engine.leading`).
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState, Entry
 from dinfer.engine.clock import StepClock
-from dinfer.engine.compile_ahead import COMPILE_AHEAD, KernelCompiler
+from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
@@ -59,7 +58,7 @@ class Worker:
 
         device = self.recipe.model.device
         self.runner.open(alloc(self.recipe, device))
-        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD) == "1":
+        if device.type == "cuda" and self.runtime.compile == "none":
             self.runner.compiler = KernelCompiler(self.recipe, alloc, (room, self.runtime))
 
     def close(self) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +84,8 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def note(name: str) -> None:
-        found[name] = {"kernels": len(COMPILED), "loaded": len(LOADED), "threads": sorted({*COMPILED})}
+        noted = len([*Path(triton.knobs.cache.dir).glob("dinfer-*")])
+        found[name] = {"kernels": len(COMPILED), "loaded": len(LOADED), "noted": noted, "threads": sorted({*COMPILED})}
         COMPILED.clear()
         LOADED.clear()
 
@@ -97,10 +101,15 @@ def main() -> None:
         KernelCompiler(recipe, alloc, 65).compile(shape)
         note("other sizes")
         wider = replace(shape, lanes=40)
+        affinity, os.sched_getaffinity = os.sched_getaffinity, lambda pid: {0}  # type: ignore[assignment]
+        KernelCompiler(recipe, alloc, 64).compile(wider)
+        os.sched_getaffinity = affinity  # type: ignore[assignment]
+        note("one core")
         BROKEN.append(True)
         KernelCompiler(recipe, alloc, 64).compile(wider)
         BROKEN.clear()
         note("broken")
+        found["switch interval"] = sys.getswitchinterval()
         KernelCompiler(recipe, alloc, 64).compile(wider)
         note("mended")
         twin = on_meta(recipe)
