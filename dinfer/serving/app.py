@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -70,8 +71,8 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first error in a body: its field, its value, and what the field must be."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a field with several types, what fits best
+    where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
     if first["type"] == "missing":
         return ApiError(400, f"{where} is missing", where, "missing_field")
     if first["type"] == "json_invalid":
@@ -82,6 +83,16 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         what = "is not a field of this request"
     return ApiError(400, f"{where}={first.get('input')!r:.80}: {what}", where, "invalid_value")
+
+
+def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
+    """The fields of a place in a body. pydantic puts names of types between them. `missing`: the last is not there."""
+    for part in loc:
+        if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
+            node = node[part]
+            yield str(part)
+    if missing and loc:
+        yield str(loc[-1])
 
 
 def add_operations(app: FastAPI, server: Server) -> None:
