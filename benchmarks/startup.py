@@ -1,11 +1,11 @@
-"""How long the first block takes, and what for: with nothing compiled before, and once more on the same machine.
+"""The time to the first block and its parts: with nothing compiled before, and once more on the same machine.
 
     python -m benchmarks.startup --shape llada2-mini --out results.json
     python -m benchmarks.startup --shape small-llada2 --device cpu   # dry run: no kernel is compiled
 
-Each start is a process of its own. The first one finds an empty cache of kernels, the second one that of the first.
-Weights are random; the time begins when they are on the card. A recipe whose decoder commits a fixed number of tokens
-at a step decodes `--blocks` blocks, once alone and once with `--in-flight` requests, which meet other shapes.
+Each start is a new process. The first finds an empty cache of kernels, the second the cache of the first. Weights are
+random; the time begins when they are on the card. A decoder that commits a fixed number of tokens at a step decodes
+`--blocks` blocks, once alone and once with `--in-flight` requests, whose steps have other shapes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ LIMIT = 900.0  # seconds that a start may take
 
 
 class Compilations:
-    """Kernels that are compiled or read from the cache, and what that takes, by who waits for it."""
+    """Kernels that are compiled or read from the cache, and the time of that, by thread."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[bool, bool, float]] = []  # read from the cache, beside the step, seconds
+        self.found: list[tuple[bool, bool, float]] = []  # from the cache?, in another thread?, seconds
 
     def listen(self) -> None:
         from triton import knobs
@@ -54,7 +54,7 @@ class Compilations:
         knobs.compilation.listener = heard
 
     def report(self) -> dict[str, Any]:
-        """Since the last call."""
+        """The kernels since the last call."""
         found, self.found = self.found, []
         beside, cached = [f for f in found if f[1]], [f for f in found if f[0]]
         return {
@@ -64,7 +64,7 @@ class Compilations:
 
 
 def start(given: argparse.Namespace) -> dict[str, Any]:
-    """One start: seconds of each phase, and the kernels that were made in it."""
+    """One start: the seconds and kernels of each phase."""
     began = time.perf_counter()
     device = torch.device(given.device)
     cuda = device.type == "cuda"
@@ -100,7 +100,7 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def child(args: list[str], cache: str) -> dict[str, Any]:
-    """A start in a process of its own. Raises RuntimeError with its last words if it fails."""
+    """A start in a new process. Raises RuntimeError with the end of its stderr if it fails."""
     command = [sys.executable, "-m", "benchmarks.startup", *args, "--child"]
     began = time.perf_counter()
     environment = os.environ | {"TRITON_CACHE_DIR": cache}

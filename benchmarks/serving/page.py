@@ -30,7 +30,7 @@ from dinfer.demo.problems import generate
 
 NEW_TOKENS, SECONDS = 96, 120
 SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}")
-READABLE = 4.5  # the contrast that WCAG asks of text
+READABLE = 4.5  # the least contrast of text in WCAG
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def press(browser: Any, *keys: str) -> None:
 
 
 def tab_to(browser: Any, wanted: str) -> list[str]:
-    """Presses the tab key until this element has the focus. Returns the elements passed that showed no focus."""
+    """Presses the tab key until this element has the focus. Returns the passed elements that showed no focus."""
     unseen = []
     for _ in range(60):
         press(browser, Keys.TAB)
@@ -96,7 +96,7 @@ def luminance(colour: str) -> float:
 
 
 def looked_at(browser: Any, url: str, screenshot: Path | None) -> dict[str, Any]:
-    """What the page does."""
+    """Checks what the page does."""
     question = generate("heldout", 1, 3)[0].question
     pipe = dinfer.load("tiny", device="cpu")
     want = pipe.generate([[{"role": "user", "content": question}]], max_new_tokens=NEW_TOKENS)[0]

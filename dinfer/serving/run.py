@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from dinfer.engine.distributed.leader import RankFailed
+from dinfer.serving.address import naming, url
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
 
 LOG = logging.getLogger("dinfer.serving")
 FAREWELL = 2.0  # seconds in which a server still answers after its engine failed, and in which requests are cut off
@@ -69,29 +69,6 @@ class _Uvicorn(uvicorn.Server):
         asyncio.get_running_loop().call_later(FAREWELL, setattr, self, "force_exit", True)
 
 
-def listen(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises an OSError that names the address."""
-    made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        with _naming(settings):
-            made.bind((settings.host, settings.port))
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-@contextmanager
-def _naming(settings: Settings) -> Iterator[None]:
-    """Names the address in an error of its socket, and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        where = f"host={settings.host} port={settings.port}"
-        raise OSError(f"{where}: {error.strerror}. Choose another port, or port=0 for any free one") from error
-
-
 @contextmanager
 def tuned() -> Iterator[None]:
     """Python's settings for a process that serves.
@@ -120,11 +97,6 @@ def configured(server: Server) -> uvicorn.Config:
     )  # fmt: skip
 
 
-def url(host: str, port: int) -> str:
-    """The address of a page."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-
-
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
     """Serves until a signal comes. `ready` is called with the address of the page.
 
@@ -132,7 +104,7 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     """
     settings, config = server.settings, configured(server)
     open_files(settings)
-    with _naming(settings):  # two sockets may be bound to an address, but only one can listen
+    with naming(settings):  # two sockets may be bound to an address, but only one can listen
         made.listen(settings.max_connections)
     web = _Uvicorn(config, settings.grace, server.admission.close)
 

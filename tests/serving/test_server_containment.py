@@ -29,6 +29,7 @@ from dinfer.engine.pages import prompt_keys
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.row import Row
 from dinfer.serving import run
+from dinfer.serving.address import listen
 from dinfer.serving.app import application
 from dinfer.serving.settings import Settings
 
@@ -218,7 +219,7 @@ def serving(client: Client, talk: Callable[[str], None]) -> list[BaseException]:
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    with run.listen(client.server.settings) as made:
+    with listen(client.server.settings) as made:
         run.serve(client.server, made, ready)
     threads[0].join()
     return errors
@@ -318,9 +319,9 @@ def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_server_alone_listens_at_an_address() -> None:
-    with run.listen(Settings(port=0)) as other:
+    with listen(Settings(port=0)) as other:
         port = other.getsockname()[1]
-        with served(Settings(port=port)) as client, run.listen(client.server.settings) as made:
+        with served(Settings(port=port)) as client, listen(client.server.settings) as made:
             other.listen()
             with pytest.raises(OSError, match=rf"port={port}: Address already in use. Choose another port"):
                 run.serve(client.server, made, lambda address: None)
@@ -331,7 +332,7 @@ def test_a_server_that_cannot_say_where_it_is_ends() -> None:
         raise OSError(28, "No space left on device")
 
     with (
-        served(Settings(port=0)) as client, run.listen(client.server.settings) as made,
+        served(Settings(port=0)) as client, listen(client.server.settings) as made,
         pytest.raises(OSError, match="No space left"),
     ):  # fmt: skip
         run.serve(client.server, made, full)
