@@ -94,7 +94,8 @@ def test_which_maps_take_the_kernel(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "dtype", "torchs"), [(48, torch.float16, False), (40, torch.bfloat16, False), (48, torch.bfloat16, True)]
+    ("outputs", "dtype", "torchs"),
+    [(48, torch.float16, False), (40, torch.bfloat16, False), (48, torch.bfloat16, True)],
 )
 def test_large_products_of_float8_are_torchs(
     monkeypatch: pytest.MonkeyPatch, outputs: int, dtype: torch.dtype, torchs: bool
