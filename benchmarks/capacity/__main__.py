@@ -4,9 +4,9 @@
         --rate 4,8,32 --prompt 128 --new 256 --tokens-per-step 2.6 --price PRICE
     python -m benchmarks.capacity --steps FILE.json --rows 64 --cards 8 --trace AzureLLMInferenceTrace_conv.csv
 
-It simulates every combination of `--cards`, `--rows` and `--rate`. `--steps` has the times of a model, recipe and number
-format on one replica's cards. `--rate` is for all cards together. Each replica runs like the engine, and refuses steps
-that were not measured. Shared prompts, `runtime.pages` and speculation are not simulated.
+It simulates every combination of `--cards`, `--rows` and `--rate`. `--steps` has the times of a model, recipe and
+number format on one replica's cards. `--rate` is for all cards together. Each replica runs like the engine, and refuses
+steps that were not measured. Shared prompts, `runtime.pages` and speculation are not simulated.
 """
 
 from __future__ import annotations
