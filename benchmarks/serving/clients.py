@@ -22,7 +22,7 @@ import torch
 from langchain_openai import ChatOpenAI
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
@@ -186,8 +186,7 @@ def main() -> None:
             ),
         }  # fmt: skip
     document = {**provenance(torch.device("cpu")), "server": list(SERVER), "clients": found}
-    print(json.dumps(document, indent=1))
-    save(document, args.out)
+    show(document, args.out)
     failed = [f"{client}: {what}" for client, checks in found.items() for what, ok in checks.items() if ok is False]
     if failed:
         raise SystemExit("\n".join(failed))

@@ -42,7 +42,7 @@ import torch
 import dinfer
 from benchmarks import throughput
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import Started, serving, started
 from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
@@ -262,8 +262,7 @@ def main() -> None:
     found = endure(args) if args.command == "endure" else measure(args, rest)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {**provenance(device), **found}
-    print(json.dumps(report, indent=1))
-    save(report, args.out)
+    show(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
         raise SystemExit(f"not so: {', '.join(failed)}")
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
@@ -145,8 +144,7 @@ def main() -> None:
     ):
         found = looked_at(browser, server.url, args.screenshot)
     report = {**provenance(torch.device("cpu")), "server": list(SERVER), **found}
-    print(json.dumps(report, indent=1))
-    save(report, args.out)
+    show(report, args.out)
     if failed := [what for what, ok in found.items() if ok is False or (isinstance(ok, list) and ok)]:
         raise SystemExit("\n".join(failed))
 
