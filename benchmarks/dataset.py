@@ -22,6 +22,7 @@ from benchmarks.configured import check_least, configured
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.provenance import provenance
 from dinfer.analysis.metrics import Sample, measure
+from dinfer.analysis.outputs import JsonLines
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
 
@@ -67,8 +68,7 @@ def resumed(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"{report} was made with another {', '.join(changed)}: choose another OUT or remove its files")
     if not predictions.is_file():
         return []
-    whole = [line for line in predictions.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    predictions.write_text("".join(whole))  # without a line that a kill cut short
+    whole = predictions.read_text().split("\n")[:-1]  # without a line that a kill cut short
     return [json.loads(line) for line in whole]
 
 
@@ -107,11 +107,12 @@ def run(given: argparse.Namespace) -> None:
         report.write_text(json.dumps(about | {"prompts": len(prompts), "answered": len(lines)}, indent=1) + "\n")
         for _ in range(given.warmup):
             answer(pipe, todo[: given.batch], new_tokens)
-        with predictions.open("a", encoding="utf-8") as file:
+        with JsonLines(predictions) as file:
+            file.mend()
             for first in range(0, len(todo), given.batch):
                 batch = answer(pipe, todo[first : first + given.batch], new_tokens)
-                file.writelines(json.dumps(line) + "\n" for line in batch)
-                file.flush()
+                for line in batch:
+                    file.write(line)
                 lines += batch
                 print(f"{len(lines)}/{len(prompts)}", flush=True)
     figures = statistics(lines)

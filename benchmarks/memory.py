@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.shapes import LLADA_8B
 from dinfer.models.llada import Llada
 
@@ -159,8 +159,7 @@ def main() -> None:
             "used_on_card_gb": (lambda free, total: (total - free) / 1e9)(*torch.cuda.mem_get_info()) if cuda else None,
             "cpu": torch.backends.cpu.get_cpu_capability(), **provenance(device),
         }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    save(found, given.out)
+    show(found, given.out)
 
 
 if __name__ == "__main__":

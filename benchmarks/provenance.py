@@ -32,3 +32,9 @@ def save(report: dict[str, Any], out: Path | None) -> None:
     """Writes the report if `--out` names a file. Call it after every run, so that an aborted run leaves figures."""
     if out is not None:
         out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def show(report: dict[str, Any], out: Path | None) -> None:
+    """Prints a report and saves it."""
+    print(json.dumps(report, indent=1, default=str))
+    save(report, out)

@@ -49,17 +49,20 @@ class Compilations:
         def heard(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
             stages = sum(seconds for _, seconds in times.lowering_stages)
             seconds = (times.ir_initialization + stages + times.store_results) / 1e6
-            self.found.append((cache_hit, threading.current_thread() is not threading.main_thread(), seconds))
+            beside = threading.current_thread() is not threading.main_thread()
+            self.found.append((cache_hit, beside, seconds, time.perf_counter()))
 
         knobs.compilation.listener = heard
 
-    def report(self) -> dict[str, Any]:
-        """The kernels since the last call."""
+    def report(self, began: float) -> dict[str, Any]:
+        """What came since the last call, in a phase that began at this time of `time.perf_counter`."""
         found, self.found = self.found, []
         beside, cached = [f for f in found if f[1]], [f for f in found if f[0]]
+        ready = [f[3] - began for f in found] or [0.0]
         return {
             "kernels": len(found), "of_them_cached": len(cached), "of_them_beside_each_other": len(beside),
             "compiler_s": round(sum(f[2] for f in found), 3),
+            "first_kernel_s": round(min(ready), 3), "last_kernel_s": round(max(ready), 3),
         }  # fmt: skip
 
 
@@ -93,7 +96,7 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
         phases.append(
             {
                 "phase": name, "seconds": time.perf_counter() - began, "first_block_s": result["first_block_s"]["max"],
-                "graphs": engine.runner.captured, **compilations.report(),
+                "graphs": engine.runner.captured, **compilations.report(began),
             }
         )  # fmt: skip
     return {"phases": [{k: round(v, 3) if isinstance(v, float) else v for k, v in p.items()} for p in phases]}

@@ -1,4 +1,4 @@
-"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it as it is told.
+"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it on command.
 
 A worker decides nothing and reads nothing back. Each rank of tensor parallelism has one. All of them go through the
 same states, because they are told the same (`dinfer.engine.leading`).
@@ -38,7 +38,7 @@ class Worker:
 
     @property
     def failure(self) -> Exception | None:
-        """Why no rank can go on."""
+        """The error after which no rank can run; None: there is none."""
         return None
 
     @property
@@ -48,7 +48,7 @@ class Worker:
         return self.runner.state
 
     def open(self, room: Room) -> None:
-        """Allocates the state. Raises what the device raises where memory is short."""
+        """Allocates the state. Raises the device's error if memory is short."""
 
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
@@ -88,13 +88,13 @@ class Worker:
         return nullcontext()
 
     def event(self) -> torch.cuda.Event | None:
-        """What says how far the device is. None: what is asked of it is done at once, as on a CPU."""
+        """An event that marks a point in the device's work; None on a CPU, which does its work at once."""
         return torch.cuda.Event() if self.recipe.model.device.type == "cuda" else None
 
     def aside(self) -> AbstractContextManager[object]:
-        """The context in which the host reads what the device has finished. It does not wait for later steps there."""
+        """The context in which the host reads finished results without waiting for later steps."""
         return torch.cuda.stream(self._aside)
 
     def wait(self, done: torch.cuda.Event) -> None:
-        """Waits until the device is as far as this event."""
+        """Waits until the device has reached the event."""
         done.synchronize()

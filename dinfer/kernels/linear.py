@@ -18,6 +18,7 @@ FEW = 32  # rows up to which the kernel is faster than cuBLAS
 MORE = 64  # the same from Hopper on
 MOST = 128  # the same from Hopper on, for a map of at most `SMALL` outputs whose parts the consumer adds up
 SMALL = 4096
+LARGE = 6_000_000  # numbers that come out, from which on torch's product of float8 is faster than the kernel
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -86,10 +87,22 @@ def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tenso
     return out if bias_O is None else out + bias_O
 
 
+def _large(x: Rounded, weight_OK: Tensor) -> bool:
+    """Whether torch's product of float8 takes these inputs and is the faster one. It gives nothing but bfloat16."""
+    outputs, width = weight_OK.shape
+    able = weight_OK.dtype == FLOAT8 and x.dtype == torch.bfloat16 and outputs % 16 == width % 16 == 0
+    return able and x.scale.numel() * outputs >= LARGE and on_hopper(x.values)
+
+
 def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
     x = rows(x)
     if use_triton(held(x), "linear"):
+        if isinstance(x, Rounded) and _large(x, weight_OK):
+            scales = x.scale.view(-1, 1), scale_O[None, :]
+            values_RK = x.values.view(-1, x.values.shape[-1])
+            out = torch._scaled_mm(values_RK, weight_OK.T, *scales, bias_O, out_dtype=x.dtype, use_fast_accum=True)
+            return out.view(*x.scale.shape, -1)
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))

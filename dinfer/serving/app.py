@@ -98,16 +98,19 @@ def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
 def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """200 unless an engine has failed."""
         server.check_engines()
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
+        """200 while the server takes requests."""
         server.check()
         return {"status": "ready"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Counters and gauges for Prometheus."""
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
@@ -126,16 +129,19 @@ def add_operations(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The served models, with their recipes and per-request options."""
         return {"object": "list", "data": [model.card() for model in server.catalogue]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        """One served model."""
         return server.catalogue.find(name).card()
 
 
 def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
+        """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         prompt = await encoded(served, body.conversation, "messages")
         top = body.top_logprobs or 0 if body.logprobs else None
@@ -143,6 +149,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
+        """Continues texts or token ids, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
         prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
@@ -185,6 +192,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/infill")
     async def infill(body: InfillRequest) -> dict[str, Any]:
+        """Fills the gaps of a text; `[MASK:n]` is a gap of n tokens."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         chosen = options(served, body)
@@ -212,6 +220,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 def add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or a conversation."""
         served = server.catalogue.find(body.model)
         if body.text is not None:
             tokens = await encoded(served, body.text, "text")
@@ -221,6 +230,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
         served = server.catalogue.find(body.model)
         vocab = served.pipe.model.spec.vocab
         for token in body.tokens:

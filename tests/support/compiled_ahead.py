@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-COMPILED: list[str] = []  # the thread that compiled each kernel
+COMPILED: list[tuple[str, str]] = []  # each kernel, and the thread that compiled it
 LOADED: list[object] = []
 BROKEN: list[bool] = []  # not empty: the compiler fails
 
@@ -52,7 +52,7 @@ class Compiled:
 def compiled(source: Any, **options: Any) -> Compiled:
     if BROKEN:
         raise RuntimeError("ptxas is gone")
-    COMPILED.append(threading.current_thread().name)
+    COMPILED.append((source.name, threading.current_thread().name))
     return Compiled()
 
 
@@ -85,7 +85,10 @@ def main() -> None:
 
     def note(name: str) -> None:
         noted = len([*Path(triton.knobs.cache.dir).glob("dinfer-*")])
-        found[name] = {"kernels": len(COMPILED), "loaded": len(LOADED), "noted": noted, "threads": sorted({*COMPILED})}
+        found[name] = {
+            "kernels": [kernel for kernel, _ in COMPILED], "threads": sorted({thread for _, thread in COMPILED}),
+            "loaded": len(LOADED), "noted": noted,
+        }  # fmt: skip
         COMPILED.clear()
         LOADED.clear()
 
@@ -100,6 +103,8 @@ def main() -> None:
         note("next start")
         KernelCompiler(recipe, alloc, 65).compile(shape)
         note("other sizes")
+        KernelCompiler(recipe, alloc, 64).compile(replace(shape, lanes=2))
+        note("two rows")
         wider = replace(shape, lanes=40)
         affinity, os.sched_getaffinity = os.sched_getaffinity, lambda pid: {0}  # type: ignore[assignment]
         KernelCompiler(recipe, alloc, 64).compile(wider)

@@ -93,6 +93,26 @@ def test_which_maps_take_the_kernel(
     assert taken == [parts] * {"any": 2, "hopper": 1, "none": 0}[kernel_on]
 
 
+@pytest.mark.parametrize(
+    ("outputs", "dtype", "torchs"),
+    [(48, torch.float16, False), (40, torch.bfloat16, False), (48, torch.bfloat16, True)],
+)
+def test_large_products_of_float8_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, dtype: torch.dtype, torchs: bool
+) -> None:
+    """Only in bfloat16, and of whole pieces of 16."""
+    x, weight_OK, bias_O = draw(2, 5, 64, dtype=dtype), draw(outputs, 64, dtype=dtype), draw(outputs, dtype=dtype)
+    rows, (weight_OK, scale_O, *_) = linear.round_rows(x), linear.round_rows(weight_OK)
+    want = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    monkeypatch.setattr(linear, "LARGE", 10 * outputs)
+    monkeypatch.setattr(linear, "on_hopper", lambda _: True)
+    monkeypatch.setattr(linear, "use_triton", lambda *_: True)
+    monkeypatch.setattr(triton_linear, "linear", lambda *_: want)
+    got = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    assert (got is not want) == torchs
+    torch.testing.assert_close(got, want, atol=0.1, rtol=2e-2)
+
+
 def test_the_copy_engine_takes_whole_pieces_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_linear, "on_hopper", lambda _: True)
     x_RK, flat = torch.zeros(4, 16, dtype=SHORT), torch.zeros(4 * 16 + 1, dtype=SHORT)

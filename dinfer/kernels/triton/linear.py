@@ -209,14 +209,15 @@ def config_for(
 def _copied(rows: int, outputs: int, width: int, size: int, split: bool) -> Config:
     """The tiles of more rows, where the copy engine fetches them. Few outputs need small tiles to busy the card."""
     if size == 1:
-        if outputs <= 8192 and rows <= 128:
-            return Config(64, 64, 256, 4, 4, copied=True)
-        return Config(128, 128, 128, 8, 3 if outputs > 16384 and rows <= 128 else 6, copied=True)
+        if outputs <= 8192 and rows <= 256:
+            return Config(64, 64, 256, 4, 4, copied=True) if rows <= 128 else Config(64, 128, 128, 4, 6, copied=True)
+        waves = rows * outputs // (128 * 128 * 132)  # two tiles fit on a multiprocessor, if their pipelines are short
+        return Config(128, 128, 128, 8, 3 if waves > 3 or (rows <= 128 and waves) else 6, copied=True)
     if split and outputs <= 4096 and width % (4 * 64) == 0:
         if rows <= 64:
             return Config(64, 64, 128, 4, 4, parts=2, copied=True)
         if rows <= 96:  # a tile with fewer rows than it has room for takes longer
-            return Config(128, 128, 64, 8, 6, parts=4, copied=True)
+            return Config(64, 128, 64, 4, 6, parts=2, copied=True)
         return Config(128, 64, 64, 4, 8, parts=2, copied=True)
     if outputs <= 8192:
         return Config(64, 64, 128, 4, 6, copied=True)
