@@ -71,8 +71,8 @@ class Scheduler:
         return self._steps
 
     def update(self, row: Row) -> None:
-        """Works out what a row needs now, unless it has just ended."""
-        if row.cursors.phase == Phase.IDLE:
+        """Works out what a row needs now. It has just moved, and may have ended."""
+        if row.cursors.phase == Phase.IDLE or (row.steady and not self._counts_forwards):
             return
         self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
         self._plan(row, row.cursors)
