@@ -16,7 +16,7 @@ from dinfer.core.kv import NULL, RESERVED, SCRATCH, KVPool
 from dinfer.kernels import dispatch
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.norm import add_rms_norm, swiglu
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
