@@ -164,10 +164,10 @@ class Canvas:
     def admit(
         self, slot_A: Tensor, cursors: Sequence[Cursors], tokens_AS: Tensor, masked_AS: Tensor, end_A: Tensor
     ) -> None:
-        """Places requests in free slots. Host side: all but `slot_A` is on the host.
+        """Places requests in free slots. Host side: only `slot_A` is on the device.
 
-        `tokens_AS`: as wide as `tokens_NS`; open positions hold what stands there until they are decoded.
-        `masked_AS`: which positions are still to be decoded. `end_A`: positions of each request; 0 behind them.
+        `tokens_AS`: as wide as `tokens_NS`; open positions keep these tokens until they are decoded.
+        `masked_AS`: which positions to decode. `end_A`: positions of each request; tokens are 0 behind them.
         """
         place_S, end_A1 = torch.arange(self.capacity + 1), end_A[:, None]
         given_AS = torch.where(place_S < end_A1, int(Status.GIVEN), int(Status.DONE))

@@ -22,13 +22,13 @@ from dinfer.kernels.upload import host_rows, uploaded
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request as it enters a slot: plain values, so that other processes can be told."""
+    """A request as it enters a slot, in plain values that can be sent to other processes."""
 
     slot: int
     tokens: list[int]  # of the whole canvas; anything where it is open
-    masked: list[bool]  # which of them are to be decoded
+    masked: list[bool]  # which of them to decode
     prompt: int  # positions before the first that is to be decoded
-    options: list[float]  # as `Recipe.resolve` returns them; those left out at the end have their defaults
+    options: list[float]  # from `Recipe.resolve`; missing ones at the end have their defaults
     stops: bool = True  # a generated stop token ends it
     kept: int = 0  # positions whose keys its pages hold already
     pages: list[int] = field(default_factory=list)

@@ -55,7 +55,7 @@ class Tellings:
         return cls(torch.zeros_like(canvas.tokens_NS))
 
     def admit(self, slot_A: Tensor) -> None:
-        """Forgets what was told of the requests before. Host side."""
+        """Clears the slots of earlier requests. Host side."""
         self.draft_NS.index_fill_(0, slot_A, NONE)
 
     def want_logprobs(self) -> None:

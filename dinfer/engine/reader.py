@@ -73,7 +73,7 @@ class CanvasReader:
         return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
 
     def _room(self) -> _Copy:
-        """Where one more copy can arrive."""
+        """The target of one more copy."""
         slots, columns = self._canvas.cursors_NC.shape
         active = (columns - len(CURSORS)) // 2 * self._block
 

@@ -43,7 +43,7 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
 
 
 def few(x: Tensor, most: int = FEW) -> bool:
-    """Whether the kernel is the faster one for rows of 16 bits, if it is so up to `most` rows."""
+    """Whether our kernel is faster than torch for 16-bit rows, which holds up to `most` rows."""
     return x.numel() // x.shape[-1] <= most and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
@@ -88,7 +88,7 @@ def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tenso
 
 
 def _large(x: Rounded, weight_OK: Tensor) -> bool:
-    """Whether torch's product of float8 takes these inputs and is the faster one. It gives nothing but bfloat16."""
+    """Whether torch's product of float8 takes these inputs and is faster than our kernel. It returns only bfloat16."""
     outputs, width = weight_OK.shape
     able = weight_OK.dtype == FLOAT8 and x.dtype == torch.bfloat16 and outputs % 16 == width % 16 == 0
     return able and x.scale.numel() * outputs >= LARGE and on_hopper(x.values)

@@ -17,13 +17,13 @@ def upload(target: Tensor, values: Tensor) -> Tensor:
 
 
 def uploaded(values: Tensor, device: torch.device) -> Tensor:
-    """The same values on the device, in order with all that is launched."""
+    """The same values on the device, in the order of launches."""
     return upload(torch.empty_like(values, device=device), values) if device.type == "cuda" else values.to(device)
 
 
 def host_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Tensor:
-    """Rows on the host, filled up to `width`. int64 [A, width]"""
-    flat = array("q")  # of long lists, torch.tensor takes its time
+    """Rows on the host, padded to `width` with `fill`. int64 [A, width]"""
+    flat = array("q")  # torch.tensor is slow for long lists
     for row in rows:
         flat.extend(row)
         flat.extend(array("q", [fill]) * (width - len(row)))

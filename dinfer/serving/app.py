@@ -86,7 +86,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
 
 
 def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
-    """The fields of a place in a body. pydantic puts names of types between them. `missing`: the last is not there."""
+    """The fields of a place in a body, without pydantic's names of types. `missing`: the last field is absent."""
     for part in loc:
         if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
             node = node[part]

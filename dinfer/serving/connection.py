@@ -75,7 +75,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
             """Answers an incomplete request and closes the connection. It disturbs no other answer."""
             if self._refused or self.transport.is_closing():
                 return
-            if self.pipeline and self.cycle.more_body:  # it has not begun: the one before it is answered
+            if self.pipeline and self.cycle.more_body:  # this request has not begun, and the one before is answered
                 self.pipeline.popleft()
                 self.cycle = self._before
             running = self.cycle is not None and not self.cycle.response_complete

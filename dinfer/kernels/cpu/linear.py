@@ -79,7 +79,7 @@ def wanted(group: Group) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Begins to compile the kernels if `device` is a CPU, while a model is loaded, so that no request waits for it."""
+    """Starts to compile the kernels if `device` is a CPU, while a model loads, so that no request waits for it."""
     if device.type == "cpu" and wanted("linear"):
         _begin()
 

@@ -41,7 +41,7 @@ class _Compiler(ThreadPoolExecutor):
 
 
 def cores() -> int:
-    """How many kernels this process can compile at a time."""
+    """The number of kernels that this process can compile at a time."""
     return len(os.sched_getaffinity(0))
 
 
@@ -79,10 +79,10 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """Imports what torch needs on the meta device, while another core compiles what Triton needs of the driver.
+    """Imports torch's compiler, which the meta device needs, while another core compiles Triton's driver.
 
-    Both come before the first kernel. Beside threads that compile, an import takes far longer: after each file that
-    it reads, it waits until they let it go on.
+    Both come before the first kernel. An import beside threads that compile takes far longer, since it waits for the
+    interpreter after each file.
     """
     with ThreadPoolExecutor(1) as other:
         made = other.submit(lambda: driver.active)

@@ -32,9 +32,9 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 
 
 def aligned_columns(like: Tensor, columns: int, rows: int) -> Tensor:
-    """Columns of 8 bytes a value, [columns, rows], each at a multiple of 16 bytes, for which Triton compiles kernels.
+    """Columns of 8-byte values, [columns, rows], each aligned to 16 bytes.
 
-    Otherwise a kernel that reads a column would be compiled once more for a single row.
+    Triton specialises kernels by alignment: otherwise it would compile a kernel that reads a column twice.
     """
     return like.new_empty(columns, rows + rows % 2)[:, :rows]
 
