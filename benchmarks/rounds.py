@@ -119,12 +119,14 @@ def requests_of(engine: Engine, given: argparse.Namespace, count: int) -> list[R
     return [Request(p[: size(given.prompt, 37 * i)], size(given.new, 53 * i)) for i, p in enumerate(prompts)]
 
 
-def measured(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
+def measured(engine: Engine, requests: list[Request], in_flight: int, queued: bool) -> dict[str, Any]:
+    """`queued`: requests wait all the time, while at most `runtime.rows` run."""
     closed_loop(engine, requests[:in_flight], in_flight)  # warms the host's caches
     worker: Any = engine.loop.worker
     host, waited, busy, launches = worker.host, worker.waited, worker.busy, worker.launches
     rounds = _Rounds(engine)
-    tokens = closed_loop(rounds, requests, in_flight)["tokens"]  # type: ignore[arg-type]
+    asked = len(requests) if queued else in_flight
+    tokens = closed_loop(rounds, requests, asked)["tokens"]  # type: ignore[arg-type]
     host, waited, busy = worker.host - host, worker.waited - waited, worker.busy - busy
     return {
         "in_flight": in_flight, "requests": len(requests), "rounds": rounds.count,
@@ -152,6 +154,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64, 256])
     parser.add_argument("--rounds", type=int, default=4, help="requests for each in flight")
+    parser.add_argument("--queued", action="store_true", help="ask for all at once: the largest --in-flight run")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens of the longest")
     parser.add_argument("--cache", default="dual")
@@ -163,7 +166,8 @@ def main(args: list[str] | None = None) -> None:
     engine = engine_of(given)
     runs = []
     for in_flight in given.in_flight:
-        runs.append(measured(engine, requests_of(engine, given, given.rounds * in_flight), in_flight))
+        requests = requests_of(engine, given, given.rounds * in_flight)
+        runs.append(measured(engine, requests, in_flight, given.queued))
         print(runs[-1], flush=True)
     if given.out:
         setting = vars(given) | {"out": None}
