@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ class KernelCompiler:
         self._known.add(kind)
         began = time.perf_counter()
         try:
-            self._compile(shape)
+            copy_context().run(self._compile, shape)  # an interrupt leaves Triton 3.6's mode on in its context
         except Exception as error:  # if the step itself is at fault, the launch raises a better error
             self._able = False
             logger.info("kernels are compiled at their first launch from now on: %s", error)

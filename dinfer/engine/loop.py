@@ -71,7 +71,7 @@ class Loop:
         elif self.running:  # otherwise the room may grow first
             self._admit()  # while the device is busy
         if self.ahead and len(self._flights) == 1 and not self.waiting:
-            self._each(self.running, self.scheduler.prepare)
+            self._each([row for rows in self._flights[0] for row in rows], self.scheduler.prepare)
             self._start(self.scheduler.plan(self.running, in_flight=True))
         self._take()
         if self.ahead and not self._flights:  # keeps the device busy while the host and the caller do the rest
@@ -179,13 +179,13 @@ class Loop:
         moved = row.advance(seen.cursors[row.slot])
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
+        self.scheduler.update(row)  # also if the step did not change it: then `prepare` was wrong
         if moved:
             self.batch.publish(row)
             if row.followed:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
                 row.hear(self.batch.state.tellings)
-            self.scheduler.update(row)
             self._moved.append(row)
 
     def _end(self) -> None:

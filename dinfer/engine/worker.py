@@ -93,7 +93,8 @@ class Worker:
 
     def aside(self) -> AbstractContextManager[object]:
         """The context in which the host reads finished results without waiting for later steps."""
-        return torch.cuda.stream(self._aside)
+        # Without a card: torch's no-op starts CUDA on a machine that has one.
+        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Waits until the device has reached the event."""

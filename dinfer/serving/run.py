@@ -63,7 +63,7 @@ class _Uvicorn(uvicorn.Server):
     def _cut_off(self) -> None:
         """Closes all connections. The requests then end as if their clients had left."""
         if clients := [*self.server_state.connections]:
-            LOG.warning("the server ends, and %d connections before their answer is complete", len(clients))
+            LOG.warning("the server ends and closes %d connections, complete or not", len(clients))
         for client in clients:
             client.transport.abort()
         asyncio.get_running_loop().call_later(FAREWELL, setattr, self, "force_exit", True)

@@ -38,6 +38,7 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert cursors <= {*found["first"]["kernels"]}
     assert not cursors & {*found["two rows"]["kernels"]}, "what reads cursors is one kernel for any number of rows"
     assert found["broken"]["kernels"] == [] != found["mended"]["kernels"], "one error spoils nothing that comes later"
+    assert found["after an interrupt"]["noted"] == found["mended"]["noted"] + 1
     assert found["switch interval"] == sys.getswitchinterval()
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 

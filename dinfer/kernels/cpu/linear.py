@@ -119,6 +119,13 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
 
 @cache
 def library() -> ctypes.CDLL | None:
+    """What `built` returns. One thread compiles, and the others wait for it."""
+    with COMPILING:
+        return built()
+
+
+@cache
+def built() -> ctypes.CDLL | None:
     """The compiled kernels; None if this CPU or system cannot have them. A log line says why."""
     cpu = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or not cpu.startswith("AVX"):
@@ -126,8 +133,7 @@ def library() -> ctypes.CDLL | None:
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
-        with COMPILING:
-            path = _compiled(flags)
+        path = _compiled(flags)
         found = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
