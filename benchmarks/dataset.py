@@ -22,7 +22,7 @@ from benchmarks.configured import check_least, configured
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.provenance import provenance
 from dinfer.analysis.metrics import Sample, measure
-from dinfer.analysis.outputs import JsonLines
+from dinfer.analysis.outputs import JsonLines, whole_lines
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
 
@@ -59,7 +59,7 @@ def resumed(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The predictions of earlier runs. Raises ValueError if these had other settings."""
     report, predictions = files(out)
     if not report.is_file():
-        if predictions.exists():
+        if predictions.is_file() and predictions.stat().st_size:
             raise ValueError(f"{predictions} is there, but {report}, which says how it was made, is not: remove it")
         return []
     before = json.loads(report.read_text())["settings"]
@@ -68,8 +68,7 @@ def resumed(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"{report} was made with another {', '.join(changed)}: choose another OUT or remove its files")
     if not predictions.is_file():
         return []
-    whole = predictions.read_text().split("\n")[:-1]  # without a line that a kill cut short
-    return [json.loads(line) for line in whole]
+    return [json.loads(line) for line in whole_lines(predictions)]
 
 
 def main(args: list[str] | None = None) -> None:
@@ -94,30 +93,30 @@ def run(given: argparse.Namespace) -> None:
     config = configured([f"runtime.rows={given.batch}", *given.overrides])
     digest = hashlib.sha256(given.data.read_bytes()).hexdigest()
     settings = {**config, "data": str(given.data), "sha256": digest, "batch": given.batch}
-    lines = resumed(given.out, settings)
     report, predictions = files(given.out)
-    if len(lines) > len(prompts):
-        raise ValueError(f"{predictions} has {len(lines)} predictions already, more than --limit={given.limit}")
-    todo = prompts[len(lines) :]
     report.parent.mkdir(parents=True, exist_ok=True)
-    about = json.loads(report.read_text()) if report.is_file() else {}
-    if todo:
-        pipe, new_tokens = pipeline(config), config["max_new_tokens"]
-        about = {**provenance(pipe.recipe.model.device), "settings": settings}
-        report.write_text(json.dumps(about | {"prompts": len(prompts), "answered": len(lines)}, indent=1) + "\n")
-        for _ in range(given.warmup):
-            answer(pipe, todo[: given.batch], new_tokens)
-        with JsonLines(predictions) as file:
-            file.mend()
-            for first in range(0, len(todo), given.batch):
-                batch = answer(pipe, todo[first : first + given.batch], new_tokens)
-                for line in batch:
-                    file.write(line)
-                lines += batch
-                print(f"{len(lines)}/{len(prompts)}", flush=True)
-    figures = statistics(lines)
-    about |= {"prompts": len(prompts), "answered": len(lines), "statistics": figures}
-    report.write_text(json.dumps(about, indent=1) + "\n")
+    with JsonLines(predictions) as file:  # locked before it is read, so that another run adds nothing in between
+        lines = resumed(given.out, settings)
+        file.mend()
+        if len(lines) > len(prompts):
+            raise ValueError(f"{predictions} has {len(lines)} predictions already, more than --limit={given.limit}")
+        todo = prompts[len(lines) :]
+        about = json.loads(report.read_text()) if report.is_file() else {}
+        if todo:
+            pipe, new_tokens = pipeline(config), config["max_new_tokens"]
+            about = {**provenance(pipe.recipe.model.device), "settings": settings}
+            report.write_text(json.dumps(about | {"prompts": len(prompts), "answered": len(lines)}, indent=1) + "\n")
+            for _ in range(given.warmup):
+                answer(pipe, todo[: given.batch], new_tokens)
+        for first in range(0, len(todo), given.batch):
+            batch = answer(pipe, todo[first : first + given.batch], new_tokens)
+            for line in batch:
+                file.write(line)
+            lines += batch
+            print(f"{len(lines)}/{len(prompts)}", flush=True)
+        figures = statistics(lines)
+        about |= {"prompts": len(prompts), "answered": len(lines), "statistics": figures}
+        report.write_text(json.dumps(about, indent=1) + "\n")
     print(
         f"{len(lines)} prompts, NFE {figures['nfe']}, TPF {figures['tpf']}, {figures['tps']} tokens/s, "
         f"latency {figures['latency']} s; wrote {predictions} and {report}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dinfer.analysis.metrics import Sample
-from dinfer.analysis.outputs import JsonLines, check_folder
+from dinfer.analysis.outputs import JsonLines, check_folder, whole_lines
 from evaluations.ranks import ALONE, Ranks
 
 
@@ -117,8 +117,7 @@ def seconds(answers: Sequence[Answer]) -> float:
 
 
 def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # another rank may be writing the last one
-    for number, text in enumerate(lines, 1):
+    for number, text in enumerate(whole_lines(path), 1):  # another rank may be writing the last one
         try:
             line = json.loads(text)
             if "setup" in line:
@@ -126,7 +125,7 @@ def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
                 continue
             sample = None if line["sample"] is None else Sample(**line["sample"])
             yield Answer(**{**line, "sample": sample})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}, is not an answer ({error}); overwrite=true begins anew"
             ) from error

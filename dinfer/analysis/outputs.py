@@ -65,6 +65,14 @@ def write(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without a last one that a kill cut short or that is being written. Raises OSError.
+
+    They are bytes, since such a last line may end within a character.
+    """
+    return path.read_bytes().split(b"\n")[:-1]
+
+
 class JsonLines:
     """A file to which one process appends JSON lines, locked while it is open. Only a kill can cut the last line short.
 

@@ -84,7 +84,7 @@ class Output(JsonLines):
                 if not text.endswith(b"\n") and text[: len(BEGIN)] == BEGIN[: len(text)]:  # a kill cut it short
                     break
                 try:
-                    answer = json.loads(text)
+                    answer = json.loads(text) if text.endswith(b"\n") else {}  # another program's, which `mend` drops
                     self.ids[answer["id"]] = answer["custom_id"]
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(

@@ -124,12 +124,13 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
 
 
-def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine) -> None:
+@pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
+def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine, own: str) -> None:
     write(line(0))
-    Path("out.jsonl").write_text('{"mine": 1}')
+    Path("out.jsonl").write_text(own)
     said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
     assert said.status == 2 and "line 1, is not an answer of dinfer batch" in said.err
-    assert Path("out.jsonl").read_text() == '{"mine": 1}'
+    assert Path("out.jsonl").read_text() == own
 
 
 def test_a_full_disk_keeps_whole_answers(dinfer: CommandLine) -> None:

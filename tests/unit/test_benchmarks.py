@@ -20,6 +20,7 @@ from benchmarks.peers import ours, table, work
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
+from dinfer.analysis.outputs import JsonLines
 from dinfer.core.canvas import Phase
 from dinfer.core.kv import KVPool
 from dinfer.core.protocols import StepShape
@@ -94,8 +95,10 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
     monkeypatch.setattr(dataset, "answer", dying)
     with pytest.raises(KeyboardInterrupt):
         dataset.main([str(data), str(tmp_path / "out.v1"), *args])
-    with (tmp_path / "out.v1.jsonl").open("a") as file:
-        file.write('{"id": "2", "pro')
+    with JsonLines(tmp_path / "out.v1.jsonl"), pytest.raises(SystemExit, match="another process writes"):
+        dataset.main([str(data), str(tmp_path / "out.v1"), *args])
+    with (tmp_path / "out.v1.jsonl").open("ab") as file:
+        file.write('{"id": "2", "pro": "ü'.encode()[:-1])  # within a character
     dataset.main([str(data), str(tmp_path / "out.v1"), *args])
     assert asked == ["0", "1", "2", "3", "2", "3", "4"]
     timing = {"seconds", "wall"}

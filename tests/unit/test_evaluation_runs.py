@@ -251,7 +251,11 @@ def test_sessions_that_differ_are_not_mixed(tmp_path: Path) -> None:
         again.add(key_of("y"), "task", 1, "text", 3.0)
     assert len(files(stem)) == 2 and kept(stem) == 2
     assert seconds(again.answers) == 3.0
-    path = files(stem)[0]
+    path, other = files(stem)
+    with other.open("ab") as file:
+        file.write('{"key": "z", "response": "ü'.encode()[:-1])  # another rank is killed within a character
+    with Ledger(stem, setup={"torch": "1", "commit": "a"}) as last:
+        assert {answer.key for answer in last.answers} == {key_of("x"), key_of("y")}
     path.write_text("nonsense\n" + path.read_text())
     with pytest.raises(ValueError, match="line 1, is not an answer"):
         Ledger(stem, setup={"torch": "1", "commit": "a"})

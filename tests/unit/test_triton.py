@@ -206,6 +206,15 @@ def test_pieces_of_a_row_at_a_scale_of_their_own() -> None:
     torch.testing.assert_close(got, triton_moe.expert_linear(scaled_PM, down, plan), **CLOSE[torch.float32])
 
 
+def test_rounding_keeps_nan() -> None:
+    """As the scale, so that the row's logits are NaN and its request ends, alone."""
+    x_BWD = draw(1, 3, 64)
+    x_BWD[0, 1, 5] = float("nan")
+    normed = triton_norm.add_rms_norm(x_BWD, None, draw(64), 1e-5, "rounded")[1]
+    for rounded in (normed, triton_linear.round_rows(x_BWD)):
+        assert rounded.scale.isnan().tolist() == [[False, True, False]]
+
+
 def test_gates_are_rounded_piece_by_piece() -> None:
     x_ND, gate_up = draw(7, 64), Matrices(draw(4, 2 * 64, 64) / 8)
     plan = triton_moe.plan(chosen_by(7, 4, 2, "spread"), 4, 16)

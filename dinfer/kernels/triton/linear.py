@@ -20,8 +20,13 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Parts, Rounded
 
 @triton.jit
 def scaled(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
-    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share."""
-    scale = tl.maximum(tl.max(tl.abs(x), AXIS, keep_dims=True), 1e-12) / LARGEST
+    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share: NaN if one of them is.
+
+    A maximum of floats would pass over NaN. As integers, the bits of NaN are the largest.
+    """
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS, keep_dims=True)
+    largest = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    scale = largest / LARGEST
     return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), scale
 
 
