@@ -1,13 +1,13 @@
-"""What each group of kernels and each trick of the host gains: a step with all of them on, then with each off alone.
+"""What each group of kernels and each optimisation of the host gains: a step with all on, then with each alone off.
 
     python -m benchmarks.ablation --out benchmarks/results/ablation-h200.json
     python -m benchmarks.ablation --cases small,small-llada2 --device cpu --only canvas,lookahead        # dry run
 
-Weights are random. Each variant has an engine of its own, with CUDA graphs on a GPU. It runs the same requests twice,
-and the second run is timed: `step_ms` is the median of its most frequent window step on the device, `wall_ms` the whole
-run with the host. Ratios are those to all on, which is timed first and last: their `spread` is the noise. A ratio of
-1.05 means that a step takes 5% longer without. `memory_gb` is the peak beyond the weights. A variant that fails is
-recorded with its error. The report is written after every variant.
+Weights are random. Each variant has its own engine, with CUDA graphs on a GPU. It runs the same requests twice and
+times the second run: `step_ms` is the median of the most frequent window step on the device, `wall_ms` the whole run
+with the host. Ratios compare with all on, which runs first and last: its `spread` is the noise. A ratio of 1.05 means
+that a step takes 5% longer without. `memory_gb` is the peak beyond the weights. The report records the error of a
+variant that fails, and is written after every variant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dinfer.loading.checkpoint import random_network
 BLOCK = 32
 ALL = "all on"
 HOST = ("lookahead", "settle", "gather", "scored", "early")
-"""Of these, "early" is the launch of kernels while others run. It is measured last: all are compiled anew without."""
+"""Optimisations of the host. "early", the launch of kernels while others run, comes last: it recompiles all kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ CASES = {
 
 
 def applies(name: str, case: Case, spec: ModelSpec) -> bool:
-    """Whether a case runs what this would turn off."""
+    """Whether a case uses what `name` turns off."""
     batches = case.requests > 1
     conditions = {
         "experts": spec.experts is not None, "router": spec.experts is not None, "packed": case.quantize == "int4",
@@ -90,7 +90,7 @@ def applies(name: str, case: Case, spec: ModelSpec) -> bool:
 
 @contextmanager
 def without(name: str) -> Iterator[dict[str, bool]]:
-    """Turns one thing off; gives the settings of the runtime."""
+    """Within, one group or optimisation is off. Yields settings of the runtime."""
     found = {"settle": name != "settle", "gather": name != "gather"}
     with ExitStack() as stack:
         if name in GROUPS:
@@ -105,7 +105,7 @@ def without(name: str) -> Iterator[dict[str, bool]]:
 
 
 def network(case: Case, device: torch.device) -> Recipe:
-    """The recipe of a case; tokens choose their experts independently of each other."""
+    """The recipe of a case. Its tokens choose experts independently of each other."""
     family, spec = shape(case.shape)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -124,7 +124,7 @@ def measured(recipe: Recipe, case: Case, new: int, settings: dict[str, bool]) ->
     cuda = device.type == "cuda"
     pipe = Pipeline(recipe, None, Runtime(rows=case.rows, graphs=cuda, **settings))
     prompts = random_prompts(recipe.model.spec, case.requests, case.prompt)
-    # Of many requests each is of another length, so that rows enter and leave at different times.
+    # Many requests have different lengths, so that rows enter and leave at different times.
     lengths = [new // 4 * (1 + i % 4) if case.requests > case.rows else new for i in range(case.requests)]
     held = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
@@ -136,7 +136,7 @@ def measured(recipe: Recipe, case: Case, new: int, settings: dict[str, bool]) ->
             torch.cuda.synchronize(device)
         return [result.canvas for result in results]
 
-    run()  # eagerly at first, then captured
+    run()  # runs shapes eagerly, then captures them
     with Clock(pipe.engine) as clock:
         began = time.perf_counter()
         tokens = run()
@@ -154,7 +154,7 @@ def measured(recipe: Recipe, case: Case, new: int, settings: dict[str, bool]) ->
 
 
 def compared(rows: dict[str, dict[str, Any]]) -> None:
-    """Adds the ratios to all on, as far as it has been timed."""
+    """Adds the ratios to all on, as measured so far."""
     base = [row for name, row in rows.items() if name.startswith(ALL)]
     for key in ("step", "wall"):
         times = [row[f"{key}_ms"] for row in base]
@@ -171,7 +171,7 @@ def free(device: torch.device) -> None:
 
 
 def ablated(recipe: Recipe, case: Case, names: list[str], new: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """All on, then without each of `names`, then all on again; the figures so far, after each."""
+    """Measures all on, then without each of `names`, then all on again. Yields the figures so far after each."""
     rows: dict[str, dict[str, Any]] = {}
     early = [name for name in names if name == "early"]
     reference = None
@@ -181,7 +181,7 @@ def ablated(recipe: Recipe, case: Case, names: list[str], new: int) -> Iterator[
                 rows[name], tokens = measured(recipe, case, new, settings)
             reference = reference or tokens
             rows[name]["same_tokens"] = tokens == reference
-        except RuntimeError as error:  # one that does not run, or has no room, is a result too
+        except RuntimeError as error:  # a variant that does not run or finds no memory is a result too
             if name.startswith(ALL):
                 raise
             rows[name] = {"error": str(error).strip().split("\n")[0]}

@@ -8,7 +8,7 @@ FILES = ("ablation-h200", "ablation-experts-h200", "ablation-more-h200")
 
 
 def ablation(results: Path) -> str:
-    """What a step loses without each kernel group or trick of the host: a line each, a column for each case."""
+    """What a step loses without each kernel group or optimisation of the host: a line each, a column for each case."""
     reports = [json.loads((results / f"{name}.json").read_text()) for name in FILES]
     cases: dict[str, dict[str, Any]] = {}
     for report in reports:

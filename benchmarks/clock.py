@@ -1,4 +1,4 @@
-"""The time that the steps of an engine take, without waiting for any of them."""
+"""Times the steps of an engine without waiting for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dinfer.engine.engine import Engine
 
 
 class Clock:
-    """GPU (on a CPU: host) time of every launch, by shape, without waiting for any."""
+    """The GPU time of every launch by shape; on a CPU the host's time."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.cuda = engine, engine.device.type == "cuda"
@@ -48,7 +48,7 @@ class Clock:
         return [step_shape for step_shape, *_ in self.marks]
 
     def table(self) -> list[dict[str, Any]]:
-        """Launches of each shape, the rows in them, and what they took; the most time first."""
+        """Launches, rows and times of each shape, sorted by total time. Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         found = defaultdict(list)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.dataset DATA.jsonl OUT --batch 8 --limit 100 model=llada_8b_instruct decoder.threshold=0.9
 
-Writes OUT.jsonl, a prediction a line in the order of the data set, after each batch, and OUT.json: statistics
-(`dinfer.analysis.metrics`), settings, commit, hardware. All else on the command line are overrides as of
-`dinfer generate`. A run that was stopped goes on where it was when the same command is given again, or one with a
-higher limit; other settings are refused. What the predictions are worth is not judged here: that is `dinfer eval`.
+It writes OUT.jsonl after each batch, with a prediction a line in the order of the data set, and OUT.json, with
+statistics (`dinfer.analysis.metrics`), settings, commit and hardware. Other arguments are overrides of
+`dinfer generate`. The same command, or one with a higher limit, continues a stopped run; other settings are refused.
+`dinfer eval` judges answers, this does not.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.configured import configured
+from benchmarks.configured import check_least, configured
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.provenance import provenance
 from dinfer.analysis.metrics import Sample, measure
+from dinfer.analysis.outputs import JsonLines
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
 
 
 def answer(pipe: Pipeline, prompts: list[Prompt], new_tokens: int) -> list[dict[str, Any]]:
-    """The predictions of one batch. `wall` is a prompt's share of the batch's wall time: they add up to the run's."""
+    """The predictions of a batch. `wall`: a prompt's share of the batch's wall time; they sum to the run's."""
     began = time.perf_counter()
     results = pipe.generate([prompt.prompt for prompt in prompts], max_new_tokens=new_tokens)
     wall = (time.perf_counter() - began) / len(prompts)
@@ -42,7 +43,7 @@ def answer(pipe: Pipeline, prompts: list[Prompt], new_tokens: int) -> list[dict[
 
 
 def statistics(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of all predictions, those of earlier runs included."""
+    """The figures of all predictions, including those of earlier runs."""
     samples = [
         Sample(line["forwards"], line["refreshes"], line["tokens"], line["seconds"], line["stopped"]) for line in lines
     ]
@@ -50,12 +51,12 @@ def statistics(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def files(out: Path) -> tuple[Path, Path]:
-    """Where the statistics and the predictions are."""
+    """The paths of the statistics and the predictions."""
     return out.with_name(f"{out.name}.json"), out.with_name(f"{out.name}.jsonl")
 
 
 def resumed(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The predictions that are there already. Raises ValueError if they were made with other settings."""
+    """The predictions of earlier runs. Raises ValueError if these had other settings."""
     report, predictions = files(out)
     if not report.is_file():
         if predictions.exists():
@@ -67,8 +68,7 @@ def resumed(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"{report} was made with another {', '.join(changed)}: choose another OUT or remove its files")
     if not predictions.is_file():
         return []
-    whole = [line for line in predictions.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    predictions.write_text("".join(whole))  # without a line that a kill cut short
+    whole = predictions.read_text().split("\n")[:-1]  # without a line that a kill cut short
     return [json.loads(line) for line in whole]
 
 
@@ -89,9 +89,7 @@ def main(args: list[str] | None = None) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Raises ValueError or OSError for what cannot be run."""
-    for name, least in (("batch", 1), ("warmup", 0)):
-        if getattr(given, name) < least:
-            raise ValueError(f"--{name}={getattr(given, name)} must be at least {least}")
+    check_least(given, batch=1, warmup=0)
     prompts = read_prompts(given.data, given.limit)
     config = configured([f"runtime.rows={given.batch}", *given.overrides])
     digest = hashlib.sha256(given.data.read_bytes()).hexdigest()
@@ -109,11 +107,12 @@ def run(given: argparse.Namespace) -> None:
         report.write_text(json.dumps(about | {"prompts": len(prompts), "answered": len(lines)}, indent=1) + "\n")
         for _ in range(given.warmup):
             answer(pipe, todo[: given.batch], new_tokens)
-        with predictions.open("a", encoding="utf-8") as file:
+        with JsonLines(predictions) as file:
+            file.mend()
             for first in range(0, len(todo), given.batch):
                 batch = answer(pipe, todo[first : first + given.batch], new_tokens)
-                file.writelines(json.dumps(line) + "\n" for line in batch)
-                file.flush()
+                for line in batch:
+                    file.write(line)
                 lines += batch
                 print(f"{len(lines)}/{len(prompts)}", flush=True)
     figures = statistics(lines)

@@ -1,10 +1,10 @@
-"""The work of `make demo` at this commit and at another one, in turns: seconds, their ratio, and equal answers.
+"""Runs the work of `make demo` at this commit and at another, in turns: seconds, their ratio, and equal answers.
 
     git worktree add /tmp/base 5453251
     python -m benchmarks.demo --base /tmp/base --threads 2 --out benchmarks/results/demo-cpu.json
 
-Each run is a process of its own, whose first problems are warm-up. CPU time is that of all its threads, so that others
-on the machine disturb little. Threads that wait count too: with `--threads 2` and idle cores, wall time says more.
+Each run is a new process, whose first problems are warm-up. CPU time counts all its threads, so that other programs
+disturb little. It also counts threads that wait: with `--threads 2` and idle cores, wall time says more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEW = 128
 
 
 def solve(work: dict[str, Any]) -> dict[str, Any]:
-    """What one process measures, with the `dinfer` that it finds."""
+    """The figures of one process, with the `dinfer` that it imports."""
     import torch
 
     import dinfer
@@ -48,7 +48,7 @@ def solve(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(checkout: Path, work: dict[str, Any]) -> dict[str, Any]:
-    """A process with the package of a checkout."""
+    """Runs a process with the package of a checkout."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(work["threads"])}
     done = subprocess.run(
         [sys.executable, __file__, "--child"], cwd=checkout, env=environment, input=json.dumps(work),

@@ -1,4 +1,4 @@
-"""What stands in for a trained network: prompts, tokens that choose their experts apart, and no network at all."""
+"""Stand-ins for a trained network: random prompts, tokens that choose experts independently, and no network at all."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
 from dinfer.pipeline.ranks import everywhere
 
-STRIDE = 7919  # prime, and longer than most canvases: rows and forwards are fed other tokens
-ROWS = 64  # whose forwards are fed other tokens
+STRIDE = 7919  # prime, and longer than most canvases, so that rows and forwards get other tokens
+ROWS = 64  # rows whose forwards get other tokens
 
 
 def plain_tokens(spec: ModelSpec) -> range:
-    """The longest run of token ids without a special one."""
+    """The longest range of token ids without a special token."""
     special = sorted({-1, *spec.stop_ids, spec.vocab} | ({spec.mask_id} - {None}))
     return max((range(a + 1, b) for a, b in zip(special, special[1:], strict=False)), key=len)
 
 
 def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
-    """Prompts of plain tokens, the same every time."""
+    """Prompts of plain tokens, the same at every call."""
     plain, generator = plain_tokens(spec), torch.Generator().manual_seed(1)
     return torch.randint(plain.start, plain.stop, (count, length), generator=generator).tolist()
 
 
 class Spread(Iteration):
-    """Feeds every masked position a token of its own, another one at every forward of every row."""
+    """Feeds every masked position its own token, another one at every forward of every row."""
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
@@ -54,18 +54,18 @@ class Spread(Iteration):
 
 
 class SpreadBlockwise(Spread, Blockwise):
-    """`apart`'s for models that see the whole canvas."""
+    """The iteration of `apart` for models that see the whole canvas."""
 
 
 class SpreadBlockDiffusion(Spread, BlockDiffusion):
-    """`apart`'s for models of block diffusion."""
+    """The iteration of `apart` for models of block diffusion."""
 
 
 APART: dict[type[Iteration], type[Iteration]] = {Blockwise: SpreadBlockwise, BlockDiffusion: SpreadBlockDiffusion}
 
 
 def choose_apart(model: Any) -> None:
-    """Changes a network so that embeddings alone decide which experts tokens choose."""
+    """Changes a network so that only embeddings decide which experts tokens choose."""
     model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
     for module in model.modules():
         if isinstance(module, Experts) and module.choice_bias is not None:
@@ -73,21 +73,20 @@ def choose_apart(model: Any) -> None:
 
 
 def apart(recipe: Recipe) -> Recipe:
-    """The recipe, its tokens choosing experts independently of each other; changes the network in place, on all ranks.
+    """The recipe with tokens that choose experts independently. Changes the network in place, on all ranks.
 
-    To a network with random weights all masks are alike, what attention adds is much the same for all tokens, and a
-    random bias prefers some experts, so few experts are read. Here each mask is fed a token of its own (`Spread`),
-    embeddings are so long that they decide the choice, and the bias is 0. The work of a step is the same but for a
-    small kernel.
+    With random weights all masks are alike, attention adds almost the same to all tokens, and a random bias prefers
+    some experts, so a step reads few experts. Here each mask gets its own token (`Spread`), embeddings are so long that
+    they decide the choice, and the bias is 0. A step does the same work, except for one small kernel.
     """
     everywhere(recipe, choose_apart)
     return replace(recipe, iteration=APART[type(recipe.iteration)](**values_of(recipe.iteration)))
 
 
 class Hollow:
-    """A model without a network: what goes in comes out, and the logits are always the same random ones.
+    """A model without a network: it returns its inputs, and always the same random logits.
 
-    What a step with it takes is what decoding, commits and cursors take.
+    A step with it takes the time of decoding, commits and cursors.
     """
 
     def __init__(self, model: Model) -> None:

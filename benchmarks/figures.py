@@ -1,4 +1,4 @@
-"""Draws the two figures of README.md from the files in benchmarks/results: speed, and accuracy against parallelism.
+"""Draws figures of README.md and docs from the files in benchmarks/results: speed, and accuracy against parallelism.
 
     python -m benchmarks.figures
 
@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from matplotlib import rcParams
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.peers.table import SHOWN, measured
@@ -20,10 +21,11 @@ from dinfer.analysis.metrics import wilson
 from dinfer.analysis.pareto import front
 
 IMAGES = ROOT / "docs" / "images"
+CACHE = "dual"
 
 
 def speed(report: dict[str, Any]) -> Figure:
-    """Tokens a second of whole generations, ours and the published dInfer's."""
+    """Tokens a second of whole generations, of ours and of the published dInfer."""
     figure = Figure(figsize=(7, 2.4), layout="constrained")
     axes = figure.subplots()
     names = list(SHOWN)[::-1]
@@ -35,31 +37,36 @@ def speed(report: dict[str, Any]) -> Figure:
     return figure
 
 
-def accuracy(rows: list[dict[str, Any]], cache: str = "dual") -> Figure:
-    """Accuracy against tokens per forward: a curve a decoder, a point a setting, with 95% Wilson intervals."""
+def curve(axes: Axes, rows: list[dict[str, Any]], label: str) -> None:
+    """Accuracy against tokens per forward: a point for each row, with 95% Wilson intervals."""
+    spans = [wilson(row["accuracy"] * row["problems"] / 100, row["problems"]) for row in rows]
+    below = [row["accuracy"] - low for row, (low, _) in zip(rows, spans, strict=True)]
+    above = [high - row["accuracy"] for row, (_, high) in zip(rows, spans, strict=True)]
+    places = [row["tpf"] for row in rows], [row["accuracy"] for row in rows]
+    axes.errorbar(*places, yerr=[below, above], marker="o", ms=4, lw=1.2, elinewidth=0.8, capsize=2, label=label)
+
+
+def accuracy(rows: list[dict[str, Any]]) -> Figure:
+    """A curve for each decoder, with a point for each setting."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     for decoder in dict.fromkeys(row["decoder"] for row in rows):
         own = sorted(
-            (row for row in rows if (row["decoder"], row["cache"]) == (decoder, cache)), key=lambda r: r["tpf"]
+            (row for row in rows if (row["decoder"], row["cache"]) == (decoder, CACHE)), key=lambda r: r["tpf"]
         )
-        spans = [wilson(row["accuracy"] * row["problems"] / 100, row["problems"]) for row in own]
-        below = [row["accuracy"] - low for row, (low, _) in zip(own, spans, strict=True)]
-        above = [high - row["accuracy"] for row, (_, high) in zip(own, spans, strict=True)]
-        places = [row["tpf"] for row in own], [row["accuracy"] for row in own]
-        axes.errorbar(*places, yerr=[below, above], marker="o", ms=4, lw=1.2, elinewidth=0.8, capsize=2, label=decoder)
+        curve(axes, own, decoder)
         for row in own:
             words = row["options"].partition("=")[2]
             axes.annotate(words, (row["tpf"], row["accuracy"]), (5, 4), textcoords="offset points", fontsize=7)
     axes.set(xlabel="tokens per forward", ylabel="accuracy, %", ylim=(40, 100))
-    axes.legend(title=f"decoder, cache={cache}", frameon=False)
+    axes.legend(title=f"decoder, cache={CACHE}", frameon=False)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def several() -> Figure:
-    """The same of the first model and its adapter: one block, and up to four."""
+    """Curves of the first model and its adapter: one block, and up to four."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     one = json.loads((RESULTS / "tiny-everything-h200.json").read_text())["rows"]
@@ -71,11 +78,7 @@ def several() -> Figure:
         "tiny-d2f, up to four blocks": front([row for row in adapter if row["iteration"] == "multi_block"]),
     }
     for name, rows in curves.items():
-        spans = [wilson(row["accuracy"] * row["problems"] / 100, row["problems"]) for row in rows]
-        below = [row["accuracy"] - low for row, (low, _) in zip(rows, spans, strict=True)]
-        above = [high - row["accuracy"] for row, (_, high) in zip(rows, spans, strict=True)]
-        places = [row["tpf"] for row in rows], [row["accuracy"] for row in rows]
-        axes.errorbar(*places, yerr=[below, above], marker="o", ms=4, lw=1.2, elinewidth=0.8, capsize=2, label=name)
+        curve(axes, rows, name)
     axes.set(xlabel="tokens per forward", ylabel="accuracy, %", ylim=(70, 100))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)

@@ -1,12 +1,12 @@
-"""What the formats that weights are published in do to the answers of the models in the box, on a CPU.
+"""How published formats of weights change the answers of the models in the box, on a CPU.
 
     python -m benchmarks.formats --gguf FOLDER --out benchmarks/results/formats-cpu
 
-`tiny` as GGUF of the types that the gguf package writes, and every other *.gguf in FOLDER (`llama-quantize` makes the
-K-quants of what `tools.convert tiny F16.gguf` writes); both models as compressed-tensors W8A16 and W4A16, symmetric as
-GPTQ has them and with zeros as AWQ has them, rounded to nearest. Problems, settings and columns are those of
-`benchmarks.quantized`, with the model's best cache and `rows` requests at once; `same`: beside the model as it is.
-Writes OUT.json and OUT.csv after every row.
+It runs `tiny` as GGUF, in the types that the gguf package writes and as every *.gguf in FOLDER (`llama-quantize` makes
+K-quants from the file of `tools.convert tiny F16.gguf`). It runs both models as compressed-tensors W8A16 and W4A16,
+symmetric like GPTQ and with zeros like AWQ, rounded to nearest. Problems, settings and columns are those of
+`benchmarks.quantized`, with the model's best cache and `rows` requests at once. `same` compares with the unrounded
+model. It writes OUT.json and OUT.csv after every row.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ WHOLE = ("wte", "word_embeddings", ".gate.weight")  # embeddings and routers
 
 
 def words(values: Tensor, bits: int) -> Tensor:
-    """Integers from 0, several in each int32, the lowest bits first. [..., N] -> [..., N * bits / 32]"""
+    """Packs integers from 0 on into int32, lowest bits first. [..., N] -> [..., N * bits / 32]"""
     grouped = values.to(torch.int64).unflatten(-1, (-1, 32 // bits))
     whole = (grouped << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(whole < 1 << 31, whole, whole - (1 << 32)).to(torch.int32)
 
 
 def packed(weight: Tensor, bits: int, group: int, symmetric: bool) -> dict[str, Tensor]:
-    """A weight [O, K] as compressed-tensors' "pack-quantized" has it, rounded to nearest."""
+    """A weight [O, K] in compressed-tensors' "pack-quantized", rounded to nearest."""
     width, most = weight.shape[1], (1 << bits) - 1
     group = width if group < 0 else min(group, width & -width)
     wide = weight.float().unflatten(-1, (-1, group))
@@ -63,7 +63,7 @@ def packed(weight: Tensor, bits: int, group: int, symmetric: bool) -> dict[str, 
 
 
 def write_packed(source: Path, target: Path, bits: int, group: int, symmetric: bool) -> None:
-    """The checkpoint with all weights packed whose widths are made of groups."""
+    """Writes the checkpoint with packed weights, except those whose width is no multiple of the group."""
     shutil.copytree(source, target)
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -81,7 +81,7 @@ def write_packed(source: Path, target: Path, bits: int, group: int, symmetric: b
 
 
 def files(model: str, folder: Path, more: Path | None) -> Iterator[tuple[str, Path]]:
-    """The names of formats, and the model in them."""
+    """The names of formats, and the path of the model in each."""
     source = locate(model)
     for name, (bits, group, symmetric) in SCHEMES.items():
         path = folder / f"{model}-{bits}-{symmetric}"

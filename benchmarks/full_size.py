@@ -1,11 +1,11 @@
-"""Models of full size with random weights, end to end: do they fit, what do they take, how soon is a block there.
+"""Models of full size with random weights, end to end: memory, time, and the time to the first block.
 
     python -m benchmarks.full_size --out benchmarks/results/full-size-h200.json
     python -m benchmarks.full_size --shapes small small-llada2 --device cpu          # dry run
 
-Weights are drawn on the device, in bfloat16. A pipeline with default runtime answers one prompt, twice: the first time
-counts everything from the weights on, compilation and graph capture included. With random weights hardly any confidence
-reaches the threshold, so a forward commits one token: the figures are about memory and time, not about quality.
+Weights are drawn on the device, in bfloat16. A pipeline with default runtime answers one prompt twice. The first answer
+includes compilation and graph capture. With random weights hardly any confidence reaches the threshold, so a forward
+commits one token: the figures are about memory and time, not quality.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECIPES = {  # by whether the model is block-causal
 
 
 def measured(name: str, device: torch.device, prompt: int, new: int) -> dict[str, Any]:
-    """One model: parameters, bytes, peak, times and counts of two generations."""
+    """Parameters, bytes, peak, times and counts of two generations of a model."""
     cuda = device.type == "cuda"
     family, spec = shape(name)
     if cuda:
@@ -65,7 +65,7 @@ def measured(name: str, device: torch.device, prompt: int, new: int) -> dict[str
 
 
 def generation(pipe: Pipeline, ids: list[int], new: int) -> dict[str, Any]:
-    """Seconds to the end of the first block and to the end of all, and what was counted."""
+    """Seconds to the end of the first block and of the answer, and counts."""
     request, began = pipe.requests([ids], new, None), time.perf_counter()
     updates = [(update, time.perf_counter() - began) for update in pipe.engine.run(request)]
     end, regions = updates[-1][0].completion, [update.region for update, _ in updates]

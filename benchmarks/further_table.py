@@ -1,4 +1,4 @@
-"""The table of decoders, caches and options that the large table has not, for docs/results.md."""
+"""The table of decoders, caches and options that are not in the large table, for docs/results.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = {
 
 
 def further(results: Path) -> str:
-    """A line a recipe, for both models in the box."""
+    """A line for each recipe, for both models in the box."""
     reports = {
         model: [json.loads((results / f"{file}.json").read_text()) for file in files] for model, files in FILES.items()
     }

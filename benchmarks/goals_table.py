@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import ROWS, RUNS, figure, level, number, report_of
+from benchmarks.goals import ROWS, RUNS, figure, level, number, report_of, wanted
 
 CURVES = {"bf16": "mini", "fp8": "mini-fp8"}
 STARTS = {  # when kernels are compiled, and the file
@@ -26,15 +26,17 @@ def goals(results: Path) -> str:
         "step took the least time that its bytes or its multiply-adds allow, at rates of the card from the same run, "
         "and the host none. -: not measured.",
         "",
-        "| work | in flight | figure | measured | to be reached | limit |",
-        "| --- |" + " --- |" * 5,
+        "| work | in flight | figure | measured | to be reached | limit | of the limit |",
+        "| --- |" + " --- |" * 6,
     ]
     for row in ROWS:
         run = level(reports[row.run], row.in_flight) if row.run in reports else None
         value, limit = (None, None) if run is None else figure(row.figure, run)
-        lines.append(
-            f"| {row.work} | {row.in_flight} | {row.figure} | {number(value)} | {number(row.goal)} | {number(limit)} |"
-        )
+        share = "-"
+        if value and limit:  # of a time the limit is the least
+            share = f"{limit / value if 'ms' in row.figure else value / limit:.0%}"
+        cells = [row.work, str(row.in_flight), row.figure, number(value), wanted(row), number(limit), share]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *_long(reports), *_curve(reports)])
 
 
@@ -42,14 +44,14 @@ def _long(reports: dict[str, dict[str, Any]]) -> list[str]:
     """Prefills and steps of long prompts."""
     lines = [
         "",
-        "| long prompts | in flight | prefill, positions/s | usual step | by bytes | keys and values read |",
+        "| LLaDA2-mini, prompts of | in flight | prefill, positions/s | usual step | by bytes | keys and values read |",
         "| --- |" + " --- |" * 5,
     ]
-    for name in ("mini-16k", "mini-32k"):
-        for run in reports.get(name, {"runs": []})["runs"]:
+    for length in ("16k", "32k"):
+        for run in reports.get(f"mini-{length}", {"runs": []})["runs"]:
             usual = run["limit"]["usual"]
             lines.append(
-                f"| {name} | {run['in_flight']} | {run['limit']['prefill'].get('positions_per_s', 0):,.0f} "
+                f"| {length} | {run['in_flight']} | {run['limit']['prefill'].get('positions_per_s', 0):,.0f} "
                 f"| {usual['median_ms']:.2f} ms | {usual['bytes_ms']:.2f} ms | {usual['keys_gb']:.2f} GB |"
             )
     return lines if len(lines) > 3 else []
@@ -118,12 +120,12 @@ def startup(results: Path) -> str:
         return "Not measured yet: `python -m benchmarks.startup` does it."
     some = next(iter(found.values()))
     lines = [
-        f"LLaDA2-mini's shape, bf16, {some['hardware']}, torch {some['torch']}, commit {some['commit']}. Seconds from "
+        f"LLaDA2-mini's shape, bf16, {some['hardware']}, torch {some['torch']}. Seconds from "
         "weights on the card; to be reached: 8 s, the second time 2 s. The last column is what "
         f"{some['setting']['in_flight']} requests at once take after that, for the first time.",
         "",
-        "| a kernel is compiled | start | first block | kernels | several requests |",
-        "| --- |" + " --- |" * 4,
+        "| a kernel is compiled | commit | start | first block | kernels | several requests |",
+        "| --- |" + " --- |" * 5,
     ]
     for title, report in found.items():
         for name, words in (("cold", "first"), ("warm", "second")):
@@ -131,5 +133,5 @@ def startup(results: Path) -> str:
                 phases = {phase["phase"]: phase for phase in report[name]["phases"]}
                 one, several = phases["one request"], phases["all in flight"]
                 times = f"{one['first_block_s']:.1f} s | {one['kernels']} | {several['seconds']:.1f} s"
-                lines.append(f"| {title} | {words} | {times} |")
+                lines.append(f"| {title} | {report['commit']} | {words} | {times} |")
     return "\n".join(lines)

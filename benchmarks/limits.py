@@ -1,6 +1,6 @@
-"""What a step has to read and to multiply, and the rates of the card: the least time it can take.
+"""The least time of a step, from the bytes it must read, its operations, and the rates of the card.
 
-Rates are measured: a copy of 4 GB, and a product of two large matrices. On a CPU, for dry runs, both are small.
+Rates are measured: by a copy of 4 GB, and a product of two large matrices. On a CPU, for dry runs, both are small.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * SIDE**3 / median_seconds(product, device)
 
 
-def median_seconds(work: Callable[[], Any], device: torch.device, times: int = 10) -> float:
-    """GPU time (on a CPU: host time) of a piece of work, once it is warm."""
+def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The GPU time of a piece of work after warm-up; on a CPU the host's time."""
     found = []
-    for _ in range(times + 2):
+    for _ in range(12):
         if device.type != "cuda":
             began = time.perf_counter()
             work()
@@ -66,9 +66,9 @@ def median_seconds(work: Callable[[], Any], device: torch.device, times: int = 1
 
 
 def weight_bytes(model: Any, experts: float | None) -> float:
-    """Bytes of the weights that one step reads: all but unread experts, and the embedding but for a few rows.
+    """Bytes of the weights that a step reads: all except unread experts and the embedding.
 
-    `experts`: how many of a layer's are read.
+    `experts`: how many experts of a layer it reads; None: all.
     """
     spec = model.spec
     share = 1.0 if spec.experts is None or experts is None else experts / spec.experts.experts
@@ -88,10 +88,10 @@ def key_bytes(kv: KVPool, rows: float, keys: float) -> float:
 
 
 def operations(model: Any, positions: float, decoded: float, keys: float) -> dict[str, float]:
-    """Floating-point operations of a step, two for each multiply-add: of weights, of attention.
+    """Floating-point operations of a step, two for each multiply-add: of weights, and of attention.
 
-    `positions`: that the step computes; `decoded`: those of them that need logits; `keys`: that each attends to. Of the
-    experts, those that a token goes to count.
+    The step computes `positions`, of which `decoded` need logits, and each attends to `keys`. Of the experts only a
+    token's own count.
     """
     spec = model.spec
     weights = spec.hidden * spec.vocab * decoded if spec.tied_head else 0
@@ -105,7 +105,7 @@ def operations(model: Any, positions: float, decoded: float, keys: float) -> dic
 
 
 def rates(device: torch.device, quantize: str | None) -> dict[str, float]:
-    """Of the card: bytes per second, operations per second with weights as they are kept, and in bfloat16."""
+    """The rates of the card: bytes a second, and operations a second in the weights' format and in bfloat16."""
     found = {"copy_bytes_per_s": copy_bandwidth(device), "bfloat16_per_s": product_rate(device, torch.bfloat16)}
     narrow = product_rate(device, FLOAT8) if quantize == "fp8" else found["bfloat16_per_s"]
     if device.type == "cuda":
@@ -115,7 +115,7 @@ def rates(device: torch.device, quantize: str | None) -> dict[str, float]:
 
 def limits(model: Any, kv: KVPool, *, rows: float, width: int, block: float, keys: float, experts: float | None,
            rates: dict[str, float] | None) -> dict[str, Any]:  # fmt: skip
-    """Bytes and operations of a step of `rows` requests, and with rates of the card the least it can take, in ms."""
+    """Bytes and operations of a step of `rows` requests, and, with rates of the card, its least time in ms."""
     weights, cached = weight_bytes(model, experts), key_bytes(kv, rows, keys)
     work = operations(model, rows * width, rows * block, keys)
     found: dict[str, Any] = {
@@ -130,7 +130,7 @@ def limits(model: Any, kv: KVPool, *, rows: float, width: int, block: float, key
 
 
 def experts_chosen(spec: ModelSpec, positions: float) -> float | None:
-    """How many experts of a layer so many tokens choose between them, on average, if each chooses at random."""
+    """The mean number of experts of a layer that so many tokens choose together, if each chooses at random."""
     if (experts := spec.experts) is None:
         return None
     return experts.experts * (1 - (1 - experts.chosen / experts.experts) ** positions)
@@ -140,10 +140,11 @@ def run_limit(
     model: Any, kv: KVPool, steps: Iterable[dict[str, Any]], *, block: int, prompt: float, new: float,
     rates: dict[str, float],
 ) -> dict[str, Any]:  # fmt: skip
-    """The least time that the steps of a run can take, as they were grouped: of all, of prefills, of the usual one.
+    """The least time of a run's steps, as they were grouped: of all, of each phase, and of the most frequent step.
 
-    `steps`: the table of a `Clock`. Half of a block is open on average, and the head computes no more. A row sees its
-    whole canvas, or, of a block-causal model, on average its prompt and half of what is new; in a prefill half of that.
+    `steps`: the table of a `Clock`. On average half of a block is open, and only that needs the head. A row sees its
+    whole canvas. In a block-causal model it sees its prompt and, on average, half of the answer. In a prefill it sees
+    half of the prompt.
     """
     spec, found = model.spec, []
     for step in steps:

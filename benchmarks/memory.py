@@ -1,4 +1,4 @@
-"""The memory that a model of 8B in 4 bits takes, from a file of its real shape with random weights.
+"""The memory of a model of 8B in 4 bits, loaded from a file of its real shape with random weights.
 
     python -m benchmarks.memory --format int4 --device cuda --out benchmarks/results/memory-int4-h200.json
     python -m benchmarks.memory --format Q4_K --device cpu --out benchmarks/results/memory-q4-k-cpu.json
@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.shapes import LLADA_8B
 from dinfer.models.llada import Llada
 
@@ -54,7 +54,7 @@ KEYS = {
 
 
 def write_int4(folder: Path, config: Mapping[str, Any]) -> None:
-    """A file for each layer, and an index."""
+    """Writes a file for each layer, and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, files, held = np.random.default_rng(0), dict[str, str](), dict[str, dict[str, np.ndarray]]()
     for name, place in Llada().weights(Llada().spec(dict(config))).items():
@@ -73,7 +73,7 @@ def write_int4(folder: Path, config: Mapping[str, Any]) -> None:
             tensors[f"{base}.weight_scale"] = np.full((rows, width // GROUP), width**-0.5 / 4.6, np.float16)
             tensors[f"{base}.weight_shape"] = np.array(place.shape, np.int64)
         files |= dict.fromkeys(tensors, part)
-        for other in [other for other in held if other != part]:  # layers come one after the other
+        for other in [other for other in held if other != part]:  # complete, since layers come in order
             save_file(held.pop(other), folder / other)
     for part, tensors in held.items():
         save_file(tensors, folder / part)
@@ -82,7 +82,7 @@ def write_int4(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_gguf(path: Path, config: Mapping[str, Any]) -> None:
-    """Q4_K all over, norms in float32."""
+    """Writes all matrices in Q4_K, and norms in float32."""
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llada")
     for key, field in KEYS.items():
         writer.add_uint32(f"llada.{key}", config[field])
@@ -159,8 +159,7 @@ def main() -> None:
             "used_on_card_gb": (lambda free, total: (total - free) / 1e9)(*torch.cuda.mem_get_info()) if cuda else None,
             "cpu": torch.backends.cpu.get_cpu_capability(), **provenance(device),
         }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    save(found, given.out)
+    show(found, given.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Accuracy and tokens per forward of recipes with several blocks open, against those with one, of one model.
+"""Accuracy and tokens per forward of recipes with several open blocks and with one, for one model.
 
     python -m benchmarks.multi_block --model tiny --adapter dinfer/demo/checkpoints/tiny-d2f --block 32 \
         --device cuda --out benchmarks/results/multi-block-tiny-d2f
 
-Every recipe solves problems of the training split, by which the best one is chosen, and the held-out ones.
-The best: most tokens per forward with an accuracy of at least `--least`. OUT.json has both tables, and the area under
-accuracy and parallelism (`dinfer.analysis.pareto.aup`) of every iteration on the held-out ones.
+Every recipe solves problems of the training split and held-out problems. The former choose the best recipe: the most
+tokens per forward with an accuracy of at least `--least`. OUT.json has both tables, and the area under accuracy and
+parallelism (`dinfer.analysis.pareto.aup`) of every iteration on held-out problems.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOVES: list[dict[str, Any]] = [
 
 
 def recipes(spec: ModelSpec, edits: bool, blocks: int = 4) -> Iterator[tuple[Any, Any, Any]]:
-    """Iteration, decoder and cache configurations for a model of that kind; `edits`: it was trained to."""
+    """Configurations of iteration, decoder and cache for a model. `edits`: it was trained to edit."""
     aligned = spec.causal_block is not None and not spec.prompt_block
     block = spec.causal_block or 32
     cache = "block" if spec.causal_block else "none"
@@ -76,7 +76,7 @@ def load(name: str, adapter: str | None, block: int, device: str, rows: int) -> 
 def lines(
     base: dinfer.Pipeline, sets: list[list[Problem]], new_tokens: int, recipe: tuple[Any, Any, Any]
 ) -> list[dict[str, Any]]:
-    """The line of each set of problems; all of them are solved in one batch."""
+    """The table line of each set of problems. One batch solves all sets."""
     iteration, decoder, cache = recipe
     composed = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
     pipe = dinfer.Pipeline(composed, base.tokenizer, base.engine.runtime)
@@ -102,13 +102,13 @@ def line(recipe: tuple[Any, Any, Any]) -> str:
 
 
 def chosen(rows: list[dict[str, Any]], least: float) -> int | None:
-    """The place of the fastest row that is as accurate as that."""
+    """The index of the fastest row with an accuracy of at least `least`."""
     good = [at for at, row in enumerate(rows) if row["accuracy"] >= least]
     return max(good, key=lambda at: rows[at]["tpf"], default=None)
 
 
 def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the front of every iteration, the area under accuracy and parallelism; and of all decoders=threshold."""
+    """The area under accuracy and parallelism of the front of each iteration: with all decoders, and with threshold."""
     best = max(row["accuracy"] for row in rows)
     found = {}
     for iteration in sorted({row["iteration"] for row in rows}):

@@ -1,12 +1,12 @@
-"""The time of a window step by how many blocks are open, and by how many candidates it evaluates.
+"""The time of a window step by the number of open blocks, and by the number of candidates.
 
     python -m benchmarks.open_blocks --out benchmarks/results/open-blocks-h200.json
     python -m benchmarks.open_blocks --shape small --device cpu --blocks 1,2                      # dry run
     python -m benchmarks.open_blocks --report     # prints the tables of docs/performance.md, from the files in results
 
-Random weights, one request, the dual cache. Every block commits one token a step, and the next one opens at once, so
-most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time is that of
-the most frequent window step with CUDA graphs, the ratio that to the first one.
+Weights are random; one request uses the dual cache. Every block commits a token at each step, and the next block opens
+at once, so most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time
+is that of the most frequent window step with CUDA graphs, the ratio is to the first run.
 """
 
 from __future__ import annotations

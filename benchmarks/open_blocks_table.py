@@ -1,4 +1,4 @@
-"""Tables of several open blocks and of candidates, for docs/performance.md: what a step costs and what it brings."""
+"""Tables of open blocks and candidates for docs/performance.md: what a step costs and what it gains."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-WANTED = {(2, 0): 1.06, (4, 0): 1.12, (1, 4): 1.12}  # by blocks and candidates: at most so many times the first step
-SCRIPTED = 2.46  # tokens a forward of one block, as the comparisons of speed have it
+WANTED = {(2, 0): 1.06, (4, 0): 1.12, (1, 4): 1.12}  # by blocks and candidates: the highest ratio to the first step
+SCRIPTED = 2.46  # tokens per forward of one block, as in the comparisons of speed
 BLOCK = 32
 SPECULATION = ("speculation-tiny",)
 
@@ -18,7 +18,7 @@ def load(results: Path, name: str) -> dict[str, Any]:
 
 
 def open_blocks(results: Path) -> str:
-    """The step of each run, what candidates are worth by it, and tokens a second with one block and with several."""
+    """The step of each run, the gain of candidates, and tokens a second with one block and with several."""
     report = load(results, "open-blocks-h200")
     about = (
         f"One request of the shape {report['setting']['shape']} with random weights in bfloat16, the dual cache, "
@@ -29,7 +29,7 @@ def open_blocks(results: Path) -> str:
 
 
 def steps(report: dict[str, Any]) -> str:
-    """What a window step takes, and how much longer than that of one block."""
+    """The time of a window step, and its ratio to that of one block."""
     lines = ["| open blocks | candidates | positions | window step | of the first | wanted |", "| --- |" + " --- |" * 5]
     for run in report["runs"]:
         wanted = WANTED.get((run["blocks"], run["candidates"]))
@@ -46,7 +46,7 @@ def positions(run: dict[str, Any]) -> int:
 
 
 def candidates(results: Path, report: dict[str, Any]) -> str:
-    """By how much candidates divide forwards, multiply the step, and what is left of it."""
+    """By how much candidates divide forwards and multiply the step, and the gain."""
     timed = {run["candidates"]: run for run in report["runs"] if run["candidates"]}
     alike = {positions(run) // BLOCK - 1: run for run in report["runs"] if not run["candidates"] and run["blocks"] > 1}
     rows = [row for name in SPECULATION for row in load(results, name)["rows"] if row["cache"] == "dual"]
@@ -70,7 +70,7 @@ def candidates(results: Path, report: dict[str, Any]) -> str:
 
 
 def rates(results: Path, report: dict[str, Any]) -> str:
-    """Tokens a second: with one block, and with several at the ratio of TPF that was measured on a small model."""
+    """Tokens a second with one block, and with several at the TPF ratio of a small model."""
     runs = {run["blocks"]: run for run in report["runs"] if not run["candidates"]}
     tiny = [row for row in load(results, "tiny-everything-h200")["rows"] if row["cache"] == "none"]
     untrained = next(row for row in tiny if row["iteration"] == "blockwise" and row["options"] == "threshold=0.9")
@@ -103,7 +103,7 @@ def rates(results: Path, report: dict[str, Any]) -> str:
 
 
 def by_blocks(rows: list[dict[str, Any]]) -> dict[int, float]:
-    """TPF at threshold 0.9 with the defaults of the iteration, by open blocks."""
+    """TPF at threshold 0.9 with the iteration's defaults, by open blocks."""
     found = {}
     for row in rows:
         if row["options"] != "threshold=0.9" or "add_at" in row["iteration_options"]:
@@ -115,7 +115,7 @@ def by_blocks(rows: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def rate(run: dict[str, Any], tpf: float, new: int) -> float:
-    """Tokens a second of a generation of `new` tokens, of whose forwards as many are refreshes as in the run."""
+    """Tokens a second of a generation of `new` tokens with as many refreshes as the run."""
     full = next(step for step in run["steps"] if step["phase"] == "FULL")
     forwards = new / tpf
     refreshes = min(full["launches"], forwards)

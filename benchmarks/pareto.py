@@ -4,9 +4,8 @@
     python -m benchmarks.pareto tiny-everything-h200.json tiny-further-cpu.json multi-block-tiny-h200.json \
         multi-block-tiny-cpu.json ../../docs/images/tiny-pareto.png
 
-The tables are of `benchmarks.quality` and `benchmarks.multi_block`, on the same problems.
-
-Needs matplotlib (`pip install dinfer[plot]`).
+The tables are of `benchmarks.quality` and `benchmarks.multi_block`, on the same problems. It needs matplotlib
+(`pip install dinfer[plot]`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ GOOD = 20  # points of accuracy below the best that the right panel shows
 
 
 def draw(rows: list[dict[str, Any]], title: str, out: Path) -> None:
-    """One mark a recipe: colour by decoder, shape by iteration. The line is the front, whose recipes are numbered in
-    both panels and named below; the right panel is the upper part of the left one."""
+    """Draws a mark for each recipe: colour by decoder, shape by iteration.
+
+    The line is the front; its recipes are numbered in both panels and named below. The right panel is the upper part of
+    the left one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

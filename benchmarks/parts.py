@@ -1,4 +1,4 @@
-"""Where the time of a denoising step goes, by kernel and by part, from torch's profiler.
+"""Where the time of a denoise step goes, by kernel and by part, from torch's profiler.
 
 A kernel that is launched early begins while the one before still runs, and waits for it. So `us`, from beginning to
 end, counts some time twice and may sum to more than the step; `own_us` begins where the kernels before have ended, and
@@ -27,15 +27,15 @@ from dinfer.engine.engine import Engine
 
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
-FILES = {  # what the Triton kernels of the files in dinfer/kernels/triton are for; of others: REST
+FILES = {  # the part of the Triton kernels in each file of dinfer/kernels/triton; others: REST
     "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts", "route": "experts",
     "attention": "attention", "rotary": "rotary, keys",
     "norm": "norms", "token_stats": "statistics", "draw": "statistics",
 }  # fmt: skip
-GATE = "glu"  # in the name of one of them: it is the gate's
-COLLECTIVES = ("all_reduce", "nccl")  # in the names of kernels of torch: sums and gathers over cards
+GATE = "glu"  # in the names of our kernels of the gate
+COLLECTIVES = ("all_reduce", "nccl")  # in the names of torch's kernels: sums and gathers over cards
 LIBRARY = ("nvjet", "cutlass", "cublas", "gemm", "gemv", "splitk")  # in other kernels' names: matrix products
-LONGEST = 24  # steps that are profiled at most
+LONGEST = 24  # the most steps to profile
 
 
 class Span(NamedTuple):
@@ -57,7 +57,7 @@ def our_kernels() -> dict[str, str]:
 
 
 def part_of(kernel: str) -> str:
-    """The part of a step that a kernel is."""
+    """The part of a step that a kernel belongs to."""
     if kernel in our_kernels():
         return "gate" if GATE in kernel else our_kernels()[kernel]
     if any(piece in kernel.lower() for piece in COLLECTIVES):
@@ -66,7 +66,7 @@ def part_of(kernel: str) -> str:
 
 
 def by_kernel(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
-    """Calls and microseconds per step of every kernel, the longest first."""
+    """Calls and microseconds per step of every kernel, sorted by time."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     busy = float("-inf")
     for kernel, start, end in sorted(spans, key=lambda span: span.start):
@@ -81,7 +81,7 @@ def by_kernel(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
 
 
 def by_part(rows: Sequence[dict[str, Any]], step_ms: float) -> dict[str, dict[str, float]]:
-    """The same by part, and what is left of a step of `step_ms`, when no kernel ran: the launch, and time between."""
+    """The same by part, and the rest of a step of `step_ms`, in which no kernel ran."""
     parts = {}
     for part in PARTS:
         mine = [row for row in rows if row["part"] == part]
@@ -99,7 +99,7 @@ def _short(kernel: str) -> str:
 def longest(shapes: Sequence[StepShape]) -> tuple[int, int]:
     """The longest run of launches `[first, end)` of the most frequent window step, cut to `LONGEST`.
 
-    A recipe without a cache has no window steps. Its full passes are what counts.
+    A recipe without a cache has no window steps, so it takes full passes.
     """
     decoding = [shape for shape in shapes if shape.phase == Phase.WINDOW] or [
         shape for shape in shapes if shape.phase == Phase.FULL
@@ -115,9 +115,9 @@ def longest(shapes: Sequence[StepShape]) -> tuple[int, int]:
 
 
 def profiled(engine: Engine, run: Callable[[], Any], shapes: Sequence[StepShape]) -> tuple[list[Span], int]:
-    """The kernels of some window steps of a run whose launches are known to be `shapes`, and how many steps it were.
+    """The kernels of some window steps of a run with launches of `shapes`, and the number of these steps.
 
-    On a CPU, for dry runs, the operators instead.
+    On a CPU, for dry runs, it returns operators instead of kernels.
     """
     cuda, launches, (first, end) = engine.device.type == "cuda", 0, longest(shapes)
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])

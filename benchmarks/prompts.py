@@ -17,15 +17,15 @@ class Prompt:
 
     id: str
     prompt: Any
-    answer: Any = None  # as the data set has it; it is copied, not judged
+    answer: Any = None  # the data set's, which is copied and not judged
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The entries of a file, the first `limit` of them.
 
-    A `.jsonl` file has an entry a line; a `.json` file a list of entries, or an object with such a list as `details`,
-    `judge_details` or `data`. An entry is a text, or an object with `prompt` (or `question`), and maybe `id` and
-    `answer`. Raises ValueError that names the file and the entry, OSError.
+    A `.jsonl` file has an entry a line. A `.json` file has a list of entries, or an object with a list as `details`,
+    `judge_details` or `data`. An entry is a text, or an object with `prompt` or `question`, and optionally `id` and
+    `answer`. Raises a ValueError that names the file and the entry, and OSError.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} must be at least 1")

@@ -1,4 +1,4 @@
-"""What every benchmark writes: how it was called, what `dinfer.analysis.provenance` says, and its figures."""
+"""What every benchmark writes: its command, `dinfer.analysis.provenance`, and its figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dinfer.analysis.provenance import provenance as found
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Command with the variables that change what is measured, commit, versions and hardware."""
+    """The command with the variables that change figures, commit, versions and hardware."""
     spec = sys.modules["__main__"].__spec__
     module = [spec.name] if spec else [sys.argv[0]]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DINFER_")]
@@ -24,11 +24,17 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def begun(given: Namespace, device: torch.device) -> dict[str, Any]:
-    """The head of a report: the arguments but for `out`, and the provenance."""
+    """The head of a report: the arguments without `out`, and the provenance."""
     return {"setting": vars(given) | {"out": None}, **provenance(device)}
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
-    """Writes the report if `--out` names a file. Call it after every run: a run that is cut short leaves figures."""
+    """Writes the report if `--out` names a file. Call it after every run, so that an aborted run leaves figures."""
     if out is not None:
         out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def show(report: dict[str, Any], out: Path | None) -> None:
+    """Prints a report and saves it."""
+    print(json.dumps(report, indent=1, default=str))
+    save(report, out)

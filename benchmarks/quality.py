@@ -4,9 +4,10 @@
     python -m benchmarks.quality --model tiny-llada2 --device cuda --out benchmarks/results/tiny-llada2-quality-h200
     python -m benchmarks.quality --preset further --out benchmarks/results/tiny-further-cpu
 
-Writes OUT.json (with command, commit, hardware, the recipes refused) and OUT.csv. Counts are those of `dinfer.Counts`:
-nothing from the first stop token on counts, forwards are summed over the problems. On a GPU every iteration and cache
-runs once before the clock does, so that compiling kernels is nobody's wall time. `docs/metrics.md` defines the columns.
+It writes OUT.json, with command, commit, hardware and refused recipes, and OUT.csv. Counts are those of
+`dinfer.Counts`: tokens from the first stop token on do not count, and forwards are summed over the problems. On a GPU
+every iteration and cache runs once before timing, so that no wall time includes compilation. `docs/metrics.md` defines
+the columns.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ FOUNDATION = [
     *({"name": "fixed", "steps": steps} for steps in (32, 16, 8, 4)),
     *({"name": "threshold", "threshold": threshold} for threshold in (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)),
 ]
-# LLaDA2.1's presets Speed and Quality, a more careful one, and Quality without edits
+# LLaDA2.1's presets Speed and Quality, a more careful setting, and Quality without edits
 EDITING = [
     {"name": "joint_threshold", "threshold": threshold, "edit_threshold": edit}
     for threshold, edit in ((0.5, 0.0), (0.7, 0.5), (0.9, 0.5), (0.7, 1.0))
 ]
-# Decoders, caches and settings that "everything" does not have, each at its published or its own default
+# Decoders, caches and settings beyond "everything", each with its published or own default
 SURE = {"name": "threshold", "threshold": 0.9}
-CALIBRATED: list[dict[str, Any]] = [  # as many tokens a step as `fixed` with 16 and with 8 steps
+CALIBRATED: list[dict[str, Any]] = [  # tokens a step as with `fixed` in 16 and 8 steps
     {"name": "calibrated", "frequencies": FREQUENCIES, "threshold": 100.0, "least": least} for least in (2, 4)
 ]
 
 
 def further(spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
-    """Recipes that need another iteration or cache than most, or options of a cache."""
+    """Recipes that need another iteration or cache than others, or options of a cache."""
     if spec.causal_block is not None:
         yield {"name": "block_diffusion"}, {"name": "s2d2"}, "block"
         return
@@ -77,17 +78,17 @@ class Row:
     metrics: Metrics
 
     def to_dict(self) -> dict[str, Any]:
-        """The line of the table: the recipe, then the figures."""
+        """The line of the table: recipe and figures."""
         recipe = {name: getattr(self, name) for name in ("iteration", "decoder", "options", "cache")}
         return recipe | self.metrics.row()
 
 
 def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
-    """Iteration, decoder and cache configurations of a preset.
+    """Configurations of iteration, decoder and cache of a preset.
 
-    "foundation": two decoders at several settings, for block-causal models those that edit too. "everything": every
+    "foundation": two decoders at several settings, and for block-causal models decoders that edit. "everything": every
     decoder at one setting with every iteration and every cache, then the other settings of "foundation". "further":
-    what `further` yields.
+    those of `further`.
     """
     foundation = product([{"name": "blockwise", "block": BLOCK}], FOUNDATION, ["none", "prefix", "dual"])
     if spec.causal_block is not None:
@@ -112,26 +113,26 @@ def label(recipe: tuple[Any, Any, Any]) -> str:
 
 
 def words(cache: Any) -> str:
-    """A cache, by its name or as name and options."""
+    """A cache in words: its name, and its options if there are any."""
     return cache if isinstance(cache, str) else f"{cache['name']} {options_of(cache)}"
 
 
 def options_of(part: dict[str, Any]) -> str:
-    """The options of a component, files by name."""
+    """The options of a component in words, with the names of files."""
     return " ".join(
         f"{key}={Path(value).name if key == 'frequencies' else value}" for key, value in part.items() if key != "name"
     )
 
 
 def token_counts(pipe: dinfer.Pipeline) -> dict[str, Any]:
-    """How often each token occurs in 2,000 solutions of the training split, as decoder.frequencies reads it."""
+    """The counts of each token in 2,000 solutions of the training split, for decoder.frequencies."""
     texts = [problem.solution for problem in generate("train", 2000, 987_654)]
     counts = Counter(token for text in texts for token in pipe.tokenizer.encode(text, add_special_tokens=False))
     return {"total": counts.total(), "counts": {str(token): count for token, count in sorted(counts.items())}}
 
 
 def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], dict[str, int]]:
-    """The recipes that compose, and how many others were refused for which reason."""
+    """The recipes that compose, and the number of refused ones by reason."""
     legal, refused = [], Counter[str]()
     for recipe in wanted:
         iteration, decoder, cache = recipe
@@ -145,7 +146,7 @@ def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tup
 
 
 def samples_of(problems: Sequence[Problem], results: Sequence[Any]) -> list[Sample]:
-    """What each answer cost, and whether it is right."""
+    """The cost of each answer, and whether it is right."""
     pairs = zip(problems, results, strict=True)
     return [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
 
@@ -168,7 +169,7 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
 
 
 def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the arguments that say which problems are solved, where, and where the table goes."""
+    """Adds the arguments for problems, device and output."""
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
@@ -211,7 +212,7 @@ def main() -> None:
 
 
 def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """OUT.json and OUT.csv; after every row, so that a run that is cut short leaves what it measured."""
+    """Writes OUT.json and OUT.csv. Call it after every row, so that an aborted run leaves figures."""
     out.with_suffix(".json").write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
     with out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))

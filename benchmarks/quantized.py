@@ -1,10 +1,10 @@
-"""What rounding weights, or keys and values, does to the answers of the models in the box.
+"""How rounding weights, or keys and values, changes the answers of the models in the box.
 
     python -m benchmarks.quantized --device cuda --out benchmarks/results/quantized-h200
 
-Held-out problems with `threshold` 0.9, float32 but for what is rounded, without a cache and with the model's best one.
-Accuracy, NFE and TPF as in benchmarks.quality; `same`: the percentage of problems whose answer is, word for word, that
-of the model as it is with the same cache. Writes OUT.json and OUT.csv, after every row.
+It solves held-out problems with `threshold` 0.9, in float32 except for what is rounded, without a cache and with the
+model's best cache. Accuracy, NFE and TPF are those of benchmarks.quality. `same` is the percentage of answers that
+equal those of the unrounded model, word for word, with the same cache. It writes OUT.json and OUT.csv after every row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Whether a model in the box repairs drafts in which a token is missing or one too many, with moves and without.
+"""Whether a model in the box repairs drafts with a missing or an extra token, with moves and without.
 
     python -m benchmarks.repair --adapter tiny-llada2-insert-delete --out benchmarks/results/repair-tiny-llada2
 
-The drafts: right answers of the model itself (`joint_threshold`, one block, threshold 0.9), half of whose blocks are
-spoilt at one random place, by one token left out or one put in. In the first step of a block its draft is written, and
-from then on the decoder edits. That step counts as a forward. Without repair, the answers are read as they are.
-`--beside` names an adapter that was trained to edit alone, for `joint_threshold` on the same drafts.
+Drafts are right answers of the model (`joint_threshold`, one block, threshold 0.9). Half of their blocks are spoilt at
+one random place: a token is left out or put in. The first step of a block writes its draft. `--beside` names an adapter
+that was trained only to edit, for `joint_threshold` on the same drafts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SETTINGS = [
 
 
 class Drafted(Decoder):
-    """In the first step of a block, the draft of the row whose seed is its number; then what the decoder does."""
+    """Writes a row's draft in the first step of a block, then decodes. A row's seed is the number of its draft."""
 
     drafts_NS: ClassVar[Tensor]
 
@@ -74,7 +73,7 @@ class DraftedInsertDelete(Drafted, InsertDelete):
 
 
 def spoilt(tokens: Sequence[int], first: int, end: int, block: int, random: Random) -> list[int]:
-    """Half of the blocks with a token left out or one put in, between the first and the last token of the answer."""
+    """Leaves out or puts in a token in half of the blocks, between the first and the last token of the answer."""
     found = list(tokens)
     for begin in range(first // block * block, end, block):
         low, high = max(begin, first), min(begin + block, end)
@@ -137,7 +136,7 @@ def main() -> None:
 
 
 def ended(ids: list[int], base: dinfer.Pipeline) -> list[int]:
-    """What a draft says, up to its first stop token."""
+    """A draft up to its first stop token."""
     end = next((at for at, token in enumerate(ids) if token in base.model.spec.stop_ids), len(ids))
     return ids[:end]
 

@@ -1,8 +1,6 @@
-"""Writes the tables of README.md and of pages in docs from the files in benchmarks/results.
+"""Writes the tables of README.md and docs from the files in benchmarks/results, so that nobody types a figure by hand.
 
-    python -m benchmarks.report
-
-So no figure there is typed by hand.
+python -m benchmarks.report
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SHOWN = ("steps=32", "steps=8", "threshold=0.99", "threshold=0.9", "threshold=0.
 
 
 def quality() -> str:
-    """Accuracy and tokens per forward of the model in the box, a line a decoder and a column a cache."""
+    """Accuracy and tokens per forward of the model in the box, by decoder and cache."""
     report = json.loads((RESULTS / "tiny-quality-h200.json").read_text())
     rows = {(row["options"], row["cache"]): row for row in report["rows"]}
     caches = ("none", "prefix", "dual")
@@ -46,7 +44,7 @@ def quality() -> str:
 
 
 def second() -> str:
-    """Accuracy, forwards and tokens per forward of the second model in the box, a line a decoder."""
+    """Accuracy, forwards and tokens per forward of the second model in the box, by decoder."""
     report = json.loads((RESULTS / "tiny-llada2-quality.json").read_text())
     lines = [
         "The second model in the box, `tiny-llada2` (LLaDA2's architecture, 7.1 million parameters, 4 of 16 experts a "
@@ -63,7 +61,7 @@ def second() -> str:
     return "\n".join(lines)
 
 
-STEPS = {  # what a row is of, its file, and what it was to reach, in ms
+STEPS = {  # the title of a row, its file, and its goal in ms
     "LLaDA-8B": ("step-llada-8b-h200", 4.9),
     "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
     "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
@@ -80,7 +78,7 @@ def _step_reports() -> dict[str, dict[str, Any]]:
 
 
 def steps() -> str:
-    """Time of a step of full-size shapes against what its bytes and its multiply-adds take."""
+    """The time of a step of full-size shapes, and its limits by bytes and by multiply-adds."""
     reports = _step_reports()
     some = next(iter(reports.values()))
     commits = ", ".join(dict.fromkeys(report["commit"] for report in reports.values()))
@@ -118,7 +116,7 @@ def steps() -> str:
 
 
 def _cards(report: dict[str, Any]) -> str:
-    """What the same step took on other cards: reading the experts is most of it, and cards differ in that."""
+    """The same step on other cards, which differ in the time to read experts."""
     others = [json.loads(path.read_text()) for path in sorted((RESULTS / "cards").glob("*.json"))]
     rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in (report, *others)]
     experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in (report, *others)]
@@ -131,7 +129,7 @@ def _cards(report: dict[str, Any]) -> str:
 
 
 def parts() -> str:
-    """Where the time of these steps goes."""
+    """The time of these steps by part."""
     reports = _step_reports()
     names = list(next(iter(reports.values()))["profile"]["parts"])
     lines = [
@@ -301,7 +299,7 @@ def throughput() -> str:
 
 
 def _command(report: dict[str, Any]) -> str:
-    """What was run, without where its results went."""
+    """The command of a report, without its output."""
     return re.sub(r" --out \S+", "", report["command"])
 
 
@@ -310,7 +308,7 @@ def _throughput(name: str) -> dict[str, Any]:
 
 
 def _targets() -> str:
-    """What was to be reached, and what was."""
+    """Goals and what was reached."""
     mini, spread, dense = _throughput("llada2-mini"), _throughput("llada2-mini-spread"), _step_reports()["LLaDA-8B"]
     most, apart = mini["runs"][-1], spread["runs"][-1]
     cold = max(_throughput(name)["cold"]["first_block_s"] for name in ("llada2-mini", "llada2-mini-spread", "llada-8b"))
@@ -331,7 +329,7 @@ def _targets() -> str:
 
 
 def _steps(runs: list[dict[str, Any]]) -> list[str]:
-    """Where the time of the largest batch went."""
+    """The time of the largest batch by step."""
     run = runs[-1]
     whole = 1e3 * run["seconds"]
     lines = ["| step, at the largest number in flight | launches | median | of the time |", "| --- |" + " --- |" * 3]

@@ -1,14 +1,14 @@
-"""What the host does in a round, and how busy it would keep a GPU. Needs no card.
+"""The host's time of a round, and how busy it would keep a GPU. It needs no card.
 
     python -m benchmarks.rounds --in-flight 64,256 --out results.json
 
-A closed loop over a model without a network. Steps run eagerly on the CPU, and their time is left out: on a GPU the
-host launches a graph instead. What is left is the work of the host: admission, planning, reading, delivery, and the
-loop of the caller. It is CPU time of one thread, so other programs hardly disturb it.
+It runs a closed loop over a model without a network. Steps run eagerly on the CPU, and their time does not count, since
+on a GPU the host launches a graph instead. The rest is the host's work: admission, planning, reading, delivery, and the
+caller's loop. It is the CPU time of one thread, so other programs hardly disturb it.
 
-The device is simulated. It runs one step after the other, each for `--step-us` and `--position-us` for each of its
-positions. The defaults are what the steps of `tiny` take on an H200 (results/throughput-tiny-h200.json). The host waits
-for it where the engine does. What a launch costs on the host is not simulated, nor are graphs captured.
+The device is simulated. It runs one step after the other. A step takes `--step-us`, and `--position-us` for each of its
+positions; the defaults are those of `tiny` on an H200 (results/throughput-tiny-h200.json). The host waits for the
+device where the engine does. The host's time of a launch is not simulated, and no graph is captured.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import random_network
 
-COUNTS = (1, 1, 1, 2, 2, 3, 4, 6)  # tokens that a step commits: 2.5 on average, as uneven as those of a threshold
+COUNTS = (1, 1, 1, 2, 2, 3, 4, 6)  # tokens that a step commits: 2.5 on average, as uneven as with a threshold
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uneven(Decoder):
-    """The masked positions from the left, now few and now many, whatever their probabilities."""
+    """Commits a varying number of masked positions from the left, whatever their probabilities."""
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         draw_R = (view.forward_R * 5 + view.pos_RL[:, 0] * 3 + view.prompt_R * 7) % len(COUNTS)
@@ -50,7 +50,7 @@ class Uneven(Decoder):
 
 
 class Mark:
-    """Stands for a CUDA event: when the simulated device is as far as this."""
+    """Stands for a CUDA event: the time at which the simulated device reaches it."""
 
     def __init__(self, device: Simulated) -> None:
         self._device, self.at = device, 0.0
@@ -60,7 +60,7 @@ class Mark:
 
 
 class Simulated(Worker):
-    """Runs steps, and counts them as the work of a device that runs beside the host. All times in seconds."""
+    """Runs steps, and counts them as the work of a device beside the host. All times are in seconds."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, step: float, position: float) -> None:
         super().__init__(recipe, runtime)
@@ -71,7 +71,7 @@ class Simulated(Worker):
 
     @property
     def host(self) -> float:
-        """Work of the host so far."""
+        """The host's time so far."""
         return time.thread_time() - self._left_out
 
     @property
@@ -110,7 +110,7 @@ def engine_of(given: argparse.Namespace) -> Engine:
 
 
 def requests_of(engine: Engine, given: argparse.Namespace, count: int) -> list[Request]:
-    """Prompts and generations of all lengths from a third of the longest on, so that rows are at all stages."""
+    """Requests of all lengths from a third of the longest on, so that rows are at all stages."""
     prompts = random_prompts(engine.recipe.model.spec, count, given.prompt)
 
     def size(most: int, number: int) -> int:
@@ -119,12 +119,14 @@ def requests_of(engine: Engine, given: argparse.Namespace, count: int) -> list[R
     return [Request(p[: size(given.prompt, 37 * i)], size(given.new, 53 * i)) for i, p in enumerate(prompts)]
 
 
-def measured(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
-    closed_loop(engine, requests[:in_flight], in_flight)  # caches of the host are warm
+def measured(engine: Engine, requests: list[Request], in_flight: int, queued: bool) -> dict[str, Any]:
+    """`queued`: requests wait all the time, while at most `runtime.rows` run."""
+    closed_loop(engine, requests[:in_flight], in_flight)  # warms the host's caches
     worker: Any = engine.loop.worker
     host, waited, busy, launches = worker.host, worker.waited, worker.busy, worker.launches
     rounds = _Rounds(engine)
-    tokens = closed_loop(rounds, requests, in_flight)["tokens"]  # type: ignore[arg-type]
+    asked = len(requests) if queued else in_flight
+    tokens = closed_loop(rounds, requests, asked)["tokens"]  # type: ignore[arg-type]
     host, waited, busy = worker.host - host, worker.waited - waited, worker.busy - busy
     return {
         "in_flight": in_flight, "requests": len(requests), "rounds": rounds.count,
@@ -135,7 +137,7 @@ def measured(engine: Engine, requests: list[Request], in_flight: int) -> dict[st
 
 
 class _Rounds:
-    """An engine, and how many rounds it has run."""
+    """An engine that counts its rounds."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.count = engine, 0
@@ -152,6 +154,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[64, 256])
     parser.add_argument("--rounds", type=int, default=4, help="requests for each in flight")
+    parser.add_argument("--queued", action="store_true", help="ask for all at once: the largest --in-flight run")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens of the longest")
     parser.add_argument("--cache", default="dual")
@@ -163,7 +166,8 @@ def main(args: list[str] | None = None) -> None:
     engine = engine_of(given)
     runs = []
     for in_flight in given.in_flight:
-        runs.append(measured(engine, requests_of(engine, given, given.rounds * in_flight), in_flight))
+        requests = requests_of(engine, given, given.rounds * in_flight)
+        runs.append(measured(engine, requests, in_flight, given.queued))
         print(runs[-1], flush=True)
     if given.out:
         setting = vars(given) | {"out": None}

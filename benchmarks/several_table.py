@@ -1,4 +1,4 @@
-"""The table of the adapters in the box, for docs/results.md: several open blocks against one, and the areas."""
+"""The tables of the adapters in the box, for docs/results.md: several open blocks against one, and the areas."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ SHOWN = {
 
 
 def reports(results: Path, name: str) -> list[dict[str, Any]]:
-    """What was measured of a model or an adapter in the box, a report a run."""
+    """The reports of a model or an adapter in the box."""
     return [json.loads((results / f"{file}.json").read_text()) for file in FILES[name]]
 
 
 def rows_of(results: Path, name: str) -> list[Row]:
-    """All rows of held-out problems of it."""
+    """Its rows of held-out problems."""
     return [row for report in reports(results, name) for row in report["rows"]]
 
 
 def several(results: Path) -> str:
-    """A table for each model: a line a recipe, on the problems that recipes are chosen by and the held-out ones."""
+    """A table for each model, with a line for each recipe: on problems of the training split and held-out problems."""
     every = [report for name in FILES for report in reports(results, name)]
     made = " or ".join(dict.fromkeys(f"{report['hardware']}, torch {report['torch']}" for report in every))
     count, new = every[0]["rows"][0]["problems"], every[0]["setting"]["new"]
@@ -88,13 +88,13 @@ def cell(row: Row | None) -> str:
 
 
 def order(row: Row) -> tuple[int, int]:
-    """Where a row stands in its table: by iteration, then by decoder; settings stay as they were measured."""
+    """The sorting key of a row: by iteration, then by decoder."""
     iterations = ("multi_block", "lopa", "dmax", "blockwise", "block_diffusion")
     return iterations.index(row["iteration"]), [*SHOWN, row["decoder"]].index(row["decoder"])
 
 
 def again(results: Path) -> str:
-    """The recipes of the presets on problems of another seed, beside those of the first."""
+    """The recipes of the presets on problems of two seeds."""
     lines = [
         "The recipes of two presets on held-out problems of another seed:",
         "",
@@ -113,7 +113,7 @@ def again(results: Path) -> str:
 
 
 def areas(results: Path) -> str:
-    """The area under accuracy and parallelism of each way to decode the models in the box, by its front."""
+    """The area under accuracy and parallelism of each way to decode the models in the box."""
     one = json.loads((results / "tiny-everything-h200.json").read_text())["rows"]
     adapter, more = rows_of(results, "tiny-d2f"), rows_of(results, "tiny")
     second = json.loads((results / "tiny-llada2-quality.json").read_text())["rows"]
@@ -150,7 +150,7 @@ def areas(results: Path) -> str:
 
 
 def repair(results: Path) -> str:
-    """Which spoilt drafts are repaired, a line a setting, by rising tokens per forward."""
+    """The share of spoilt drafts that each setting repairs, sorted by tokens per forward."""
     report = json.loads((results / "repair-tiny-llada2-h200.json").read_text())
     lines = [
         f"{report['drafts']} drafts, of which {report['right']:.1f}% are right as they are; float32, "

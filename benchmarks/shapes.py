@@ -1,4 +1,4 @@
-"""config.json of published checkpoints, without what changes nothing, for running their shapes with random weights."""
+"""The config.json of published checkpoints, as far as it matters, to run their shapes with random weights."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ SMALL_SDAR = SDAR_4B | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "vocab_size": 512, "mask_token_id": 511, "eos_token_id": 510,
 }  # fmt: skip
-# Options of the family: the vocabulary of these is too small for the ids that config.json leaves to the authors' code.
-# And the length of SDAR's attention blocks, which its config.json does not say.
+# Options of the family: ids within the small vocabularies, since config.json leaves them to the authors' code, and the
+# length of SDAR's attention blocks, which config.json does not have.
 OPTIONS: dict[str, dict[str, Any]] = {
     "small-llada2": {"mask_id": 511, "stop_ids": [510]}, "sdar-4b": {"block": 4}, "sdar-8b": {"block": 4},
     "small-sdar": {"block": 4},

@@ -1,9 +1,9 @@
-"""Answers one prompt again and again: NFE, tokens, forwards and tokens a second, tokens per forward.
+"""Answers one prompt repeatedly: NFE, tokens, forwards and tokens a second, tokens per forward.
 
     python -m benchmarks.single --warmup 2 --repeats 5 model=llada_8b_instruct device=cuda decoder.threshold=0.9
 
-The prompt is a fixed word problem unless given with --prompt. Prints a line a repeat and their median by tokens a
-second; --out writes all of them as JSON with settings, commit and hardware. Warm-up runs come before and do not count.
+The prompt is a fixed word problem unless --prompt gives one. It prints a line for each repeat, and their median by
+tokens a second. --out writes all as JSON, with settings, commit and hardware. Warm-up runs do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.configured import configured
+from benchmarks.configured import check_least, configured
 from benchmarks.provenance import provenance, save
 from dinfer.cli.recipe import pipeline
 from dinfer.pipeline import Pipeline
@@ -29,7 +29,7 @@ PROMPT = (
 
 
 def timed(pipe: Pipeline, prompt: str, new_tokens: int) -> dict[str, Any]:
-    """One answer and its figures; wall time, tokenising included."""
+    """One answer and its figures. Wall time includes tokenising."""
     cuda = pipe.recipe.model.device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
@@ -60,9 +60,7 @@ def main(args: list[str] | None = None) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Raises ValueError or OSError for what cannot be run."""
-    for name, least in (("warmup", 0), ("repeats", 1)):
-        if getattr(given, name) < least:
-            raise ValueError(f"--{name}={getattr(given, name)} must be at least {least}")
+    check_least(given, warmup=0, repeats=1)
     config = configured(given.overrides)
     pipe, new_tokens = pipeline(config), config["max_new_tokens"]
     for _ in range(given.warmup):

@@ -1,9 +1,9 @@
-"""How many forwards candidates save, with the same tokens: `runtime.speculate` on held-out problems.
+"""The forwards that candidates save, with the same tokens: `runtime.speculate` on held-out problems.
 
     python -m benchmarks.speculation --device cuda --out benchmarks/results/speculation-h200
 
-Each recipe runs without candidates and with K of them. A row of the report holds the forwards of all problems, by how
-much they were divided, and how many answers are the same, token by token.
+Each recipe runs without candidates and with K of them. A row of the report has the forwards of all problems, their
+ratio, and the number of answers with the same tokens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RECIPES: list[tuple[str, Any, Any, str]] = [
 def solved(
     base: dinfer.Pipeline, recipe: Any, count: int, questions: list[str], given: argparse.Namespace
 ) -> tuple[list[Any], float]:
-    """The results of all problems, and the seconds that they took."""
+    """The results of all problems, and their seconds."""
     runtime = dinfer.Runtime(rows=given.rows, max_length=256, speculate=count, graphs=base.model.device.type == "cuda")
     pipe = dinfer.Pipeline(recipe, base.tokenizer, runtime)
     if runtime.graphs:

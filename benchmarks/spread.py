@@ -1,4 +1,4 @@
-"""`dinfer`'s benchmarks feed masks tokens of their own; with one kernel, so that the feeding hardly shows in a step."""
+"""The kernel of `benchmarks.feeds.Spread`, which makes its share of a step small."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""How long the first block takes, and what for: with nothing compiled before, and once more on the same machine.
+"""The time to the first block and its parts: with nothing compiled before, and once more on the same machine.
 
     python -m benchmarks.startup --shape llada2-mini --out results.json
-    DINFER_COMPILE_AHEAD=1 python -m benchmarks.startup --shape llada2-mini   # all kernels of a step beside each other
     python -m benchmarks.startup --shape small-llada2 --device cpu   # dry run: no kernel is compiled
 
-Each start is a process of its own. The first one finds an empty cache of kernels, the second one that of the first.
-Weights are random; the time begins when they are on the card. A recipe whose decoder commits a fixed number of tokens
-at a step decodes `--blocks` blocks, once alone and once with `--in-flight` requests, which meet other shapes.
+Each start is a new process. The first finds an empty cache of kernels, the second the cache of the first. Weights are
+random; the time begins when they are on the card. A decoder that commits a fixed number of tokens at a step decodes
+`--blocks` blocks, once alone and once with `--in-flight` requests, whose steps have other shapes.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ LIMIT = 900.0  # seconds that a start may take
 
 
 class Compilations:
-    """Kernels that are compiled or read from the cache, and what that takes, by who waits for it."""
+    """Kernels that are compiled or read from the cache, and the time of that, by thread."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[bool, bool, float]] = []  # read from the cache, beside the step, seconds
+        self.found: list[tuple[bool, bool, float]] = []  # from the cache?, in another thread?, seconds
 
     def listen(self) -> None:
         from triton import knobs
@@ -50,22 +49,25 @@ class Compilations:
         def heard(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
             stages = sum(seconds for _, seconds in times.lowering_stages)
             seconds = (times.ir_initialization + stages + times.store_results) / 1e6
-            self.found.append((cache_hit, threading.current_thread() is not threading.main_thread(), seconds))
+            beside = threading.current_thread() is not threading.main_thread()
+            self.found.append((cache_hit, beside, seconds, time.perf_counter()))
 
         knobs.compilation.listener = heard
 
-    def report(self) -> dict[str, Any]:
-        """Since the last call."""
+    def report(self, began: float) -> dict[str, Any]:
+        """What came since the last call, in a phase that began at this time of `time.perf_counter`."""
         found, self.found = self.found, []
         beside, cached = [f for f in found if f[1]], [f for f in found if f[0]]
+        ready = [f[3] - began for f in found] or [0.0]
         return {
             "kernels": len(found), "of_them_cached": len(cached), "of_them_beside_each_other": len(beside),
             "compiler_s": round(sum(f[2] for f in found), 3),
+            "first_kernel_s": round(min(ready), 3), "last_kernel_s": round(max(ready), 3),
         }  # fmt: skip
 
 
 def start(given: argparse.Namespace) -> dict[str, Any]:
-    """One start: seconds of each phase, and the kernels that were made in it."""
+    """One start: the seconds and kernels of each phase."""
     began = time.perf_counter()
     device = torch.device(given.device)
     cuda = device.type == "cuda"
@@ -94,14 +96,14 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
         phases.append(
             {
                 "phase": name, "seconds": time.perf_counter() - began, "first_block_s": result["first_block_s"]["max"],
-                "graphs": engine.runner.captured, **compilations.report(),
+                "graphs": engine.runner.captured, **compilations.report(began),
             }
         )  # fmt: skip
     return {"phases": [{k: round(v, 3) if isinstance(v, float) else v for k, v in p.items()} for p in phases]}
 
 
 def child(args: list[str], cache: str) -> dict[str, Any]:
-    """A start in a process of its own. Raises RuntimeError with its last words if it fails."""
+    """A start in a new process. Raises RuntimeError with the end of its stderr if it fails."""
     command = [sys.executable, "-m", "benchmarks.startup", *args, "--child"]
     began = time.perf_counter()
     environment = os.environ | {"TRITON_CACHE_DIR": cache}

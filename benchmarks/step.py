@@ -1,13 +1,13 @@
-"""Time of one denoising step and where it goes: a real generation with random weights, eagerly and as CUDA graphs.
+"""The time of a denoise step by part: a real generation with random weights, eagerly and as CUDA graphs.
 
     python -m benchmarks.step --out benchmarks/results/step-llada-8b-h200.json
     python -m benchmarks.step --shape small --device cpu --new 64          # dry run
 
-Steps are timed by CUDA events around each launch of the engine, which wait for nothing; what a run takes beyond its
-steps is the host's. The limit is the larger of two times: that of reading the weights that a step needs, and the keys
-and values of its rows, once, and that of its multiply-adds, at rates measured in the same run. Decoding, commits and
-cursors are what a step with no network in it takes. The kernels of some window steps are summed by part
-(`benchmarks.parts`). With `--spread` tokens choose their experts independently of each other (`benchmarks.feeds`).
+CUDA events around each launch of the engine time the steps without waiting. The rest of a run's time is the host's. The
+limit is the larger of two times: to read the weights of a step and the keys and values of its rows once, and to do its
+multiply-adds, at rates measured in the same run. A step without a network times decoding, commits and cursors. The
+kernels of some window steps are summed by part (`benchmarks.parts`). With `--spread` tokens choose their experts
+independently of each other (`benchmarks.feeds`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dinfer.loading.checkpoint import random_network
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
-    """How many experts of a layer the tokens of a window step choose between them, on average of layers and steps."""
+    """The number of experts that the tokens of a window step choose in a layer, on average over layers and steps."""
     counts, route = [], Experts.route
 
     def counted(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,12 +65,12 @@ def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
 
 
 def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], list[StepShape]]:
-    """Runs until everything is warm, and times every step of one run more; and the shapes of these steps."""
+    """Warms up, then times every step of another run. Returns the figures and the shapes of these steps."""
     began = time.perf_counter()
     first = run()
     warm_up = time.perf_counter() - began
     if pipe.engine.runtime.graphs:
-        run()  # what came up once has not been captured
+        run()  # captures the shapes that have come up once
     with Clock(pipe.engine) as clock:
         began = time.perf_counter()
         again = run()
@@ -142,11 +142,11 @@ def main(args: list[str] | None = None) -> None:
             report[name]["beyond_weights_gb"] = (torch.cuda.max_memory_allocated() - weights) / 1e9
     canvases = [report[name].pop("canvas") for name in ("eager", "graph") if name in report]
     report["graph_equals_eager"] = canvases[0] == canvases[-1] if cuda else None
-    save(report, given.out)  # what follows may fail, and these are the figures
+    save(report, given.out)  # now, since what follows may fail
     found = report[name]
     report["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
 
-    seen = given.prompt + given.new  # a block-causal model sees no further than its block, the middle one on average
+    seen = given.prompt + given.new  # a block-causal model sees up to its block, which is the middle one on average
     keys = given.prompt + (given.new + given.block) / 2 if spec.causal_block else seen
     report["limit"] = limits(
         model, pool(pipe.engine), rows=given.batch, width=found["width"], block=given.block, keys=keys,

@@ -1,11 +1,11 @@
-"""One model on one card and on two: time of a window step, what of it the cards spend on sums, and what they hold.
+"""One model on one card and on two: the time of a window step, its share of sums over cards, and the cards' memory.
 
     python -m benchmarks.tensor_parallel --out benchmarks/results/tensor-parallel-h200.json
     python -m benchmarks.tensor_parallel --tiny --device cpu                      # dry run over gloo
 
-Processes, one for each card, run one case after the other. Behind a case that fails or hangs they are started anew, so
-it loses no other, and the report has their last words. Cases of one card run two at a time, a card for each. Steps are
-timed as `benchmarks.step` does, with its limit: the bytes that a card reads, at the rate of a copy measured in the same
+Processes, one for each card, run one case after the other. After a case that fails or hangs they start again, so it
+costs no other case, and the report has the end of their stderr. Cases of one card run two at a time, one on each card.
+Steps are timed as in `benchmarks.step`, with its limit: the bytes that a card reads, at the rate of a copy in the same
 process. `collectives` times the sums alone, 64 in a CUDA graph, by size and method.
 """
 
@@ -41,11 +41,11 @@ from dinfer.kernels.types import Share
 from dinfer.loading.checkpoint import random_network
 
 BLOCK, PROMPT, NEW = 32, 128, 256
-SUMS = 64  # in a graph, as many as a step of 32 layers has
+SUMS = 64  # in a graph, as in a step of 32 layers
 
 
 class Case(NamedTuple):
-    """A shape on so many cards."""
+    """A shape on some cards."""
 
     shape: str
     cards: int
@@ -80,7 +80,7 @@ TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "sma
 
 
 def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """What one rank measures of a case."""
+    """The figures of a case from one rank."""
     cuda = device.type == "cuda"
     if case.shape == "collectives":
         return collective_times(ranks, device) if cuda else {}
@@ -109,7 +109,7 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         runtime = Runtime(rows=case.rows, graphs=graphs, tensor_parallel=ranks.size, expert_parallel=dealt)
         return Pipeline(recipe, None, runtime)
 
-    # The room for keys changes how attention is cut, so what is compared has as much of it.
+    # The room for keys changes the splits of attention, so all compared cases have the same room.
     eager = pipeline(False).generate_ids(prompts, max_new_tokens=NEW)
     pipe = pipeline(cuda)
     run = partial(pipe.generate_ids, prompts, max_new_tokens=NEW)
@@ -140,7 +140,7 @@ card_rates = cache(rates)  # once in a process
 
 
 def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Microseconds of one sum of [rows, 4096] bfloat16, by rows and method; and what a norm takes longer by one."""
+    """Microseconds of a sum of [rows, 4096] bfloat16, by rows and method, and the time that it adds to a norm."""
     small, weight = ranks.small, torch.ones(4096, dtype=torch.bfloat16, device=device)
     found: dict[str, dict[str, float]] = {}
     longer: dict[str, float] = {}
@@ -157,7 +157,7 @@ def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, 
 
 
 def graph_us(work: Any) -> float:
-    """Microseconds of a piece of work, of which a CUDA graph holds many."""
+    """Microseconds of a piece of work, repeated in a CUDA graph."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -177,7 +177,7 @@ def graph_us(work: Any) -> float:
 
 
 class Group:
-    """Cases that one set of processes runs one after the other, a process for each card."""
+    """Cases that a set of processes runs one after the other, with a process for each card."""
 
     def __init__(self, cases: Sequence[Case], cards: Sequence[str], given: argparse.Namespace, folder: str) -> None:
         """`cards`: their names for CUDA_VISIBLE_DEVICES."""
@@ -200,7 +200,7 @@ class Group:
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
     def look(self) -> bool:
-        """Takes what has come out, starts again behind a case that failed or takes too long. False: all is done."""
+        """Collects outcomes, and starts again after a case that failed or takes too long. False: all cases are done."""
         for case in self.cases:
             written = self.place / f"{case.name}.json"
             if case.name not in self.found and written.is_file():
@@ -223,7 +223,7 @@ class Group:
 
 
 def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
-    """Runs groups side by side until all is done, or no time is left: what came out, by the names of cases."""
+    """Runs groups side by side until all is done or no time is left. Returns outcomes by the names of cases."""
     for group in groups:
         group.start()
     try:
@@ -237,7 +237,7 @@ def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
 
 
 def compared(report: dict[str, Any]) -> None:
-    """How many tokens two cards have as one does, where a shape ran on both; weights in bfloat16 round otherwise."""
+    """The number of tokens that two cards share with one card. Sums in bfloat16 round differently on two."""
     for case in CASES:
         alone = case._replace(cards=1, sums="symmetric", experts="divided")
         two, one = report.get(case.name, {}), report.get(alone.name, {})

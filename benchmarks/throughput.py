@@ -9,10 +9,11 @@ that of a real model, whatever the logits say. The models in the box decode for 
 request alone says how long the first block takes with nothing compiled. Then, for each number in flight, a round of
 warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
 so that rows are at all stages afterwards, as they are where requests come when they like. `steady` is what was finished
-while that many were in flight, without the last requests, which have the card to themselves. With `--stagger` it begins
-when the first have all finished a block, since all are prefilled at once before. With `--spread` tokens choose their
-experts independently of each other (`benchmarks.feeds`). The limit beside tokens/s is what they would be if every step
-took its least time, by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
+while that many were in flight, without the last requests, which have the card to themselves. With `--stagger` and three
+rounds or more, all figures are those of the time under load: from when all of the first requests have finished a block,
+since they are prefilled at once, until the last is asked for. With `--spread` tokens choose their experts independently
+of each other (`benchmarks.feeds`). The limit beside tokens/s is what they would be if every step took its least time,
+by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStat
 from dinfer.core.registry import check_range, option
 from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Completion, Request
+from dinfer.engine.request import Completion, Request, Update
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
@@ -62,59 +64,116 @@ class Scripted(Decoder):
         return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= count_R1))
 
 
-def closed_loop(
-    engine: Engine, requests: list[Request], in_flight: int, *, most_s: float = math.inf, ramp: bool = False,
-    **wanted: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`.
+def rounds_of(
+    engine: Engine, requests: list[Request], in_flight: int, asked: dict[int, tuple[Request, float]], **wanted: Any
+) -> Iterator[tuple[list[Update], bool]]:
+    """Keeps `in_flight` of the requests running: the updates of each round, and whether requests still wait.
 
-    After `most_s` seconds it takes out those that run and tells nothing. `ramp`: `steady` begins only when as many as
-    are in flight have finished a block, since the prefills of all at once come before that.
+    `asked` is filled with each request by its number, and when it was asked for. What runs when the caller stops is
+    taken out.
     """
-    waiting, began, first, latency = list(requests)[::-1], {}, {}, []
-    done: list[Completion] = []
+    waiting, running = list(requests)[::-1], set()
+    try:
+        while waiting or engine.busy:
+            while waiting and len(running) < in_flight:
+                request = waiting.pop()
+                index = engine.add(request, **wanted)
+                asked[index] = request, time.perf_counter()
+                running.add(index)
+            updates = engine.step()
+            for update in updates:
+                if update.error is not None:
+                    raise update.error
+                if update.completion is not None:
+                    running.discard(update.index)
+            yield updates, bool(waiting)
+    finally:
+        for index in running:
+            engine.cancel(index)
+
+
+def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wanted: Any) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`."""
+    asked: dict[int, tuple[Request, float]] = {}
     blocks: dict[int, int] = {}
+    first, latency, done = {}, [], []
     start = time.perf_counter()
-    full = begun_at = 0.0, 0  # seconds, and blocks finished, while so many were in flight
-    while waiting or engine.busy:
-        if time.perf_counter() - start > most_s:
-            for index in began:
-                engine.cancel(index)
-            return {}
-        while waiting and len(began) - len(done) < in_flight:
-            began[engine.add(waiting.pop(), **wanted)] = time.perf_counter()
-        for update in engine.step():
-            now = time.perf_counter()
+    full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
+    for updates, more in rounds_of(engine, requests, in_flight, asked, **wanted):
+        now = time.perf_counter()
+        for update in updates:
             blocks[update.index] = update.blocks
-            if update.error is not None:
-                raise update.error
-            if update.blocks and update.index not in first:
-                first[update.index] = now - began[update.index]
+            if update.blocks:
+                first.setdefault(update.index, now - asked[update.index][1])
             if update.completion is not None:
-                latency.append(now - began[update.index])
+                latency.append(now - asked[update.index][1])
                 done.append(update.completion)
-        if waiting:
-            full = time.perf_counter() - start, sum(blocks.values())
-            if ramp and len(first) < in_flight:
-                begun_at = full
-    seconds = time.perf_counter() - start
-    counts = [completion.counts for completion in done]
-    block = engine.recipe.iteration.block
-    aligned = all(len(r.prompt) % block == 0 and r.new_tokens % block == 0 for r in requests)
-    tokens, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
-    lasted, finished = full[0] - begun_at[0], full[1] - begun_at[1]
-    return {
-        "requests": len(done),
-        "most_forwards": max(c.forwards for c in counts),
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-        "tpf": tokens / forwards,
-        "steady_tokens_per_s": finished * block / lasted if finished and aligned else None,
-        "tokens_per_denoise_step": tokens / (forwards - sum(c.prefills for c in counts)),
-        "first_block_s": spread([*first.values()]),
+        if more:
+            full = now - start, sum(blocks.values())
+    found = told(done, sum(completion.counts.tokens for completion in done), time.perf_counter() - start)
+    steady = full[1] * engine.recipe.iteration.block / full[0] if full[1] and aligned(engine, requests) else None
+    return found | {
+        "steady_tokens_per_s": steady, "first_block_s": spread([*first.values()]), "latency_s": spread(latency),
+    }  # fmt: skip
+
+
+def under_load(
+    engine: Engine, requests: list[Request], in_flight: int, begun: Callable[[], None], most_s: float = math.inf
+) -> dict[str, Any] | None:
+    """A closed loop without its beginning and its end, when the load is another one.
+
+    It calls `begun` when as many as are in flight have finished a block, since all are prefilled at once before. It
+    ends when the last request was asked for. Tokens are those of blocks that were finished in between, latencies those
+    of the longest requests that were asked for and finished in between. None: `most_s` seconds were over before.
+    """
+    asked: dict[int, tuple[Request, float]] = {}
+    blocks: dict[int, int] = {}
+    first, latency, done = {}, [], []
+    longest, start = max(request.new_tokens for request in requests), time.perf_counter()
+    since: tuple[float, int] | None = None
+    for updates, more in rounds_of(engine, requests, in_flight, asked):
+        now = time.perf_counter()
+        for update in updates:
+            request, then = asked[update.index]
+            blocks[update.index] = update.blocks
+            if since is not None and then >= since[0]:
+                if update.blocks:
+                    first.setdefault(update.index, now - then)
+                if update.completion is not None and request.new_tokens == longest:
+                    latency.append(now - then)
+            if since is not None and update.completion is not None:
+                done.append(update.completion)
+        if since is None and sum(count > 0 for count in blocks.values()) >= in_flight:
+            since = now, sum(blocks.values())
+            begun()
+        if now - start > most_s:
+            return None
+        if not more:
+            break
+    assert since is not None
+    tokens = (sum(blocks.values()) - since[1]) * engine.recipe.iteration.block
+    found = told(done, tokens, now - since[0])
+    return found | {
+        "steady_tokens_per_s": found["tokens_per_s"], "first_block_s": spread([*first.values()]),
         "latency_s": spread(latency),
-    }
+    }  # fmt: skip
+
+
+def told(done: list[Completion], tokens: int, seconds: float) -> dict[str, Any]:
+    """What the requests that are done needed, and the rate of all tokens."""
+    counts = [completion.counts for completion in done]
+    own, forwards = sum(c.tokens for c in counts), sum(c.forwards for c in counts)
+    return {
+        "requests": len(done), "most_forwards": max(c.forwards for c in counts), "tokens": tokens, "seconds": seconds,
+        "tokens_per_s": tokens / seconds, "tpf": own / forwards,
+        "tokens_per_denoise_step": own / (forwards - sum(c.prefills for c in counts)),
+    }  # fmt: skip
+
+
+def aligned(engine: Engine, requests: list[Request]) -> bool:
+    """Whether every block that they finish is a whole one."""
+    block = engine.recipe.iteration.block
+    return all(len(r.prompt) % block == 0 and r.new_tokens % block == 0 for r in requests)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -134,16 +193,21 @@ def measured(
 ) -> dict[str, Any]:  # fmt: skip
     """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
 
-    `card`: its rates, see `benchmarks.limits`. `most_warm_up`: seconds after which the warm-up ends.
+    With `stagger` and three rounds or more, figures and limits are those under load. `card`: its rates, see
+    `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under load ends.
     """
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
+    loaded = stagger and rounds > 2 and aligned(engine, work)  # or there is no time in which the load is steady
     # The whole where time allows it: what sizes come up later is captured while it is timed.
-    most_s = math.inf if most_warm_up is None else most_warm_up
-    closed_loop(engine, work if stagger else requests, in_flight, most_s=most_s)
+    if loaded:
+        under_load(engine, work, in_flight, lambda: None, math.inf if most_warm_up is None else most_warm_up)
+    else:
+        closed_loop(engine, work if stagger else requests, in_flight)
     warm_up, captured = time.perf_counter() - began, engine.runner.captured
     with Clock(engine) as clock:
-        result = closed_loop(engine, work, in_flight, ramp=stagger)
+        result = under_load(engine, work, in_flight, clock.marks.clear) if loaded else None
+        result = result or closed_loop(engine, work, in_flight)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
     least = run_limit(

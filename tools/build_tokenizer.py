@@ -1,7 +1,7 @@
 """Makes the tokenizer of the model in the box: `python tools/build_tokenizer.py dinfer/demo/checkpoints/tiny`.
 
-Byte-level BPE, so that any text comes back exactly; trained on the generator's own text, so that its words are
-one token each; every digit a token of its own, so that numbers are computed digit by digit.
+It is a byte-level BPE, so that any text comes back exactly. It is trained on the generator's own text, so that its
+words are one token each. Every digit is a token, so that the model computes numbers digit by digit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def corpus(texts: int, seed: int) -> Iterator[str]:
 
 
 def build(vocabulary: int, texts: int, seed: int) -> Tokenizer:
-    """A tokenizer of exactly `vocabulary` tokens."""
+    """A tokenizer of exactly `vocabulary` tokens. Raises ValueError if that is too few."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -55,7 +55,7 @@ def build(vocabulary: int, texts: int, seed: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
+    """Writes the files of `transformers.AutoTokenizer.from_pretrained(folder)`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,8 +1,8 @@
-"""Writes docs/components/*.md, one page a registry, from the components' docstrings and options.
+"""Writes docs/components/*.md, one page for each registry, from the components' docstrings and options.
 
     python -m tools.component_pages
 
-The pages say what the code says; a test fails when they fall behind.
+A test fails if the pages differ from the code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def page(registry: Registry) -> str:
 
 
 def section(registry: Registry, name: str) -> str:
-    """One component: what it is, where from, its formula and options."""
+    """One component: what it is, its source, formula and options."""
     cls = registry.get(name)
     module = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "").split("\n\n")[0]
     lines = [f"## `{name}`", module.replace("\n", " "), inspect.cleandoc(cls.__doc__ or "")]
@@ -51,7 +51,7 @@ def section(registry: Registry, name: str) -> str:
 
 
 def exactness(cache: Any) -> str:
-    """For which models a cache changes no token."""
+    """The models for which a cache changes no token."""
     kinds = {
         "every model": (0, 0), "block-causal models": (BLOCK, 1), "block-causal models in whole blocks": (BLOCK, BLOCK),
         "causal models": (1, 1),

@@ -1,13 +1,13 @@
-"""Writes a checkpoint with the experts of each layer stored in another way, in 8 bits, or as a GGUF file.
+"""Writes a checkpoint with its experts in another layout, in 8 bits, or as a GGUF file.
 
     python -m tools.convert IN OUT [--experts fused|merged|separate] [--quantize fp8|int8]
     python -m tools.convert IN OUT.gguf [--type F16]
 
-Loading needs neither: all layouts are read as they are, and `quantize=` rounds after loading. Fused is the layout of
-dInfer's converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), merged that of dFactory. Values are
-copied bit for bit. With --quantize, what `quantize=` would round is written rounded, each output at a scale of its own,
-as "compressed-tensors": half the file, and loading needs no memory for the weights before they are rounded. IN is a
-folder or hub name. A GGUF file is one that llama.cpp runs, if it has an architecture for the model.
+Loading needs neither: it reads all layouts, and `quantize=` rounds while loading. "fused" is the layout of dInfer's
+converter (`mlp.w1` [X, 2M, D], gate rows first, and `mlp.w2` [X, D, M]), "merged" that of dFactory. Values are copied
+bit for bit. --quantize writes the weights that `quantize=` would round, each output at its own scale, as
+"compressed-tensors": the file has half the size, and loading rounds nothing. IN is a folder or hub name. llama.cpp runs
+the GGUF file if it has an architecture for the model.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ INDEX = "model.safetensors.index.json"
 def convert(
     source: Path, target: Path, *, experts: ExpertLayout | None = None, quantize: str | None = None, shard: int = SHARD
 ) -> None:
-    """Reads the checkpoint in one folder and writes it to another, new one. Raises CheckpointError.
+    """Reads the checkpoint in one folder and writes it to a new one. Raises CheckpointError.
 
-    `experts`: None leaves experts as they are stored. `quantize`: "fp8" or "int8".
+    `experts`: None keeps the layout of experts. `quantize`: "fp8" or "int8". `shard`: the most bytes of a file.
     """
     config = read_config(source)
     name = family_of(config)
@@ -77,7 +77,7 @@ def convert(
 def regrouped(
     tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the layout that is wanted, in the order of `order`."""
+    """The tensors of the wanted layout, in the order of `order`. Raises CheckpointError for experts of mixed dtypes."""
     yield from read(tensors, [name for name in tensors if name in want])
     for parameter in remade(have, want):
         own = [name for name in sorted(have) if have[name].parameter == parameter]
@@ -94,12 +94,12 @@ def regrouped(
 
 
 def remade(have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
-    """The parameters whose tensors the two layouts divide in other ways."""
+    """The parameters that the two layouts divide differently."""
     return [*dict.fromkeys(place.parameter for name, place in have.items() if name not in want)]
 
 
 def order(tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
-    """The names of the tensors that `regrouped` makes; what the two layouts have in common comes first."""
+    """The names of the tensors of `regrouped`; those that both layouts have come first."""
     new = (name for one in remade(have, want) for name, place in want.items() if place.parameter == one)
     return [*(name for name in tensors if name in want), *new]
 
@@ -107,7 +107,7 @@ def order(tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Ma
 def rounded(
     tensors: Iterator[tuple[str, Tensor]], names: Collection[str], format: Format
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, those that are named in 8 bits and followed by the scales of their outputs."""
+    """The tensors. Those in `names` are rounded to 8 bits and followed by the scales of their outputs."""
     for name, tensor in tensors:
         if name in names:
             values, scale = format.make(tensor)
@@ -118,7 +118,7 @@ def rounded(
 
 
 def described(quantize: str) -> dict[str, Any]:
-    """What config.json says of weights rounded so."""
+    """The `quantization_config` of these rounded weights."""
     kind = "float" if quantize == "fp8" else "int"
     weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -126,7 +126,7 @@ def described(quantize: str) -> dict[str, Any]:
 
 
 def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> None:
-    """Files of at most `shard` bytes, unless one tensor has more, and their index."""
+    """Writes files of at most `shard` bytes, unless one tensor has more, and their index."""
     files: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
@@ -138,7 +138,7 @@ def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> No
     for name, tensor in tensors:
         if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard:
             flush()
-        held[name] = tensor.clone()  # the file that it is read from is closed before this one is written
+        held[name] = tensor.clone()  # its file is closed before this one is written
     flush()
     weight_map = {}
     for number, sizes in enumerate(files):
@@ -151,7 +151,7 @@ def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> No
 
 
 def main() -> None:
-    from tools import to_gguf  # it uses what stands here
+    from tools import to_gguf  # it imports this module
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN")

@@ -1,17 +1,17 @@
-"""Trains an adapter by which a model in the box decodes several blocks at once, on answers that it gave itself.
+"""Trains an adapter with which a model in the box decodes several blocks at once, on its own answers.
 
-Rounds of two parts. The network answers fresh problems of the training split: in the first round as the base model
-decodes best, later with the adapter and several blocks open. Then the adapter is trained to give these answers from the
-states of `tools/states.py`. An answer that is wrong is replaced by the problem's own solution. Since what it gives
-itself is a function of the question, the free choices of the wording disappear, which cost a forward each.
+A round has two parts. The network answers fresh problems of the training split: in the first round as the base model,
+one block after the other, later with the adapter and several open blocks. Then the adapter is trained to give these
+answers from the states of `tools/states.py`. The problem's own solution replaces a wrong answer. The network's answer
+depends only on the question, so the free choices of wording disappear, which cost a forward each.
 
     python -m tools.distill_tiny tiny OUT --block 32 --fit-seconds 300
     python -m tools.distill_tiny tiny-llada2 OUT --drafts 0.4 --moves 0.2 --fit-seconds 300
 
     python -m tools.distill_tiny tiny-llada2 OUT --start-from dinfer/demo/checkpoints/tiny-llada2-multi-block --rounds 1
 
-OUT gets adapter_config.json, adapter_model.safetensors and training.json. The record has the steps that fitted. A
-run with `--steps` set to them differs a little in the learning rates of its first 200 steps.
+OUT gets adapter_config.json, adapter_model.safetensors and training.json, which has the number of steps. A run with
+`--steps` set to that number differs a little in the learning rates of its first 200 steps.
 
 Shape suffixes: N rows of a round, B rows, D rows with drafts, T positions, V vocabulary.
 """
@@ -19,7 +19,6 @@ Shape suffixes: N rows of a round, B rows, D rows with drafts, T positions, V vo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Generator, Iterator
@@ -42,7 +41,7 @@ from tools.states import States, blocks_of
 from tools.tiny_data import shards
 from tools.tiny_step import Whole
 from tools.trained_experts import trainable
-from tools.training import about, capturable, parsed, prepare
+from tools.training import capturable, parsed, prepare, write_record
 
 PATTERNS = {
     "llada": r".*(_proj|attn_out|ff_out)",
@@ -52,32 +51,32 @@ PATTERNS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The hyper-parameters of a run; every field is an option of the command line."""
+    """The hyper-parameters of a run. Every field is an option of the command line."""
 
-    block: int = 0  # not 0: attention blocks of that length from the prompt's end, for a bidirectional base (D2F)
+    block: int = 0  # length of attention blocks from the prompt's end, for a bidirectional base (D2F); 0: the model's
     rank: int = 30
     rounds: int = 4
     rows: int = 32_768  # answers of a round
     steps: int = 8_000  # of all rounds
     batch: int = 256
-    length: int = 160  # positions of a row; a multiple of the attention block where there are moves
+    length: int = 160  # positions of a row; with moves a multiple of the attention block
     learning_rate: float = 1e-3
     warmup: int = 200
     clip: float = 1.0
     seed: int = 0
     drafts: float = 0.0  # share of the rows with drafts
     moves: float = 0.0  # share of the rows whose drafts have a token too many or too few
-    threshold: float = 0.95  # of the answers of the first round
-    later: float = 0.9  # of those with the adapter
+    threshold: float = 0.95  # of decoding in the first round
+    later: float = 0.9  # of decoding in later rounds
     workers: int = 6
-    fit_seconds: float = 0.0  # not 0: set `steps` to what fits this time
+    fit_seconds: float = 0.0  # sets `steps` to the number that fits this time; 0: does not
     compile: bool = True
     graphs: bool = True
     device: str = "cuda"
 
 
 def logits(model: Transformer, shown_BT: Tensor, seen_BTT: Tensor | None) -> Tensor:
-    """[B, T, V], bf16 matrix products on a GPU"""
+    """The network's logits, with bfloat16 matrix products on a GPU. [B, T, V]"""
     pos_BT = torch.arange(shown_BT.shape[1], device=shown_BT.device).expand_as(shown_BT)
     with torch.autocast(shown_BT.device.type, torch.bfloat16, enabled=shown_BT.is_cuda):
         return model.logits(model(model.embed(shown_BT), Whole(pos_BT, seen_BTT)))
@@ -91,19 +90,19 @@ def losses(model: Transformer, shown_BT: Tensor, said_BT: Tensor, seen_BTT: Tens
 
 @torch.no_grad()
 def best(model: Transformer, shown_BT: Tensor, seen_BTT: Tensor | None, barred_V: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token that is text at every position, and its probability."""
+    """The best token at every position that is not in `barred_V`, and its probability. [B, T] each"""
     logits_BTV = logits(model, shown_BT, seen_BTT).float().masked_fill(barred_V, -torch.inf)
     top_BT, token_BT = logits_BTV.max(-1)
     return token_BT, (top_BT - logits_BTV.logsumexp(-1)).exp()
 
 
 def sees(block_BT: Tensor) -> Tensor:
-    """Who sees whom where a block sees itself and those before it. bool [B, T, T]"""
+    """Which positions see which: a block sees itself and the blocks before it. bool [B, T, T]"""
     return block_BT[:, :, None] >= block_BT[:, None, :]
 
 
 class Distillation:
-    """A network with an adapter, the answers that it is trained on, and its optimizer."""
+    """A network with an adapter, its training answers, and its optimizer."""
 
     def __init__(self, model: Transformer, family: ModelFamily, options: Options, tokenizer: Tokenizer) -> None:
         spec, device = model.spec, model.device
@@ -135,7 +134,10 @@ class Distillation:
         self.done = 0
 
     def answer(self, source: Iterator[tuple[Tensor, Tensor]], first: bool) -> dict[str, float]:
-        """Fills the rows of a round; `first`: the base model answers. The share that is right, and the steps."""
+        """Fills the rows of a round, and returns the share of right answers and the mean steps of an answer.
+
+        `first`: the base model answers.
+        """
         options, spec, right, steps = self.options, self.spec, 0, 0
         rollout = Rollout(
             threshold=options.threshold if first else options.later, mask_id=spec.mask, eos_id=spec.eos_id,
@@ -181,7 +183,7 @@ class Distillation:
         self.loss_sum += loss.detach()
 
     def step(self, rate: float) -> None:
-        """One step at learning rate `rate`; returns before the device is done."""
+        """One step at learning rate `rate`. Returns before the device is done."""
         self.rate.fill_(rate)
         self.done += 1
         if self.graph is not None:
@@ -196,14 +198,14 @@ class Distillation:
             self.graph.replay()
 
     def mean_loss(self, steps: int) -> float:
-        """The mean since the last call, over `steps` steps; waits for the device."""
+        """The mean loss over `steps` steps since the last call. Waits for the device."""
         mean = self.loss_sum.item() / steps
         self.loss_sum.zero_()
         return mean
 
 
 def problems(tokenizer_file: Path, options: Options, device: torch.device) -> Generator[tuple[Tensor, Tensor]]:
-    """Batches of fresh problems with their solutions, and the lengths of the prompts. int64 [B, T], [B]"""
+    """Batches of fresh problems with their solutions, int64 [B, T], and the lengths of the prompts, [B]."""
     for shard in shards(tokenizer_file, {options.length: 1}, options.seed + 1_000, options.batch, options.workers):
         for length, at in shard.order:
             part = slice(at, at + options.batch)
@@ -212,7 +214,7 @@ def problems(tokenizer_file: Path, options: Options, device: torch.device) -> Ge
 
 
 def train(work: Distillation, tokenizer_file: Path, base: bool) -> dict[str, object]:
-    """All rounds; returns the record. `base`: the base model answers in the first round."""
+    """Runs all rounds and returns their record. `base`: the base model answers in the first round."""
     options, began = work.options, time.perf_counter()
     source = problems(tokenizer_file, options, work.model.device)
     steps, rounds, curve = options.steps, [], []
@@ -234,7 +236,7 @@ def train(work: Distillation, tokenizer_file: Path, base: bool) -> dict[str, obj
             if work.done % 1000 == 0:
                 print(f"step {work.done} loss {curve[-1][1]:.4f} {time.perf_counter() - began:.0f} s", flush=True)
             if options.fit_seconds and work.done == 100:
-                mark, first = time.perf_counter(), work.done  # compilation is behind
+                mark, first = time.perf_counter(), work.done  # without the time of compilation
             if options.fit_seconds and work.done == 200:
                 pace = (time.perf_counter() - mark) / (work.done - first)
                 rest = options.fit_seconds - (time.perf_counter() - began)
@@ -270,12 +272,7 @@ def main() -> None:
     with capturable(device):
         done = train(work, tokenizer_file, base=start_from is None)
     work.adapter.save(out, name)
-    record = {
-        **about("tools.distill_tiny", device, sum(tensor.numel() for tensor in work.adapter.parameters()), options),
-        **done,
-    }
-    (out / "training.json").write_text(json.dumps(record) + "\n")
-    print(f"{done['steps']} steps in {done['seconds']} s, {record['parameters']} parameters", flush=True)
+    write_record(out / "training.json", "tools.distill_tiny", device, work.adapter.parameters(), options, done)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What MkDocs does with a page of docs/ beyond its own: links to files outside docs/ become their plain names.
+"""A hook of MkDocs: links to files outside docs/ become plain text.
 
-Readers of the repository follow such links; the site does not hold the files.
+Readers of the repository can follow these links, but the site does not have the files.
 """
 
 from __future__ import annotations

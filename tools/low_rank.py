@@ -1,6 +1,6 @@
-"""A LoRA adapter in training (arXiv:2106.09685): low-rank updates of some matrices of a frozen network.
+"""Trains a LoRA adapter (arXiv:2106.09685): low-rank updates of some matrices of a frozen network.
 
-The network computes with merged weights, as it does when the adapter is loaded. Their gradients give those of A and B.
+The network computes with merged weights, as with a loaded adapter. Their gradients give those of A and B.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dinfer.loading.lora import CONFIG, PREFIX
 
 
 class LowRank:
-    """W + B A for every matrix whose name in the checkpoint `pattern` matches whole."""
+    """W + B A for every matrix whose whole name in the checkpoint matches `pattern`."""
 
     def __init__(self, network: Transformer, family: ModelFamily, pattern: str, rank: int, seed: int) -> None:
         generator = torch.Generator(network.device).manual_seed(seed)
@@ -47,7 +47,7 @@ class LowRank:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on from an adapter that `save` wrote, of the same rank and matrices."""
+        """Loads an adapter of the same rank and matrices that `save` wrote."""
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, (_, a, b) in self.pairs.items():
             a.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
@@ -63,7 +63,7 @@ class LowRank:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Takes the gradients of A and B from those of the merged weights, and clears these."""
+        """Computes the gradients of A and B from those of the merged weights, and clears the latter."""
         for place, a, b in self.pairs.values():
             whole = self.weights[place.parameter].grad
             if whole is None:
@@ -73,7 +73,7 @@ class LowRank:
             weight.grad = None
 
     def save(self, folder: Path, base: str) -> None:
-        """PEFT's two files; `base` is the checkpoint that the adapter changes."""
+        """Writes PEFT's two files. `base` is the checkpoint that the adapter changes."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "base_model_name_or_path": base,

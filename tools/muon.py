@@ -1,6 +1,6 @@
-"""Muon (Jordan, 2024) for many small matrices: momentum whose update is orthogonalised, equal shapes in one go.
+"""Muon (Jordan, 2024) for many small matrices: it orthogonalises the update, all matrices of a shape at once.
 
-On a network this small a loop over matrices would cost more in kernel launches than the whole step.
+On a network this small, the kernel launches of a loop over matrices would take longer than the whole step.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The published quintic: five rounds bring singular values near 1, which is all that is asked of them.
+# The published quintic. Five rounds bring singular values near 1, which is enough.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
+MOMENTUM = 0.95
 
 
 def orthogonalised(matrices_NRC: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly, by Newton-Schulz iteration in bfloat16."""
+    """Approximates the nearest (semi-)orthogonal matrices by Newton-Schulz iteration in bfloat16. [N, R, C]"""
     if matrices_NRC.shape[1] > matrices_NRC.shape[2]:  # the Gram matrix is then the smaller of two
         return orthogonalised(matrices_NRC.mT).mT
     a, b, c = _QUINTIC
@@ -29,14 +30,14 @@ def orthogonalised(matrices_NRC: Tensor) -> Tensor:
 
 
 class Muon:
-    """Steps blocks of rows of matrices, each pair of a matrix and how many rows a block has.
+    """Steps parameters that hold several matrices, one below the other: each comes with the rows of a matrix.
 
-    So a parameter that is several matrices one below the other is stepped as these. The update is scaled to the size
-    AdamW's would have (Liu et al., arXiv:2502.16982), so that one learning rate and weight decay serve both optimizers.
+    The update has the size of AdamW's (Liu et al., arXiv:2502.16982), so that both optimizers share one learning rate
+    and weight decay.
     """
 
-    def __init__(self, matrices: Iterable[tuple[Tensor, int]], weight_decay: float, momentum: float = 0.95) -> None:
-        self.matrices, self.weight_decay, self.momentum = list(matrices), weight_decay, momentum
+    def __init__(self, matrices: Iterable[tuple[Tensor, int]], weight_decay: float) -> None:
+        self.matrices, self.weight_decay = list(matrices), weight_decay
         self.groups: dict[tuple[int, int], list[Tensor]] = {}
         self.velocity: dict[tuple[int, int], Tensor] = {}
         for matrix, rows in self.matrices:
@@ -51,7 +52,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: Tensor) -> None:
-        """One update from the gradients at hand; the learning rate is a tensor, so that a graph can replay it."""
+        """One update from the gradients. The learning rate is a tensor, so that a graph can replay the step."""
         gradients: dict[tuple[int, int], list[Tensor]] = {shape: [] for shape in self.groups}
         for matrix, rows in self.matrices:
             if matrix.grad is None:
@@ -60,8 +61,8 @@ class Muon:
                 gradients[(part.shape[0], part.shape[1])].append(part)
         for shape, parts in self.groups.items():
             gradient_NRC, velocity_NRC = torch.stack(gradients[shape]), self.velocity[shape]
-            velocity_NRC.lerp_(gradient_NRC, 1 - self.momentum)
-            update_NRC = orthogonalised(gradient_NRC.lerp(velocity_NRC, self.momentum))
+            velocity_NRC.lerp_(gradient_NRC, 1 - MOMENTUM)
+            update_NRC = orthogonalised(gradient_NRC.lerp(velocity_NRC, MOMENTUM))
             scale = 0.2 * max(shape) ** 0.5
             torch._foreach_mul_(parts, 1 - learning_rate * self.weight_decay)
             torch._foreach_sub_(parts, list((update_NRC * (learning_rate * scale)).unbind()))

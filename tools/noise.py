@@ -1,12 +1,12 @@
-"""What a network is shown in training, and what each of its answers counts: LLaDA's noise, or that of block diffusion.
+"""The noise of training rows and the weights of their loss: LLaDA's, or that of block diffusion.
 
 A bidirectional model is trained on whole rows (LLaDA, arXiv:2502.09992), a block-causal one on blocks (Block
-Diffusion, arXiv:2503.09573): each draws a mask ratio t, masks each response token of it with probability t, and
-weighs the loss at masks by 1/t. Prompts are never noised; the EOS that fill a response are tokens like any.
+Diffusion, arXiv:2503.09573). Each row or block draws a mask ratio t, masks each response token with probability t, and
+weighs the loss at masks by 1/t. Prompts are never noised. The EOS that fill a response are ordinary tokens.
 
-For editing decoders, some blocks have no mask but wrong tokens (LLaDA2.1, arXiv:2602.08676), drawn at random or
-drafted by the network itself, and its answers at all unmasked positions count 1. Never both: where masks stood beside
-its own wrong drafts, a network learnt not to trust what it had decoded, and decoded worse for it.
+For editing decoders, some blocks have wrong tokens instead of masks (LLaDA2.1, arXiv:2602.08676). They are drawn at
+random or drafted by the network, and the loss at all unmasked positions has weight 1. No block has both: with masks
+beside its own wrong drafts, a network learnt not to trust decoded tokens, and decoded worse.
 
 Shape suffixes: B rows, T positions, K blocks of a row.
 """
@@ -21,26 +21,25 @@ from torch import Tensor
 
 from dinfer.core.spec import ModelSpec
 
-# t from here to 1; LLaDA's, and for blocks the least that masks a token of a block on average
-SMALLEST_RATIO = 1e-3
-MOST_WRONG = 0.3  # of the tokens of a block
+SMALLEST_RATIO = 1e-3  # LLaDA's smallest t of a row; a block's smallest masks one token on average
+MOST_WRONG = 0.3  # the largest share of a block's tokens that are wrong
 
 Guess = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How rows are noised. `wrong`: share of blocks that get wrong tokens; 0: none, and only masks count."""
+    """How rows are noised."""
 
     spec: ModelSpec
-    digits_X: Tensor  # tokens that are put in each other's place: arithmetic goes wrong by them
-    wrong: float
+    digits_X: Tensor  # tokens that replace each other, as in wrong arithmetic
+    wrong: float  # share of blocks with wrong tokens; 0: only masks have a loss
     generator: torch.Generator
 
     def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, guess: Guess | None) -> tuple[Tensor, Tensor]:
-        """What is shown, and the weight of the loss at each position. int64, float32 [B, T]
+        """The noised rows, int64 [B, T], and the weight of the loss at each position, float32 [B, T].
 
-        `guess` gives the network's best tokens for what it is shown; with it, all masks are filled so.
+        `guess` gives the network's best tokens for a noised row, which then fill all masks.
         """
         rows, length = tokens_BT.shape
         response_BT = torch.arange(length, device=tokens_BT.device) >= prompt_B[:, None]
@@ -63,20 +62,20 @@ class Noise:
         return self._rand(*like_BT.shape)
 
     def _per_block(self, like_BT: Tensor, draw: Callable[[int, int], Tensor]) -> Tensor:
-        """A number for each block, at each of its positions."""
+        """A number for each block, repeated for its positions. [B, T]"""
         rows, length = like_BT.shape
         block = self.spec.causal_block or length
         return draw(rows, -(-length // block)).repeat_interleave(block, 1)[:, :length]
 
     def _ratios(self, rows: int, blocks: int) -> Tensor:
-        """One draw spread evenly: each t is uniform, and the batch covers (0, 1) with little variance. [B, K]"""
+        """Stratified ratios: each t is uniform, and the batch covers (0, 1) evenly. [B, K]"""
         spread = torch.arange(rows * blocks, device=self.generator.device).view(rows, blocks) / (rows * blocks)
         even_BK = (self._rand() + spread).remainder(1)
         least = 1 / self.spec.causal_block if self.spec.causal_block else SMALLEST_RATIO
         return least + (1 - least) * even_BK
 
     def _spoilt(self, tokens_BT: Tensor, prompt_B: Tensor, where_BT: Tensor) -> Tensor:
-        """Rows with some wrong tokens: other digits for digits, else tokens from elsewhere in the response."""
+        """Rows with some wrong tokens: random digits replace digits, others come from elsewhere in the response."""
         length = tokens_BT.shape[1]
         hit_BT = where_BT & (self._uniform(tokens_BT) < self._per_block(tokens_BT, self._rand) * MOST_WRONG)
         source_BT = prompt_B[:, None] + self._uniform(tokens_BT) * (length - prompt_B[:, None])

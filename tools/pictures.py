@@ -1,6 +1,4 @@
-"""Draws the pictures of docs/how_it_works.md and docs/multi-block.md from runs of the model in the box.
-
-They are docs/images/how-*.svg.
+"""Draws docs/images/how-*.svg, for docs/how_it_works.md and docs/multi-block.md, from runs of the model in the box.
 
 python -m tools.pictures
 """
@@ -16,7 +14,7 @@ from dinfer.analysis.trace.record import Step, Trace, record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 QUESTION = "Eva has 30 cups and loses 12. How many cups are left?"
-CELL, LEFT, TOP, MARGIN = 9, 96, 26, 10  # pixels: a cell, room for labels, for a title, around it all
+CELL, LEFT, TOP, MARGIN = 9, 96, 26, 10  # pixels of a cell, of labels, of a title, and of the margin
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .dim { fill: #59636e }
 .open { fill: #d1d9e0 } .done { fill: #ddf4e4 } .now { fill: #2da44e } .given { fill: #eef1f4 }
@@ -42,7 +40,7 @@ def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], x: float, y: float, title: str) -> list[str]:
-    """Rows of cells, each row with a label and each cell with a class; neighbours that are alike are one rectangle."""
+    """Rows of cells: each row has a label and each cell a class. Neighbours of a class share a rectangle."""
     parts = [words(x, y + 14, title)]
     for number, (label, cells) in enumerate(rows):
         top, column = y + TOP + number * CELL, 0
@@ -57,7 +55,7 @@ def grid(rows: Sequence[tuple[str, Sequence[str]]], x: float, y: float, title: s
 
 
 def canvas(trace: Trace, what: str = "green: committed by this forward", blocks: bool = False) -> str:
-    """When each position of the answer was decoded: a row a forward. `blocks`: masks of open blocks are darker."""
+    """When each position of the answer was decoded, a row for each forward. `blocks`: darkens masks of open blocks."""
     first, done, rows = len(trace.prompt_ids), set[int](), []
     for step in trace.steps:
         now = {position for position, _ in step.commits}
@@ -74,7 +72,7 @@ def canvas(trace: Trace, what: str = "green: committed by this forward", blocks:
 
 
 def caches(traces: Mapping[str, Trace]) -> str:
-    """Which positions each forward computes, one panel a cache."""
+    """Which positions each forward computes, one panel for each cache."""
     parts, y, width = [], float(MARGIN), 0
     for name, trace in traces.items():
         rows = []
@@ -93,7 +91,7 @@ def _size(step: Step) -> int:
 
 
 def batch(rows: int, lengths: Sequence[int]) -> str:
-    """Which requests take part in each round of an engine that runs `rows` at a time."""
+    """Which requests take part in each round of an engine with `rows` rows."""
     pipe = dinfer.load("tiny", device="cpu", runtime=dinfer.Runtime(rows=rows))
     prompt = pipe.encode(QUESTION)
     requests = pipe.requests([prompt] * len(lengths), max_new_tokens=list(lengths), options={"threshold": 0.95})

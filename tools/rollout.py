@@ -1,6 +1,6 @@
-"""The answers that a network gives while it is trained, and the order in which it decoded them.
+"""The answers of a network in training, and the order in which it decodes them.
 
-A plain loop without a key cache, for thousands of rows at once: the network is small and the rows are many.
+It is a plain loop without a key cache: the network is small, and thousands of rows run at once.
 
 Shape suffixes: B rows, T positions.
 """
@@ -19,9 +19,9 @@ ANSWER = 12  # tokens that hold "Answer: ..." of every problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Which masks a step commits: those surer than `threshold`, and the surest of the first unfinished block.
+    """A step commits masks surer than `threshold`, and the surest mask of the first unfinished block.
 
-    The next block opens when the share `add_at` of the last one is decoded; at most `blocks` are open.
+    The next block opens when the share `add_at` of the last one is decoded. At most `blocks` are open.
     """
 
     threshold: float
@@ -34,9 +34,9 @@ class Rollout:
     def __call__(
         self, read: Read, tokens_BT: Tensor, prompt_B: Tensor, block_BT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decodes what follows the prompts: tokens and the step of each [B, T], and the steps of each row [B].
+        """Decodes the responses. Returns tokens and the step of each, [B, T], and the steps of each row, [B].
 
-        `read` gives the best token and its probability at each position. Behind the first EOS all is EOS.
+        `read` gives the best token and its probability at each position. EOS fills the row behind the first EOS.
         """
         place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         response_BT = place_T >= prompt_B[:, None]
@@ -71,7 +71,7 @@ class Rollout:
 
 
 def answers(tokens_BT: Tensor, prompt_B: Tensor, answer_id: int, eos_id: int) -> Tensor:
-    """The tokens from the first "Answer" of each response on; EOS where there is none. int64 [B, ANSWER]"""
+    """The tokens from the first "Answer" of each response on, or EOS if there is none. int64 [B, ANSWER]"""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     found_BT = (tokens_BT == answer_id) & (place_T >= prompt_B[:, None])
     first_B1 = torch.where(found_BT, place_T, tokens_BT.shape[1]).amin(1, keepdim=True)

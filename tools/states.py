@@ -1,9 +1,9 @@
-"""States of several open blocks that a network is trained on, and what it should say there.
+"""Training states with several open blocks, and the targets there.
 
-Masks: half of the rows as they stood at some step of the answer's own decoding (d3LLM, arXiv:2601.07568), half with
-noise that rises from block to block (D2F, arXiv:2508.09192). Drafts: on some rows the network first fills masks that it
-is not sure of, and is then asked for the right token everywhere. Moves: of some drafts each block may hold one
-token too many or too few. Where deleting or splitting there puts more tokens right, that is what it should say.
+Masks: half of the rows are in the state of some step of the answer's own decoding (d3LLM, arXiv:2601.07568). The other
+half has noise that rises from block to block (D2F, arXiv:2508.09192). Drafts: on some rows the network first fills
+masks that it is not sure of, and the target is the right token everywhere. Moves: each block of some drafts may have
+one token too many or too few. If deleting or splitting there makes more tokens right, that is the target.
 
 Shape suffixes: B rows, D rows with drafts, T positions, K blocks of a row, L positions of a block.
 """
@@ -19,13 +19,13 @@ from torch import Tensor
 from dinfer.core.spec import ModelSpec
 
 Read = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-SEEN = 0.5  # weight of a visible token beside that of a mask
-MOVE = 4.0  # and of a move
-GAIN = 2  # tokens that a move must put right
+SEEN = 0.5  # weight of a visible token, where a mask has 1
+MOVE = 4.0  # weight of a move
+GAIN = 2  # tokens that a move must make right
 
 
 def blocks_of(spec: ModelSpec, prompt_B: Tensor, length: int, block: int) -> Tensor:
-    """The attention block of each position: counted from the prompt's end, the prompt being 0, or from 0. [B, T]"""
+    """The attention block of each position. With `prompt_block` the prompt is block 0. [B, T]"""
     place_BT = torch.arange(length, device=prompt_B.device).expand(len(prompt_B), -1)
     if not spec.prompt_block:
         return place_BT // block
@@ -34,7 +34,7 @@ def blocks_of(spec: ModelSpec, prompt_B: Tensor, length: int, block: int) -> Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """`drafts`, `moves`: shares of the rows."""
+    """How states are made. `drafts` and `moves` are shares of the rows."""
 
     spec: ModelSpec
     digits_X: Tensor
@@ -46,10 +46,10 @@ class States:
     def __call__(
         self, tokens_BT: Tensor, prompt_B: Tensor, step_BT: Tensor, read: Read
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What is shown, what should be said, and the weight of the loss, of sum 1. [B, T] each
+        """The network's inputs, the targets, and the weights of the loss, which sum to 1. [B, T] each
 
-        `step_BT`: when each token was decoded. `read(shown, rows)`: the network's best tokens for the first rows of the
-        batch, and their probabilities.
+        `step_BT`: the step at which each token was decoded. `read(shown, rows)`: the network's best tokens for the
+        first rows of the batch, and their probabilities.
         """
         rows, length = tokens_BT.shape
         response_BT = torch.arange(length, device=tokens_BT.device) >= prompt_B[:, None]
@@ -83,22 +83,22 @@ class States:
         return torch.rand(shape, device=self.generator.device, generator=self.generator)
 
     def _reached(self, step_BT: Tensor) -> Tensor:
-        """What was still masked before a step of the row's decoding."""
+        """The masks before a random step of the row's decoding. bool [B, T]"""
         steps_B1 = step_BT.amax(1, keepdim=True) + 1
         return step_BT >= (self._rand(len(step_BT), 1) * steps_B1).floor()
 
     def _rising(self, tokens_BT: Tensor, prompt_B: Tensor) -> Tensor:
-        """Masks with a ratio that rises from block to block; the first may be clean, and the last all masks."""
+        """Masks with a ratio that rises from block to block, from possibly none to possibly all. bool [B, T]"""
         rows, length = tokens_BT.shape
         blocks = -(-length // self.block) + 1
         ratio_BK = (1.4 * self._rand(rows, blocks) - 0.2).clamp(0, 1).sort(1).values
         block_BT = blocks_of(self.spec, prompt_B, length, self.block)
-        # blocks without a response token would take the lowest ratios
+        # Otherwise blocks without a response token would take the lowest ratios.
         first_B1 = block_BT.gather(1, prompt_B[:, None])
         return self._rand(rows, length) < ratio_BK.gather(1, (block_BT - first_B1).clamp_min(0))
 
     def _moved(self, shown_DT: Tensor, tokens_DT: Tensor, response_DT: Tensor) -> Tensor:
-        """Half of the blocks with a token left out or one too many at a random place."""
+        """Half of the blocks get a token too many or too few at a random place. [D, T]"""
         shown_DKL, response_DKL = self._parts(shown_DT), self._parts(response_DT)
         next_DKL = self._parts(tokens_DT.roll(-1, 1))
         rows, blocks, size = shown_DKL.shape
@@ -119,7 +119,7 @@ class States:
         return moved_DKL.flatten(1)
 
     def realigned(self, shown_DT: Tensor, tokens_DT: Tensor, response_DT: Tensor) -> tuple[Tensor, Tensor]:
-        """What should be said of a draft, where each block may move once; and where it moves. int64, bool [D, T]"""
+        """The targets of a draft with at most one move a block, int64 [D, T], and where it moves, bool [D, T]."""
         if self.spec.delete_id is None or self.spec.split_id is None:
             raise ValueError("moves need a model whose config names delete_token_id and split_token_id")
         shown_DKL, response_DKL = self._parts(shown_DT), self._parts(response_DT)
@@ -128,11 +128,11 @@ class States:
         right_DKL = (shown_DKL == own_DKL).int()
         kept_DKL = right_DKL.cumsum(-1) - right_DKL  # right before each place
         late_DKL, early_DKL = ((shown_DKL == other).int() for other in (before_DKL, after_DKL))
-        # where a token goes, those behind it were one place late; where one is missing, one place early
+        # Behind an extra token, tokens stand one place late; behind a missing one, one place early.
         gone_DKL = kept_DKL + late_DKL.flip(-1).cumsum(-1).flip(-1) - late_DKL
         split_DKL = kept_DKL + early_DKL.flip(-1).cumsum(-1).flip(-1)
         score_DKL = torch.cat((gone_DKL, split_DKL), -1).masked_fill(~response_DKL.repeat(1, 1, 2), -1)
-        order_DKL = score_DKL * self.block + place_L.repeat(2)  # of equal ones the last
+        order_DKL = score_DKL * self.block + place_L.repeat(2)  # the last of equal ones
         best_DK1 = order_DKL.argmax(-1, keepdim=True)
         gain_DK1 = score_DKL.gather(-1, best_DK1) - right_DKL.sum(-1, keepdim=True)
         at_DK1, deletes_DK1 = best_DK1 % self.block, best_DK1 < self.block

@@ -2,9 +2,9 @@
 
     python -m tools.temper_tiny TRAINED dinfer/demo/checkpoints/tiny --temperature 1.25
 
-Published models lose little at threshold 0.9, the usual setting; the first one, as trained, lost 6 points of held-out
-accuracy there, which called for a remedy. Its size was chosen without the held-out problems: the smallest of 1, 1.25,
-1.5, ... at which threshold 0.9 loses at most 2.5 points on problems of the training split.
+Published models lose little at threshold 0.9, the usual setting. Our first model lost 6 points of held-out accuracy
+there. The temperature was chosen without the held-out problems: the smallest of 1, 1.25, 1.5, ... at which threshold
+0.9 loses at most 2.5 points on problems of the training split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.train_tiny import save
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trained", type=Path, help="folder with config.json and model.safetensors")
-    parser.add_argument("folder", type=Path, help="where both go; may be the same")
+    parser.add_argument("folder", type=Path, help="folder for both files; may be the same")
     parser.add_argument("--temperature", type=float, required=True)
     given = parser.parse_args()
     if given.temperature <= 0:

@@ -1,7 +1,7 @@
 """An endless, seeded stream of training rows for `tools/train_tiny.py`, made by worker processes.
 
-A row is `prompt, solution, EOS, EOS, ...` up to one of a few fixed row lengths. So a batch needs neither padding
-nor an attention mask although its prompts differ in length, and the model meets responses of every length.
+A row is `prompt, solution, EOS, EOS, ...` up to one of a few fixed row lengths. So a batch needs neither padding nor an
+attention mask, although its prompts differ in length, and the model sees responses of every length.
 
 Shape suffixes: B rows, T positions.
 """
@@ -23,23 +23,23 @@ from tokenizers import Tokenizer
 from dinfer.demo.problems import stream
 
 SHORTEST_RESPONSE = 48
-# The families that take longest to learn come round twice as often.
+# The families that take longest to learn come twice as often.
 FAMILY_TURNS = ("purchases", "sharing", "travel", "ages", "chains", "walks") * 2 + ("turns", "lists")
 PROBLEMS_PER_SHARD = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of equal length; `prompt_B` says where each row's response begins."""
+    """Rows of equal length."""
 
     tokens_BT: NDArray[np.int16]
-    prompt_B: NDArray[np.int16]
+    prompt_B: NDArray[np.int16]  # lengths of the prompts
 
 
 class WordEncoder:
     """Encodes the generator's texts word by word from a table, several times faster than the tokenizer."""
 
-    # what the tokenizer's pre-tokenizers make of the generator's texts
+    # The pieces into which the tokenizer's pre-tokenizers cut the generator's texts.
     _WORD = re.compile(r"\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s")
 
     def __init__(self, tokenizer_file: str) -> None:
@@ -56,12 +56,12 @@ class WordEncoder:
         return ids
 
     def check(self, text: str) -> None:
-        """Raises where the table and the tokenizer disagree."""
+        """Raises ValueError if the table and the tokenizer disagree."""
         if self(text) != self.tokenizer.encode(text).ids:
             raise ValueError(f"the words of {text!r} do not encode as the whole; mend WordEncoder")
 
 
-_encoder: WordEncoder | None = None  # one a worker process
+_encoder: WordEncoder | None = None  # of this worker process
 
 
 def _start_worker(tokenizer_file: str) -> None:
@@ -70,7 +70,7 @@ def _start_worker(tokenizer_file: str) -> None:
 
 
 def _shard(seed: int, lengths: Mapping[int, int]) -> dict[int, Batch]:
-    """The rows of one shard by row length, all that fit nowhere left out."""
+    """The rows of a shard by row length, without those that fit in no row."""
     if _encoder is None:
         raise RuntimeError("the worker has no tokenizer; start it with _start_worker")
     special = _encoder.tokenizer.token_to_id
@@ -105,9 +105,9 @@ class Shard:
 
 
 def shards(tokenizer_file: Path, lengths: Mapping[int, int], seed: int, size: int, workers: int) -> Iterator[Shard]:
-    """Batches of `size` rows, many at a time; the same for the same seed and size, however many workers make them.
+    """Batches of `size` rows, many at a time. They depend on seed and size, but not on the number of workers.
 
-    `lengths`: row length -> how readily a row that fits takes it.
+    `lengths`: row lengths, and the weight with which a row that fits takes each.
     """
     waiting: dict[int, Batch] = {}
     context = multiprocessing.get_context("spawn")  # a forked child would inherit the GPU's context
@@ -126,6 +126,6 @@ def shards(tokenizer_file: Path, lengths: Mapping[int, int], seed: int, size: in
                 parts[length] = Batch(batch.tokens_BT[:full], batch.prompt_B[:full])
                 waiting[length] = Batch(batch.tokens_BT[full:], batch.prompt_B[full:])
                 order += [(length, at) for at in range(0, full, size)]
-            # in mixed order: a run of batches of one row length would train one length at a time
+            # Shuffled, or it would train on one row length at a time.
             Random(seed * 1_000_003 + count).shuffle(order)
             yield Shard(parts, order)

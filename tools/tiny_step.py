@@ -1,7 +1,7 @@
-"""One training step of `tools/train_tiny.py`: the loss, the update, and both captured as a CUDA graph.
+"""A training step of `tools/train_tiny.py`: the loss, the update, and both captured as a CUDA graph.
 
-Nothing in a step waits for the device, and the learning rate is device data, so that a captured step can be
-replayed: a network this small would otherwise train at the speed at which Python launches kernels.
+Nothing in a step waits for the device, and the learning rate is on the device, so that a captured step can be replayed.
+Otherwise a network this small would train at the speed at which Python launches kernels.
 
 Shape suffixes: B rows, T positions, S positions that go through the network, V vocabulary, D hidden.
 """
@@ -24,9 +24,9 @@ from tools.trained_experts import TrainedExperts
 
 
 class Whole:
-    """`WholeAttend` as a class that torch.compile can trace (no frozen dataclass), and in fast kernels with a mask.
+    """`WholeAttend` without a frozen dataclass, which torch.compile cannot trace.
 
-    Those need as many key heads as query heads.
+    It repeats key heads, since the fast kernels with a mask need as many as query heads.
     """
 
     read_BX = None
@@ -41,9 +41,9 @@ class Whole:
 
 
 def block_diffusion_mask(length: int, block: int, device: torch.device) -> Tensor:
-    """Who sees whom in a noised row followed by the clean row (arXiv:2503.09573, section 3). bool [1, 2T, 2T]
+    """Which positions see which in a noised row followed by the clean row (arXiv:2503.09573, section 3).
 
-    A noised block sees itself and the clean blocks before it; a clean block sees itself and these.
+    A noised block sees itself and the clean blocks before it. A clean block sees the same. bool [1, 2T, 2T]
     """
     block_S = torch.arange(length, device=device).repeat(2) // block
     clean_S = torch.arange(2 * length, device=device) >= length
@@ -52,10 +52,10 @@ def block_diffusion_mask(length: int, block: int, device: torch.device) -> Tenso
 
 
 def logits(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
-    """What the network says of rows as shown, bf16 matrix products on a GPU. [B, T, V]
+    """The network's logits for noised rows, with bfloat16 matrix products on a GPU. [B, T, V]
 
-    `seen_BSS`, for a block-causal network, is `block_diffusion_mask`: such a one sees the clean rows beside them, so
-    that all blocks of a row are trained at once.
+    `seen_BSS` is the `block_diffusion_mask` of a block-causal network, which also sees the clean rows. So all blocks of
+    a row are trained at once.
     """
     length = shown_BT.shape[1]
     pos_BT = torch.arange(length, device=shown_BT.device).expand_as(shown_BT)
@@ -75,14 +75,14 @@ def cross_entropy(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_
 
 @torch.no_grad()
 def guess(model: Transformer, shown_BT: Tensor, tokens_BT: Tensor, seen_BSS: Tensor | None) -> Tensor:
-    """The best token but the mask at every position. int64 [B, T]"""
+    """The best token at every position, the mask token excluded. int64 [B, T]"""
     logits_BTV = logits(model, shown_BT, tokens_BT, seen_BSS)
     mask_V = torch.arange(logits_BTV.shape[-1], device=shown_BT.device) == model.spec.mask_id
     return logits_BTV.masked_fill(mask_V, -torch.inf).argmax(-1)
 
 
 def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
-    """What Muon steps, and of how many rows the matrices are that a parameter holds. Routers are not for it."""
+    """The parameters that Muon steps, and the rows of each matrix in them. It leaves out routers."""
     for block in model.blocks:
         for name, parameter in block.named_parameters():
             if parameter.dim() > 1 and "router" not in name:
@@ -90,7 +90,7 @@ def matrices(model: Transformer) -> Iterator[tuple[Tensor, int]]:
 
 
 class Step:
-    """The network, its optimizers and the running sum of losses: `__call__` trains on one batch."""
+    """The network, its optimizers and the running sum of losses. `__call__` trains on a batch."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Step:
         self.pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def loss(self, tokens_BT: Tensor, prompt_B: Tensor, drafts: bool) -> Tensor:
-        """The loss of one batch; `drafts`: on the network's own drafts."""
+        """The loss of a batch. `drafts`: on the network's own drafts."""
         block = self.model.spec.causal_block
         seen_BSS = None if block is None else block_diffusion_mask(tokens_BT.shape[1], block, tokens_BT.device)
         guesses = (lambda shown_BT: self.guess(self.model, shown_BT, tokens_BT, seen_BSS)) if drafts else None
@@ -145,7 +145,7 @@ class Step:
         self.loss_sum += loss.detach()
 
     def __call__(self, tokens_BT: Tensor, prompt_B: Tensor, rate: float, drafts: bool = False) -> None:
-        """One step at learning rate `rate`; returns before the device is done."""
+        """One step at learning rate `rate`. Returns before the device is done."""
         self.rate.fill_(rate)
         kind = tokens_BT.shape[1], drafts
         if kind in self.captured:
@@ -156,7 +156,7 @@ class Step:
             return
         self.adam.zero_grad(set_to_none=True)
         self.muon.zero_grad()
-        # a few ordinary steps first: kernels are compiled and optimizer state is made outside a graph
+        # The first steps run without a graph, to compile kernels and to allocate the optimizers' state.
         self.seen[kind] = self.seen.get(kind, 0) + 1
         if not self.graphs or self.seen[kind] <= 3:
             self._train(tokens_BT, prompt_B, drafts)
@@ -170,7 +170,7 @@ class Step:
         graph.replay()
 
     def mean_loss(self, steps: int) -> float:
-        """The mean since the last call, over `steps` steps; waits for the device."""
+        """The mean loss over `steps` steps since the last call. Waits for the device."""
         mean = self.loss_sum.item() / steps
         self.loss_sum.zero_()
         return mean

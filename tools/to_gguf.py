@@ -32,14 +32,14 @@ KINDS = {
     "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1, "Q5_0": gguf.LlamaFileType.MOSTLY_Q5_0,
     "Q5_1": gguf.LlamaFileType.MOSTLY_Q5_1,
 }  # fmt: skip
-"""Types that the gguf package makes. llama-quantize makes the others of a file in F16."""
+"""The types that the gguf package can write. llama-quantize makes others from a file in F16."""
 log = logging.getLogger(__name__)
 
 
 def write_gguf(source: Path, target: Path, made: str) -> None:
-    """Reads a checkpoint and writes a new file; vectors and routers in F32, matrices as `made` says.
+    """Reads a checkpoint and writes a new file, with vectors and routers in F32 and matrices in the type `made`.
 
-    Raises CheckpointError for a model that llama.cpp has no architecture for.
+    Raises CheckpointError for a model without an architecture in llama.cpp.
     """
     config = read_config(source)
     family = MODELS.build({"name": family_of(config), "checkpoint": str(source)})
@@ -62,7 +62,7 @@ def write_gguf(source: Path, target: Path, made: str) -> None:
     _describe(writer, spec, made)
     tokenizer = read_tokenizer(source, family.tokenizer)
     if tokenizer is None:
-        log.warning("%s has no tokenizer, and so has the file: llama.cpp cannot read text with it", source)
+        log.warning("%s has no tokenizer, so the file has none, and llama.cpp cannot read text with it", source)
         writer.add_tokenizer_model("none")
     else:
         _add_tokenizer(writer, tokenizer, spec)
@@ -92,16 +92,16 @@ def _name(names: gguf.TensorNameMap, own: str) -> str:
 
 
 def _heads(name: str, spec: ModelSpec) -> int:
-    """How many heads' rows are permuted; 0: none are."""
+    """The number of heads whose rows are permuted; 0: none are."""
     return {"attn_q": spec.heads, "attn_k": spec.kv_heads}.get(name.split(".")[-2], 0)
 
 
 def _kind(own: str, place: Placement, made: str) -> Kind:
-    """The type of a tensor. A matrix whose width is not made of whole blocks is in F16."""
+    """The type of a tensor. A matrix is in F16 if its width is no multiple of the block."""
     if len(place.shape) == 1 or place.parameter.endswith("router.weight"):
         return Kind.F32
     if place.shape[-1] % gguf.GGML_QUANT_SIZES[Kind[made]][0]:
-        log.warning("%s is in F16: its width %d is not made of blocks of %s", own, place.shape[-1], made)
+        log.warning("%s is in F16: its width %d is no multiple of a block of %s", own, place.shape[-1], made)
         return Kind.F16
     return Kind[made]
 
@@ -113,7 +113,7 @@ def _made(tensor: Tensor, kind: Kind) -> np.ndarray[Any, Any]:
 
 
 def _describe(writer: GGUFWriter, spec: ModelSpec, made: str) -> None:
-    """What `ModelSpec` says, under llama.cpp's keys."""
+    """Writes the fields of `ModelSpec` under llama.cpp's keys."""
     writer.add_file_type(KINDS[made])
     writer.add_context_length(spec.max_length)
     writer.add_embedding_length(spec.hidden)
@@ -145,7 +145,7 @@ def _describe(writer: GGUFWriter, spec: ModelSpec, made: str) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: Any, spec: ModelSpec) -> None:
-    """The vocabulary and merges for llama.cpp, and the whole tokenizer.json, which dinfer reads."""
+    """Writes the vocabulary and merges for llama.cpp, and the whole tokenizer.json for dinfer."""
     text = tokenizer.backend_tokenizer.to_str()
     whole = json.loads(text)
     model = whole["model"]
@@ -173,9 +173,9 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Any, spec: ModelSpec) -> None:
 
 
 def _pattern(pre_tokenizer: Any) -> str:
-    """The name that llama.cpp has for what cuts text into words."""
+    """llama.cpp's name of the pattern that cuts text into words."""
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     found = tuple(step["pattern"].get("Regex") for step in steps if step and step["type"] == "Split")
     if (name := next((name for name, patterns in PATTERNS.items() if patterns == found), None)) is None:
-        log.warning("llama.cpp has no name for how this tokenizer cuts text into words: there it may cut otherwise")
+        log.warning("llama.cpp does not know how this tokenizer cuts text into words, and may cut it differently")
     return name or "default"

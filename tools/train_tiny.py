@@ -1,12 +1,12 @@
-"""Trains a model in the box from scratch: with LLaDA's loss if it is bidirectional, else with block diffusion.
+"""Trains a model in the box from scratch, with LLaDA's loss if it is bidirectional, otherwise with block diffusion.
 
-FOLDER has the architecture (config.json) and the tokenizer; `tools/noise.py` says what is trained.
+FOLDER has the architecture (config.json) and the tokenizer. `tools/noise.py` defines the loss.
 
     python -m tools.train_tiny dinfer/demo/checkpoints/tiny --steps 40000
     python -m tools.train_tiny dinfer/demo/checkpoints/tiny-llada2 --wrong 0.15 --drafts 8 \
         --row-lengths 96:8,128:6,160:1
 
-`benchmarks/results/tiny-training.json` and `tiny-llada2-training.json` have the commands that were run.
+`benchmarks/results/tiny-training.json` and `tiny-llada2-training.json` have the commands of the models in the box.
 
 Shape suffixes: B rows, T positions.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -36,12 +35,12 @@ from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step
 from tools.trained_experts import trainable
-from tools.training import about, capturable, parsed, prepare
+from tools.training import capturable, parsed, prepare, write_record
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The hyper-parameters of a run; every field is an option of the command line."""
+    """The hyper-parameters of a run. Every field is an option of the command line."""
 
     steps: int = 40_000
     batch: int = 256
@@ -50,12 +49,12 @@ class Options:
     weight_decay: float = 0.05
     clip: float = 1.0
     seed: int = 0
-    row_lengths: str = "112:4,144:4,176:2"  # each with how readily a row that fits takes it
+    row_lengths: str = "112:4,144:4,176:2"  # each with the weight with which a row that fits takes it
     wrong: float = 0.0  # share of the blocks with wrong tokens, for editing decoders
-    drafts: int = 0  # every so many steps, the wrong tokens are drafts of the network; 0: never
+    drafts: int = 0  # in one of so many steps, wrong tokens are the network's drafts; 0: never
     workers: int = 8
-    time_limit: float = math.inf  # seconds of training after which it ends, wherever the learning rate is
-    fit_seconds: float = 0.0  # not 0: when warm-up ends, set `steps` to what fits this time; the record has them
+    time_limit: float = math.inf  # seconds after which training ends, whatever the learning rate
+    fit_seconds: float = 0.0  # sets `steps` to the number that fits this time, when warm-up ends; 0: does not
     log_every: int = 50
     compile: bool = True
     graphs: bool = True
@@ -63,7 +62,7 @@ class Options:
 
 
 def initialise(model: Transformer) -> None:
-    """Normal weights; those that write into the residual stream smaller, by the number of writers."""
+    """Draws normal weights. Those that write into the residual stream are smaller, by the number of writers."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             writes = name.endswith(("out.weight", "down.weight", "mlp.down"))
@@ -73,7 +72,7 @@ def initialise(model: Transformer) -> None:
 
 
 def learning_rate_at(step: int, options: Options) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """The learning rate: linear warm-up, then a cosine to zero."""
     if step < options.warmup:
         return options.learning_rate * (step + 1) / options.warmup
     done = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -81,13 +80,13 @@ def learning_rate_at(step: int, options: Options) -> float:
 
 
 def tail_pace(marks: list[float], log_every: int) -> float | None:
-    """Seconds a step over the second half, compilation out of the way; `marks` are seconds at every log line."""
+    """Seconds of a step in the second half, without compilation. `marks`: the time of every log line, in seconds."""
     half = len(marks) // 2
     return (marks[-1] - marks[half]) / (log_every * (len(marks) - 1 - half)) if len(marks) > 2 else None
 
 
 def batches(source: Iterator[Shard], size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches on the device, a shard at a time: a copy a batch would hold up every step."""
+    """The batches on the device. It copies a shard at a time, since a copy for each batch would delay every step."""
     for shard in source:
         parts = {
             length: (torch.from_numpy(part.tokens_BT).to(device), torch.from_numpy(part.prompt_B).to(device))
@@ -99,7 +98,7 @@ def batches(source: Iterator[Shard], size: int, device: torch.device) -> Iterato
 
 
 def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[str, object]:
-    """Trains in place; returns the record: loss curve, steps done, seconds."""
+    """Trains in place, and returns the record: loss curve, steps, seconds."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     noise = Noise(
         spec=model.spec,
@@ -143,7 +142,7 @@ def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[st
                 break
             pace = tail_pace(marks, options.log_every)
             if options.fit_seconds and pace and done - options.log_every < options.warmup <= done:
-                # the learning rate does not depend on `steps` up to here, so a run given these steps is the same
+                # Up to here the learning rate does not depend on `steps`, so a run with this `--steps` is the same.
                 options = replace(options, steps=done + max(1, int((options.fit_seconds - marks[-1]) / pace)))
                 print(f"{options.steps} steps of {pace * 1000:.1f} ms fit", flush=True)
         if done >= options.steps:
@@ -160,7 +159,7 @@ def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[st
 
 
 def save(model: Transformer, family: ModelFamily, folder: Path, config: dict[str, Any]) -> None:
-    """An ordinary Hugging Face folder: weights in float16, what only chooses experts as it is."""
+    """Writes a Hugging Face folder, with weights in float16. Biases that choose experts keep their dtype."""
     rounded = copy.deepcopy(model).half()
     for (name, given), parameter in zip(model.named_parameters(), rounded.parameters(), strict=True):
         if name.endswith("choice_bias"):
@@ -171,8 +170,8 @@ def save(model: Transformer, family: ModelFamily, folder: Path, config: dict[str
 def parse() -> tuple[Path, Path, Path | None, Options]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="has config.json and tokenizer.json; model.safetensors goes there")
-    parser.add_argument("--record", type=Path, default=Path("training.json"), help="where the record goes")
-    parser.add_argument("--start-from", type=Path, help="a folder whose weights to go on from (default: none)")
+    parser.add_argument("--record", type=Path, default=Path("training.json"), help="file for the record")
+    parser.add_argument("--start-from", type=Path, help="a folder with the initial weights (default: none)")
     given, options = parsed(parser, Options)
     return given["folder"], given["record"], given["start_from"], options
 
@@ -192,13 +191,8 @@ def main() -> None:
     with capturable(model.device):
         done = train(model, options, folder / "tokenizer.json")
     save(model, family, folder, config)
-    record = {
-        **about("tools.train_tiny", model.device, sum(part.numel() for part in model.parameters()), options),
-        "wall_seconds": round(time.perf_counter() - started, 1),
-        **done,
-    }
-    record_file.write_text(json.dumps(record) + "\n")
-    print(f"{done['steps']} steps in {done['seconds']} s, {record['parameters']} parameters", flush=True)
+    found = {"wall_seconds": round(time.perf_counter() - started, 1), **done}
+    write_record(record_file, "tools.train_tiny", model.device, model.parameters(), options, found)
 
 
 if __name__ == "__main__":

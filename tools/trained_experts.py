@@ -1,7 +1,7 @@
-"""A mixture of experts as one wide MLP: for training, where experts are few and batches large.
+"""A mixture of experts as one wide MLP, for training with few experts and large batches.
 
-Every expert computes every token and the unchosen count nothing. That multiplies too much, but in two dense matrix
-products that need no sorting. The same function and the same parameters as `dinfer.layers.mlp.Experts`.
+Every expert computes every token, and unchosen experts have weight 0. That multiplies too much, but in two dense matrix
+products without sorting. Function and parameters are those of `dinfer.layers.mlp.Experts`.
 
 Shape suffixes: B rows, W positions, N tokens, D hidden, X experts, M width of an expert.
 """
@@ -21,7 +21,7 @@ from dinfer.layers.transformer import Transformer
 
 
 class TrainedExperts(Experts):
-    """Counts how many tokens each expert got, to balance them."""
+    """Counts the tokens of each expert, to balance them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -42,14 +42,14 @@ class TrainedExperts(Experts):
 
     @torch.no_grad()
     def balance(self, rate: Tensor) -> None:
-        """Moves the bias of each expert by `rate`, up if it got less than its share (DeepSeek-V3)."""
+        """Moves the bias of each expert by `rate`, up if it got fewer tokens than its share (DeepSeek-V3)."""
         if self.choice_bias is not None:
             self.choice_bias += rate * (self.load_X.mean() - self.load_X).sign()
         self.load_X.zero_()
 
 
 def trainable(network: Transformer) -> Transformer:
-    """The network with its mixtures of experts replaced, in place."""
+    """Replaces the network's mixtures of experts, in place, and returns it. Raises ValueError."""
     if network.spec.experts is not None and network.spec.experts.capacity is not None:
         raise ValueError("experts with a capacity: a noised block would share it with the clean block beside it")
     network.requires_grad_(True).train()

@@ -1,24 +1,28 @@
-"""What the commands that train a model in the box share: options, a fixed start, and the record of a run."""
+"""What the commands that train a model in the box share: options, seeds, and the record of a run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Options = TypeVar("Options")
 
 
 def parsed(parser: argparse.ArgumentParser, kind: type[Options]) -> tuple[dict[str, Any], Options]:
-    """The arguments of `parser`, and the options: each field of the dataclass `kind` is a flag."""
+    """The arguments of `parser`, and the options. Each field of the dataclass `kind` is a flag."""
     defaults = asdict(kind())  # type: ignore[call-overload]
     for name, value in defaults.items():
         extra: dict[str, Any] = {"type": type(value)}
@@ -38,16 +42,21 @@ def prepare(seed: int) -> None:
 
 
 def capturable(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream of its own on CUDA: the default stream cannot be captured."""
+    """A new stream on CUDA, since the default stream cannot be captured."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 
-def about(module: str, device: torch.device, parameters: int, options: Any) -> dict[str, Any]:
-    """The head of a run's record: command, hardware, versions, trained parameters and options."""
-    return {
+def write_record(
+    file: Path, module: str, device: torch.device, parameters: Iterable[Tensor], options: Any, found: Mapping[str, Any]
+) -> None:
+    """Writes the record of a run: command, hardware, versions, number of trained parameters, options and `found`."""
+    record = {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "parameters": parameters,
+        "parameters": sum(parameter.numel() for parameter in parameters),
         "options": {name: value for name, value in asdict(options).items() if value != math.inf},
+        **found,
     }
+    file.write_text(json.dumps(record) + "\n")
+    print(f"{record['steps']} steps in {record['seconds']} s, {record['parameters']} parameters", flush=True)

@@ -1,1 +1,1 @@
-"""How many cards a load takes: a simulator of engines on many cards, fed with measured step times."""
+"""How many cards a load needs: a simulator of engines on many cards, with measured step times."""

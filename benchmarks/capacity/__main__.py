@@ -1,12 +1,12 @@
-"""What a number of cards gives under a load: throughput, times to the first text and block, latency, and cost.
+"""Simulates cards under a load: throughput, times to the first text and block, latency, and cost.
 
     python -m benchmarks.capacity --steps benchmarks/results/throughput-llada-8b-h200.json --rows 8 --cards 1,8 \
         --rate 4,8,32 --prompt 128 --new 256 --tokens-per-step 2.6 --price PRICE
     python -m benchmarks.capacity --steps FILE.json --rows 64 --cards 8 --trace AzureLLMInferenceTrace_conv.csv
 
-A simulation for every combination of `--cards`, `--rows` and `--rate`; `--steps` has the times of the model, recipe
-and number format, and of one replica's cards. `--rate` is that of all cards together. Each replica runs as the engine
-does; what was not measured is refused. Shared prompts, `runtime.pages` and speculation are not simulated.
+It simulates every combination of `--cards`, `--rows` and `--rate`. `--steps` has the times of a model, recipe and
+number format on one replica's cards. `--rate` is for all cards together. Each replica runs like the engine, and refuses
+steps that were not measured. Shared prompts, `runtime.pages` and speculation are not simulated.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every combination. Raises ValueError, and Unmeasured for what the files have no figures of."""
+    """A row for every combination. Raises ValueError, and Unmeasured for steps without figures in the files."""
     times = StepTimes.read(*given.steps, reach=given.reach)
     if given.denoising:
         denoising = Denoising.read(given.denoising, times.block)
@@ -115,7 +115,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(row: dict[str, Any]) -> str:
-    """A line for people."""
+    """A row in words."""
     words = [f"{row['cards']} cards, {row['rows']} rows, {row['tokens_per_s']:.0f} tokens/s"]
     words += [f"{row['requests_per_s']:.2f} of {row['offered'] / row['seconds']:.2f} requests/s"]
     if row["first_block_s"]:

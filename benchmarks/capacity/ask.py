@@ -1,11 +1,11 @@
-"""Asks the simulator what docs/scaling.md answers, and writes the answers.
+"""Runs the simulations of docs/scaling.md and writes their results.
 
     python -m benchmarks.capacity.ask --steps FILE.json ... --rows 16,64,256 --out FILE.json
     python -m benchmarks.capacity.ask --steps FILE.json ... --trace TRACE.csv --speed 4 --cards 1,8,64 --out FILE.json
 
-For each number of rows: one card under Poisson arrivals, from a fifth of what it can do to a little more. Then 1, 8, 64
-and 1,024 cards under the same load a card, to each in turn and to the less loaded of two; and what they share. With
-`--trace`, so many cards under a trace instead, played by `--speed` a card faster than it was recorded.
+For each number of rows, one card gets Poisson arrivals, from a fifth of its capacity to a little more than it. Then 1,
+8, 64 and 1,024 cards get the same load a card, in turn and to the less loaded of two, with the load on shared parts.
+With `--trace` some cards run a trace instead, played `--speed` times as fast for each card.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.provenance import begun, save
 
-LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05)  # of the most that a card does
+LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05)  # of the capacity of a card
 USUAL = 0.8
 CARDS = (1, 8, 64, 1024)
 
 
 class Question:
-    """One kind of replica and one kind of request."""
+    """A kind of replica with a kind of request."""
 
     def __init__(self, given: argparse.Namespace, times: StepTimes, rows: int) -> None:
         self.times = times
@@ -51,7 +51,7 @@ class Question:
         return Cluster(self.times, self.denoising, self.setting, router, replicas=replicas, seed=self.seed, warm=warm)
 
     def most(self) -> float:
-        """Requests a second of a replica that always has as many as it has rows."""
+        """Requests a second of a replica whose rows are always full."""
         work = [Asked(0.0, self.prompt, self.new)] * (6 * self.rows)
         return self.cluster(Router(), 1, 0.0).closed_loop(work, self.rows)["requests_per_s"]
 
@@ -76,7 +76,9 @@ def answers(given: argparse.Namespace) -> dict[str, Any]:
     question = Question(given, times, given.usual_rows)
     load = USUAL * question.most()
     for cards in given.cards:
-        span = given.warm + (given.seconds - given.warm) / max(cards / 64, 1)  # many cards tell as much in less time
+        span = given.warm + (given.seconds - given.warm) / max(
+            cards / 64, 1
+        )  # many cards give as many requests in less time
         for policy in ("turns", "two_choices") if cards > 1 else ("turns",):
             row = question.under(load, Router(policy=policy), cards // question.times.cards, span, given.warm)
             asked = shared(row, front, ray) if front and ray else {}
@@ -86,7 +88,7 @@ def answers(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def traced(given: argparse.Namespace) -> dict[str, Any]:
-    """Requests of a trace, without those that are longer than what was measured."""
+    """The rows of a trace, without requests longer than those that were measured."""
     times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()
     question = Question(given, times, given.usual_rows)
     for cards in given.cards:

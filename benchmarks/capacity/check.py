@@ -1,4 +1,4 @@
-"""The simulator beside what was measured: the same closed loop, and by how much it is off.
+"""Compares the simulator with measurements of the same closed loop.
 
 python -m benchmarks.capacity.check --steps FILE.json --measured FILE.json
 """
@@ -22,7 +22,7 @@ from benchmarks.provenance import provenance
 
 
 def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], front: FrontEnd) -> dict[str, Any]:
-    """One closed loop, measured and simulated: of an engine, or of clients and a server."""
+    """A closed loop, measured and simulated, of an engine, or of clients and a server."""
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
     how = Setting(
         rows=run["in_flight"], gather=setting["gather"],
@@ -44,7 +44,7 @@ def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], fro
 
 
 def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
-    """The requests of a run; with `stagger`, the first ones are of all lengths, as in benchmarks.throughput."""
+    """The requests of a run. With `stagger` the first ones have all lengths, as in benchmarks.throughput."""
     prompt, new, some = setting["prompt"], setting["new"], max(setting["new"] // 16, 1)
     short = run["in_flight"] if setting["stagger"] else 0
     return [Asked(0.0, prompt, some * (1 + i % 16) if i < short else new) for i in range(run["requests"])]

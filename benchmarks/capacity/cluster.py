@@ -1,4 +1,4 @@
-"""Replicas behind a router, the load on them, and what comes of it."""
+"""Replicas behind a router, their load, and the figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = ("two_choices", "least", "turns")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """What passes requests on to replicas."""
+    """The router of requests to replicas."""
 
     policy: str = "two_choices"  # as Ray Serve: the less loaded of two replicas; or the least loaded; or in turn
     processes: int = 1
@@ -34,9 +34,9 @@ class Router:
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted while a cluster runs."""
+    """The counts of a cluster's run."""
 
-    warm: float  # seconds; what comes before is left out
+    warm: float  # seconds that do not count at the beginning
     jobs: list[Job] = field(default_factory=list)
     tokens: int = 0
     offered: int = 0
@@ -52,7 +52,7 @@ class Tally:
 
 
 class Cluster:
-    """So many replicas, fed with the same step times."""
+    """Replicas with the same step times."""
 
     def __init__(
         self, times: StepTimes, denoising: Denoising, setting: Setting, router: Router, *, replicas: int, seed: int,
@@ -72,7 +72,7 @@ class Cluster:
         self._turn = 0
 
     def open_loop(self, requests: Iterable[Asked], seconds: float) -> dict[str, Any]:
-        """Requests come when they like, for so many seconds. What has not ended then is not waited for."""
+        """Runs requests at their own times for some seconds, and does not wait for those that have not ended then."""
 
         def arrive() -> Generator[simpy.Event, Any, None]:
             for one in requests:
@@ -84,7 +84,7 @@ class Cluster:
         return self._result(seconds)
 
     def closed_loop(self, requests: Iterable[Asked], in_flight: int) -> dict[str, Any]:
-        """So many clients, each of which asks again when its answer has ended, until all requests are answered."""
+        """`in_flight` clients ask again when their answer has ended, until all requests are answered."""
         waiting = iter(requests)
 
         def client() -> Generator[simpy.Event, Any, None]:
@@ -129,7 +129,7 @@ class Cluster:
             self.tally.tokens += tokens
 
     def _result(self, until: float) -> dict[str, Any]:
-        """Rates and times after the warm-up. Times are of requests that came after it and have ended."""
+        """Rates and times after the warm-up. Times are those of requests that came after it and have ended."""
         tally, span = self.tally, until - self.tally.warm
         tally.change(until, 0)
         jobs = tally.jobs
@@ -165,7 +165,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def cost(result: dict[str, Any], price: float) -> float:
-    """Price of a million tokens, where a card costs `price` an hour."""
+    """The price of a million tokens if a card costs `price` an hour."""
     if price < 0:
         raise ValueError(f"--price {price} must be at least 0 an hour")
     if not result["tokens_per_s"]:

@@ -1,18 +1,19 @@
-"""Extrapolates to replicas of 2, 4 and 8 cards what was measured on one card and on two: which layout for eight cards?
+"""Extrapolates figures of one card and of two to replicas of 2, 4 and 8 cards: which layout suits eight cards?
 
     python -m benchmarks.capacity.degrees --out FILE.json
 
 Nobody has measured more than two cards, several requests on two cards, or LLaDA2-flash with several requests. So all
-rows but those of LLaDA2-mini on one card are extrapolated, by these rules:
+rows except LLaDA2-mini on one card are extrapolated, by these rules:
 
-* A step has a part that cards divide and a part that they do not. Of LLaDA2-mini both follow from one card and two,
-  at one request (`tensor-parallel-h200.json`). The second part is that of a layer: LLaDA2-flash has 32 layers, not 20.
+* Cards divide one part of a step and not the other. For LLaDA2-mini both follow from one card and two, with one request
+  (`tensor-parallel-h200.json`). The second part is proportional to layers: LLaDA2-flash has 32, LLaDA2-mini 20.
 * With more requests or wider steps, the first part grows as LLaDA2-mini's does on one card. LLaDA2-flash has as many
-  experts, of which a token chooses as many, so what it reads and multiplies grows alike.
-* In fp8, steps of 64 positions a row were measured with up to 16 rows. With more they take what bf16's do, times the
-  share of steps over as many positions, 32 a row.
-* Two sums a layer take what they took alone on two cards, by rows, in proportion to the width. Among N cards each moves
-  2 (N - 1) / N of a tensor, so the time beyond that of one row grows by that. The time to begin is taken as the same.
+  experts, and a token chooses as many, so its bytes and operations grow alike.
+* In fp8, steps of 64 positions a row were measured with up to 16 rows. With more rows they take the time of bf16, times
+  the ratio of both formats in steps of as many positions, 32 a row.
+* The two sums of a layer take their time alone on two cards, by rows, in proportion to the width. Among N cards each
+  moves 2 (N - 1) / N of a tensor, so the time beyond that of one row grows by that factor. The time of one row is taken
+  as the same.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ MEASURED_WIDTH = 4096  # of the sums in TWO
 CARDS, DEGREES, ROWS = 8, (1, 2, 4, 8), 64
 FIRST = ("WINDOW", 1, 32)  # the step of one request
 PROMPT, NEW = 512, 128  # tokens; canvases of this length were measured in both formats
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the most that the best layout of a shape does
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the capacity of a shape's best layout
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A step of one request: the milliseconds that cards do not divide, and those that they do, on one card."""
+    """The time of a step of one request on one card, in milliseconds."""
 
-    whole: float
-    shared: float
+    whole: float  # that cards do not divide
+    shared: float  # that cards divide
 
     @classmethod
     def of(cls, one: float, two: float, sums: float) -> Split:
-        """From the step on one card, that on two, and what of the latter sums take."""
+        """From the times of the step on one card, on two, and of the sums on two."""
         shared = 2 * (one - two + sums)
         return cls(one - shared, shared)
 
 
 def sums_ms(two: Mapping[str, Any], spec: ModelSpec, positions: float, cards: int) -> float:
-    """What the sums of a step over so many positions take."""
+    """The time of the sums of a step over so many positions, in milliseconds."""
     if cards == 1:
         return 0.0
     measured = two["collectives, bf16, 2 cards"]["us"]
@@ -74,7 +75,7 @@ def sums_ms(two: Mapping[str, Any], spec: ModelSpec, positions: float, cards: in
 
 
 def splits(two: Mapping[str, Any]) -> dict[tuple[str, str], Split]:
-    """By shape and format. LLaDA2-flash was measured in bf16 on two cards alone, and in fp8 on one alone."""
+    """By shape and format. LLaDA2-flash was measured only in bf16 on two cards, and only in fp8 on one."""
 
     def step(name: str) -> float:
         return float(two[name]["step_ms"])
@@ -115,7 +116,7 @@ def steps_of_one(format: str) -> dict[str, Any]:
 def extrapolated(
     report: Mapping[str, Any], name: str, own: Split, two: Mapping[str, Any], cards: int, alone: float
 ) -> StepTimes:
-    """The step times of one shape on so many cards. `report`: LLaDA2-mini's; `alone`: its step of one request."""
+    """The step times of a shape on some cards. `report`: LLaDA2-mini's. `alone`: its step of one request, in ms."""
     spec, steps = shape(name)[1], []
     for row in report["steps"]:
         at_one = row["mean_ms"] * (own.whole + own.shared) / alone  # of this shape, on one card
@@ -130,7 +131,7 @@ def extrapolated(
 
 
 class Layout:
-    """Eight cards as replicas of some."""
+    """Eight cards, divided into replicas."""
 
     def __init__(self, times: StepTimes, rate: float) -> None:
         self.times, self.denoising = times, Denoising.at_rate(rate, times.block)
@@ -144,7 +145,7 @@ class Layout:
         return float(self.cluster(1, 0.0).closed_loop([Asked(0.0, PROMPT, NEW)] * 4, 1)["latency_s"]["p50"])
 
     def most(self) -> float:
-        """Requests a second of all cards, each replica with as many as it has rows."""
+        """Requests a second of all cards if the rows of each replica are always full."""
         work = [Asked(0.0, PROMPT, NEW)] * (4 * ROWS)
         one = self.cluster(1, 0.0).closed_loop(work, ROWS)["requests_per_s"]
         return float(one) * CARDS / self.times.cards

@@ -1,8 +1,8 @@
-"""How many denoise steps a block takes: a fixed rate, or as a model took them.
+"""The number of denoise steps of a block: at a fixed rate, or measured.
 
     python -m benchmarks.capacity.denoising --model tiny-llada2 --threshold 0.9 --out FILE.json
 
-measures it: it answers held-out problems and counts the steps of every block.
+answers held-out problems and counts the steps of every block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from random import Random
 import torch
 
 import dinfer
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, show
 from dinfer.core.canvas import Phase
 from dinfer.demo.problems import generate
 from dinfer.engine.request import Update
@@ -34,7 +34,7 @@ class Denoising:
 
     @classmethod
     def at_rate(cls, rate: float, block: int) -> Denoising:
-        """Every block alike: `rate` tokens a step."""
+        """All blocks take `rate` tokens a step."""
         if not 0 < rate <= block:
             raise ValueError(f"--tokens-per-step {rate} must be above 0 and at most the block, {block}")
         return cls({math.ceil(block / rate): 1}, block)
@@ -60,13 +60,13 @@ class Denoising:
         return self.block * blocks / sum(steps * count for steps, count in self.counts.items())
 
     def steps(self, opens: int, draw: Random) -> int:
-        """Steps of a block with so many open positions; a short block takes its share of a whole one's."""
+        """Draws the steps of a block with so many open positions. A short block takes its share of a whole one."""
         whole = self._steps[0] if len(self._steps) == 1 else draw.choices(self._steps, self._weights)[0]
         return max(math.ceil(whole * opens / self.block), 1)
 
 
 def counted(updates: Iterable[Update], prompts: Sequence[Sequence[int]], block: int) -> Counter[int]:
-    """Denoise steps of each block, as updates of an engine tell. Only of blocks with `block` open positions."""
+    """Counts the denoise steps of blocks with `block` open positions, from the updates of an engine."""
     steps: dict[tuple[int, int], int] = defaultdict(int)
     for update in updates:
         start, end = update.region
@@ -92,8 +92,7 @@ def main(args: list[str] | None = None) -> None:
         **begun(given, torch.device("cpu")), "block": block,
         "steps_per_block": dict(sorted(counts.items())),
     }  # fmt: skip
-    print(json.dumps(report, indent=1, default=str))
-    save(report, given.out)
+    show(report, given.out)
 
 
 if __name__ == "__main__":

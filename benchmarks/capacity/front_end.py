@@ -1,10 +1,10 @@
-"""What the HTTP server takes for a request, for a piece of a stream and for a round, and how many bytes it sends.
+"""The HTTP server's CPU time of a request, of a piece of a stream and of a round, and the bytes that it sends.
 
     python -m benchmarks.capacity.front_end --out FILE.json
 
 It serves a small shape (benchmarks.serving.full_size) and reads the CPU time of the thread of the event loop, which
-parses, encodes and writes; the engine has a thread of its own. Short answers, long ones and many at once tell the three
-apart. CPU time counts what the thread does itself, so other load on the machine changes it little.
+parses, encodes and writes; the engine has its own thread. Short answers, long ones and many at once separate the three
+times. CPU time counts only the thread's own work, so other load on the machine changes it little.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, show
 from benchmarks.serving.process import Started, started
 
 SHORT, LONG = 4, 256  # tokens of answers
@@ -39,8 +39,8 @@ class FrontEnd:
     """Seconds of CPU."""
 
     request: float = 0.0  # of the server's event loop for a request
-    piece: float = 0.0  # and for a piece of a stream
-    round: float = 0.0  # and for a round of the engine
+    piece: float = 0.0  # of the event loop for a piece of a stream
+    round: float = 0.0  # of the event loop for a round of the engine
     routed: float = 0.0  # of a router's process for a request with all its pieces
 
     @classmethod
@@ -60,14 +60,14 @@ def loop_seconds(pid: int) -> float:
 
 
 def rounds(server: Started) -> float:
-    """How many rounds the engine has run."""
+    """The number of rounds that the engine has run."""
     with urllib.request.urlopen(f"{server.url}metrics") as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("dinfer_round_seconds_count"))
 
 
 def ask(url: str, number: int, new: int) -> tuple[int, int]:
-    """Streams one answer; its pieces and bytes."""
+    """Streams an answer. Returns its pieces and bytes."""
     words = " ".join(f"w{(number * PROMPT + i) * 7 % 500}" for i in range(PROMPT))
     body = {"model": "shape", "prompt": words, "max_tokens": new, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
@@ -79,7 +79,7 @@ def ask(url: str, number: int, new: int) -> tuple[int, int]:
 
 
 def answered(server: Started, requests: int, new: int, streams: int) -> dict[str, float]:
-    """What so many requests took of the event loop, so many at a time."""
+    """The event loop's figures of `count` requests, `streams` at a time."""
     before, first = loop_seconds(server.pid), rounds(server)
     with ThreadPoolExecutor(streams) as pool:
         found = [*pool.map(lambda number: ask(server.url, number, new), range(requests))]
@@ -112,8 +112,7 @@ def main(args: list[str] | None = None) -> None:
         "bytes_per_piece": (long["bytes"] - short["bytes"]) / (long["pieces"] - short["pieces"]),
         "bytes_per_token": many["bytes"] / many["tokens"],
     }  # fmt: skip
-    print(json.dumps(report, indent=1, default=str))
-    save(report, given.out)
+    show(report, given.out)
 
 
 if __name__ == "__main__":

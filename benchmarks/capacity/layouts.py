@@ -1,8 +1,8 @@
-"""Two cards as one replica, by tensor parallelism, or as a replica each: what is faster under which load.
+"""Two cards as one replica, by tensor parallelism, or as two: which is faster under which load.
 
     python -m benchmarks.capacity.layouts benchmarks/results/tensor-parallel-h200.json --out FILE.json
 
-It takes the step times of benchmarks.tensor_parallel, which are of one request at a time. So replicas have one row.
+It takes the step times of benchmarks.tensor_parallel with one request at a time, so replicas have one row.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.provenance import begun, save
 
 BLOCK, PROMPT, NEW = 32, 128, 256  # of benchmarks.tensor_parallel
 CARDS = 2
-SHARES = (0.2, 0.5, 0.8)  # of the most that the better layout does
+SHARES = (0.2, 0.5, 0.8)  # of the capacity of the better layout
 SECONDS, WARM = 400, 20
 
 
 def times(name: str, case: dict[str, Any], report: dict[str, Any]) -> StepTimes:
-    """The steps of one case, named as in its file: `llada2-mini, bf16, 2 cards`."""
+    """The steps of a case, by its name in the file: `llada2-mini, bf16, 2 cards`."""
     shape, cards = name.split(", ")[0], int(name.split(", ")[2].split()[0])
     steps = [row | {"canvas": PROMPT + NEW} for row in case["steps"]]
     setting = {"shape": shape, "block": BLOCK, "tensor_parallel": cards}
@@ -43,7 +43,7 @@ def cluster(steps: StepTimes, rate: float, warm: float = 0.0) -> Cluster:
 
 
 def compared(report: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """A row for each case and load; the loads of a shape are the same for all its cases."""
+    """A row for each case and load. All cases of a shape get the same loads."""
     measured = {name: case for name, case in report.items() if isinstance(case, dict) and "steps" in case}
     cases = {name: case for name, case in measured.items() if case.get("case", {}).get("rows", 1) == 1}
     found = []

@@ -1,4 +1,4 @@
-"""What the parts that replicas share are asked for, beside what one of them can do."""
+"""The load on parts that replicas share, and the capacity of one such part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 
 def shared(row: dict[str, Any], front: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
-    """Load on each part from one simulated row: cores of a process that has one, and bits a second.
+    """The load on each part of a simulated row, in cores of a process that has one, and in bits a second.
 
-    `front`: a file of benchmarks.capacity.front_end; `ray`: of benchmarks.capacity.ray_serve. `event_loop` is that of
-    one replica; `proxy` is one for all replicas, as if all requests came through it; `cards_of_proxy` is how many
-    cards fill it.
+    `front`: a file of benchmarks.capacity.front_end. `ray`: a file of benchmarks.capacity.ray_serve. `event_loop` is
+    that of one replica. `proxy` is one proxy for all requests, and `cards_of_proxy` the number of cards that fill it.
     """
     cards, replicas = row["cards"], row["replicas"]
     loop, proxy, controller = front["front_end"], ray["proxy"], ray["controller"]
@@ -29,7 +28,7 @@ def shared(row: dict[str, Any], front: dict[str, Any], ray: dict[str, Any]) -> d
 
 
 def read(path: Path, *names: str) -> dict[str, Any]:
-    """A file that must have these parts."""
+    """Reads a file that must have these parts. Raises ValueError."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Measures what the simulator is fed with: times of steps by shape with their spread, and what the host takes.
+"""Measures the input of the simulator: times of steps by shape with their spread, and the host's times.
 
     python -m benchmarks.capacity.measure --shape llada2-mini --spread --settle --out FILE.json
     python -m benchmarks.capacity.measure --shape small-llada2 --device cpu --in-flight 1,2 --prompts-of 40 --new 64
 
 For each prompt length and each number in flight, all requests enter at once and run in step, so that each shape comes
 up often. The first run is eager, the second captures graphs, and the next three are timed. The same without a network
-says what the host takes for a round. Other arguments are those of benchmarks.throughput.
+gives the host's time of a round. Other arguments are those of benchmarks.throughput.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 def table(clock: Clock, canvas: int) -> list[dict[str, Any]]:
-    """Mean and quantiles of the time of each shape that came up in every run."""
+    """Mean and quantiles of the time of each shape that every run had."""
     if clock.cuda:
         torch.cuda.synchronize()
     found = defaultdict(list)
@@ -70,7 +70,7 @@ def timed(pipe: Pipeline, prompts: list[list[int]], new: int) -> tuple[Clock, fl
 
 
 def sweep(recipe: Recipe, runtime: Runtime, prompt: int, given: argparse.Namespace, report: dict[str, Any]) -> None:
-    """All numbers in flight at one length of prompts. Saves each, so that a run that is cut short leaves the others."""
+    """All numbers in flight at one length of prompts. Saves after each, so that an aborted run leaves figures."""
     canvas, most = prompt + given.new, max(given.in_flight)
     room = max(min(most, given.room // canvas), 1)
     pipe = Pipeline(recipe, None, replace(runtime, rows=room, max_length=canvas))
@@ -87,11 +87,11 @@ def sweep(recipe: Recipe, runtime: Runtime, prompt: int, given: argparse.Namespa
 
 
 def host(recipe: Recipe, runtime: Runtime, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Wall time of a round without a network: what the host takes, and what of a step is no network."""
+    """The wall time of a round without a network: the host's time, and the rest of a step."""
     hollow: Any = Hollow(recipe.model)
     prompt = min(given.prompts_of)
     plain = replace(recipe, model=hollow)
-    runtime = replace(runtime, tensor_parallel=1, expert_parallel=False)  # without a network there is nothing to divide
+    runtime = replace(runtime, tensor_parallel=1, expert_parallel=False)  # since there is no network to divide
     pipe = Pipeline(plain, None, replace(runtime, rows=max(given.in_flight), max_length=prompt + given.new))
     prompts, found = random_prompts(recipe.model.spec, max(given.in_flight), prompt), []
     for rows in given.in_flight:
@@ -102,7 +102,7 @@ def host(recipe: Recipe, runtime: Runtime, given: argparse.Namespace) -> list[di
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
-    """JSON with a line for each step, so that a change can be read."""
+    """JSON with a line for each step, so that a diff is readable."""
     if out is None:
         return
     lists = ("steps", "rounds", "host")

@@ -21,7 +21,7 @@ NAMES = {"turns": "in turn", "two_choices": "the less loaded of two"}
 
 
 def load(report: dict[str, Any]) -> Figure:
-    """Times of one card over its throughput, a line a number of rows."""
+    """Times of one card over its throughput, with a line for each number of rows."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots(1, 2)
     titles = {"first_block_s": "first block, s", "latency_s": "whole answer, s"}
@@ -39,7 +39,7 @@ def load(report: dict[str, Any]) -> Figure:
 
 
 def cards(report: dict[str, Any]) -> Figure:
-    """What many cards share: how much of it a load takes, over the number of cards."""
+    """The load on shared parts, over the number of cards."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for policy, name in NAMES.items():
@@ -60,7 +60,7 @@ def cards(report: dict[str, Any]) -> Figure:
 
 
 def degrees(report: dict[str, Any]) -> Figure:
-    """Time of an answer over the load on eight cards, a line a layout; dashed what is extrapolated."""
+    """The time of an answer over the load on eight cards, with a line for each layout, dashed if extrapolated."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     kinds = list(dict.fromkeys((row["shape"], row["format"]) for row in report["rows"]))
     axes = figure.subplots(1, len(kinds))

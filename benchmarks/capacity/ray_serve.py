@@ -1,18 +1,17 @@
-"""What Ray Serve takes for a request, for a piece of a stream, and for a replica that only lives.
+"""Ray Serve's CPU time of a request, of a piece of a stream, and of an idle replica.
 
     python -m benchmarks.capacity.ray_serve --out FILE.json
 
-A deployment streams pieces as long as those of a server (benchmarks.capacity.front_end) and computes nothing. CPU time
-is read for each kind of process: the proxy of a machine, the controller of the cluster, the head's bookkeeping. Answers
-of one piece and of many tell what a request takes from what a piece takes; a while without requests, with few
-replicas and with more, tells what the controller takes for each.
+A deployment streams pieces as long as a server's (benchmarks.capacity.front_end) and computes nothing. CPU time is read
+for each kind of process: the proxy of a machine, the controller of the cluster, the head's bookkeeping. Answers of one
+piece and of many separate the times of a request and of a piece. Times without requests, with few replicas and with
+more, give the controller's time of a replica.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 import urllib.request
 from collections import defaultdict
@@ -28,11 +27,11 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, show
 
-PIECE = 201  # bytes, as benchmarks.capacity.front_end has found
+PIECE = 201  # bytes, measured by benchmarks.capacity.front_end
 FEW, MANY = 1, 50  # pieces
-PAUSE = 0.01  # seconds from piece to piece, without which several go together
+PAUSE = 0.01  # seconds between pieces, so that each is sent alone
 STREAMS = 16
 PARTS = {"proxy": "ProxyActor", "controller": "ServeController", "replica": "ServeReplica", "head": "gcs_server"}
 
@@ -49,7 +48,7 @@ class Streams:
 
 
 def taken() -> dict[str, float]:
-    """CPU seconds so far by kind of process, of this program's children."""
+    """CPU seconds of this program's children so far, by kind of process."""
     found: dict[str, float] = defaultdict(float)
     for process in psutil.Process().children(recursive=True):
         try:
@@ -68,7 +67,7 @@ def used(before: dict[str, float]) -> dict[str, float]:
 
 
 def load(url: str, requests: int, pieces: int) -> dict[str, Any]:
-    """CPU seconds of so many answers."""
+    """The CPU seconds of so many answers."""
 
     def ask(_: int) -> None:
         with urllib.request.urlopen(f"{url}?pieces={pieces}") as response:
@@ -82,7 +81,7 @@ def load(url: str, requests: int, pieces: int) -> dict[str, Any]:
 
 
 def idle(replicas: int, seconds: float) -> dict[str, Any]:
-    """CPU seconds of a while without requests."""
+    """The CPU seconds of some time without requests."""
     actor = {"num_cpus": 0}
     app = Streams.options(num_replicas=replicas, ray_actor_options=actor, max_ongoing_requests=64).bind()  # type: ignore[attr-defined]
     serve.run(app, route_prefix="/")
@@ -120,8 +119,7 @@ def main(args: list[str] | None = None) -> None:
         "proxy": {"request": (short["cpu_s"]["proxy"] - short["pieces"] * piece) / given.requests, "piece": piece},
         "controller": {"alone": each[0], "per_replica": (each[1] - each[0]) / (given.replicas - 1)},
     }  # fmt: skip
-    print(json.dumps(report, indent=1, default=str))
-    save(report, given.out)
+    show(report, given.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One engine, as `dinfer.engine` runs it: slots, a queue, prefills that wait for each other, steps that rows share."""
+"""Simulates an engine like `dinfer.engine`: slots, a queue, gathered prefills, steps of several rows."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Setting:
     rows: int  # runtime.rows
     gather: bool = False  # runtime.gather
     positions: int = 8192  # runtime.positions
-    most: int | None = None  # requests that run or wait; others are refused
+    most: int | None = None  # requests that run or wait, at most; others are refused
     per_request: float = 0.0  # seconds of the server's event loop for a request
-    per_piece: float = 0.0  # and for a piece of a stream
-    per_round: float = 0.0  # and for a round
+    per_piece: float = 0.0  # of the event loop for a piece of a stream
+    per_round: float = 0.0  # of the event loop for a round
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and what became of it; times in seconds."""
+    """A request and its outcome. Times are in seconds."""
 
     asked: Asked
     sent: float
@@ -47,9 +47,9 @@ class Job:
     first_block: float = 0.0
     ended: float = 0.0
     steps: int = 0  # forwards
-    left: int = 0  # positions of the prompt that a prefill has still to compute
-    ends: deque[int] = field(default_factory=deque)  # where its blocks end, on the canvas
-    at: int = 0  # where its block begins
+    left: int = 0  # positions of the prompt that a prefill must still compute
+    ends: deque[int] = field(default_factory=deque)  # the ends of its blocks on the canvas
+    at: int = 0  # the beginning of its block
 
 
 class Replica:
@@ -59,7 +59,7 @@ class Replica:
         self, env: simpy.Environment, times: StepTimes, denoising: Denoising, setting: Setting, draw: Random,
         finished: Callable[[Job], None], committed: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """`finished` is told of each job at its end; `committed` of the tokens of each block."""
+        """`finished` is called with each job at its end, `committed` with the tokens of each block."""
         if setting.rows > times.rows * times.reach:
             raise Unmeasured(f"--rows {setting.rows}: {times.name} has steps of at most {times.rows} rows")
         self.env, self.times, self.denoising, self.setting, self.draw = env, times, denoising, setting, draw
@@ -80,7 +80,7 @@ class Replica:
         self._fresh: list[Job] = []  # rows that have not decoded yet
         self._due: dict[int, list[Job]] = defaultdict(list)  # by the round in which their block ends
         self._batching = PrefillBatching(self.free, setting.positions)
-        self._work = 0.0  # seconds that the event loop has still to do
+        self._work = 0.0  # seconds of work that the event loop must still do
         self._wake = env.event()
         env.process(self._run())
 
@@ -90,7 +90,7 @@ class Replica:
         return len(self.waiting) + self.running
 
     def offer(self, job: Job) -> bool:
-        """Takes a request. False: it is refused, since too many are here."""
+        """Takes a request. False: it is refused, since there are too many."""
         if self.setting.most is not None and self.load >= self.setting.most:
             return False
         if (length := job.asked.prompt + job.asked.new) > self.times.longest * self.times.reach:
@@ -140,7 +140,7 @@ class Replica:
                 self._enter(job, first=True)
 
     def _enter(self, job: Job, *, first: bool = False) -> None:
-        """A row whose next step is the first of its block."""
+        """Enters a row whose next step is the first of its block."""
         if first:
             self._fresh.append(job)
         if self.times.kind == "dual":
@@ -151,7 +151,7 @@ class Replica:
             self._wide.append(job)
 
     def _decode(self, job: Job, done: int) -> None:
-        """A row that needs narrow steps from the next round on, `done` of the steps of its block being behind it."""
+        """Enters a row that needs narrow steps from the next round on, after `done` steps of its block."""
         steps = self.denoising.steps(job.ends[0] - job.at, self.draw) - done
         if steps <= 0:
             self._end_block(job)
@@ -160,7 +160,7 @@ class Replica:
         self._due[self.rounds + steps].append(job)
 
     def _round(self) -> tuple[float, Callable[[], None]]:
-        """Milliseconds of the steps of a round, and what they change."""
+        """The milliseconds of a round's steps, and a function that applies their effects."""
         spent, prefilled = 0.0, list[Job]()
         if self._prefills and not self._holds():
             needs = {i: Need(min(job.left, self.setting.positions)) for i, job in enumerate(self._prefills)}
@@ -222,7 +222,7 @@ class Replica:
         return grouped(phase, needs, free=self.free, limit=self.setting.positions, unit=self.unit)
 
     def _time(self, phase: str, rows: int, width: int) -> float:
-        """Milliseconds of a step, drawn from what was measured."""
+        """The milliseconds of a step, drawn from measured times."""
         lanes, wide = lanes_of(phase, rows, width, self.times.block)
         if phase == "WINDOW":
             mean = -(-self._canvas // self.running)
@@ -237,7 +237,7 @@ class Replica:
 def window_groups(
     wide: int, narrow: int, block: int, settle: bool, free: int, limit: int
 ) -> tuple[list[tuple[int, int]], bool]:
-    """Rows and width of each window step of a round, and whether the wide rows only settle in it."""
+    """Rows and width of each window step of a round, and whether wide rows only settle in it."""
     least = block if settle else None
     needs = {i: Need(2 * block if i < wide else block, least) for i in range(wide + narrow)}
     found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
@@ -246,6 +246,6 @@ def window_groups(
 
 @lru_cache(maxsize=65536)
 def lanes_of(phase: str, rows: int, width: int, block: int) -> tuple[int, int]:
-    """Lanes and width of the graph that runs such a step."""
+    """Lanes and width of the graph of such a step."""
     found = bucket(StepShape(Phase[phase], rows, width, 1, block, 1), 16, 4096, 65536, 2**20)
     return found.lanes, found.width

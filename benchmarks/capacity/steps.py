@@ -1,4 +1,4 @@
-"""Measured step times, and what lies between them. Nothing beyond what was measured is made up."""
+"""Measured step times, interpolated between measurements and refused beyond them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME = ("shape", "model", "dtype", "quantize", "block", "spread", "kv", "positio
 
 
 class Unmeasured(ValueError):
-    """A step or a request beyond what was measured."""
+    """A step or a request is beyond the measurements."""
 
 
 class Spread(NamedTuple):
@@ -34,7 +34,7 @@ class Spread(NamedTuple):
     p95: float
 
     def at(self, share: float) -> float:
-        """The quantile at `share` of 1; what lies outside is taken as the nearest one that was measured."""
+        """The quantile at `share` of 1, which is cut to the measured ones."""
         percent = min(max(100 * share, PERCENT[0]), PERCENT[-1])
         right = max(bisect_left(PERCENT, percent), 1)
         low, high = PERCENT[right - 1], PERCENT[right]
@@ -42,12 +42,12 @@ class Spread(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of `at`, over all shares."""
+        """The mean of `at` over all shares."""
         return sum(weight * value for weight, value in zip(WEIGHTS, self, strict=True))
 
 
 def between(points: Mapping[float, Sequence[float]], at: float) -> tuple[float, ...]:
-    """Linear interpolation between points. Below the least, its value: a smaller step takes no longer.
+    """Linear interpolation between points. Below the least point it is constant, since a smaller step takes no longer.
 
     Above the largest, its value in proportion, which is no less than a larger step takes.
     """
@@ -63,7 +63,7 @@ def between(points: Mapping[float, Sequence[float]], at: float) -> tuple[float, 
 
 
 class StepTimes:
-    """Times of steps by shape: interpolated between the shapes that were measured, refused beyond them.
+    """Times of steps by shape, interpolated between measured shapes and refused beyond them.
 
     `reach`: by what share a step may be larger than the largest one measured; its time is then taken in proportion,
     and counted in `beyond`.
@@ -73,11 +73,11 @@ class StepTimes:
     """
 
     def __init__(self, report: Mapping[str, Any], name: str, *, reach: float = 0.0) -> None:
-        """`report`: what benchmarks.capacity.measure or benchmarks.throughput has written; `name`: for messages."""
+        """`report`: of benchmarks.capacity.measure or benchmarks.throughput. `name`: for messages."""
         if reach < 0:
             raise ValueError(f"--reach {reach} must be at least 0")
         self.name, self.report, self.reach = name, report, 1 + reach
-        self.steps = self.beyond = 0  # that were asked for, and of these larger than what was measured
+        self.steps = self.beyond = 0  # requested steps, and those of them larger than measured ones
         setting = report["setting"]
         if setting.get("model") or setting.get("shape") not in SHAPES:
             raise ValueError(f"{name} is not of a shape of benchmarks.shapes: measure one with --shape")
@@ -106,7 +106,7 @@ class StepTimes:
 
     @classmethod
     def read(cls, *paths: Path, reach: float = 0.0) -> StepTimes:
-        """Of several files, which must be of the same shape, the first says what the others are measured for."""
+        """Reads files of the same shape: the steps of all, and everything else of the first. Raises ValueError."""
         reports = [_report(path) for path in paths]
         first = reports[0] | {"steps": [row for report in reports for row in rows_of(report)]}
         for path, report in zip(paths, reports, strict=True):
@@ -118,12 +118,12 @@ class StepTimes:
 
     @property
     def rows(self) -> int:
-        """Most rows in a window step that was measured."""
+        """The most rows of a measured window step."""
         narrow = self._lines["WINDOW", self.block]
         return int(max(max(line) for line in narrow.values()))
 
     def window(self, lanes: int, width: int, canvas: int) -> Spread:
-        """A window step of so many lanes, whose rows have canvases of that length on average."""
+        """A window step of so many lanes, for rows with canvases of that mean length."""
         return self._counted(*self._window(lanes, width, canvas))
 
     def wide(self, phase: str, lanes: int, width: int) -> Spread:
@@ -163,7 +163,7 @@ class StepTimes:
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def host_ms(self, rows: int) -> tuple[float, float]:
-        """For how long the card waits after a round, and what the host takes for one; 0 where neither was measured."""
+        """The card's wait after a round, and the host's time of a round; 0 if not measured."""
         found = [between(points, min(rows, max(points)))[0] if points else 0.0 for points in (self.gaps, self.host)]
         return found[0], found[1]
 
@@ -179,7 +179,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def spread_of(row: Mapping[str, Any]) -> Spread:
-    """The quantiles of a row, scaled to its mean; the median where no quantiles were kept."""
+    """The quantiles of a row, scaled to its mean; the median if there are no quantiles."""
     if "quantiles_ms" not in row:
         return Spread(*[row["median_ms"]] * 5)
     found = Spread(*row["quantiles_ms"])
@@ -187,7 +187,7 @@ def spread_of(row: Mapping[str, Any]) -> Spread:
 
 
 def rows_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a file, each shape from where it was launched most."""
+    """The steps of a file, each shape from the run with most launches of it."""
     if "steps" in report:
         rows = report["steps"]
     else:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-USUAL = 0.8  # of the most that a card does
+USUAL = 0.8  # of the capacity of a card
 NETWORK = 100e9  # bits a second of one network card
 POLICIES = {"turns": "in turn", "two_choices": "the less loaded of two", "least": "the least loaded"}
 NAMES = {
@@ -18,7 +18,7 @@ NAMES = {
 
 
 def checked(report: dict[str, Any]) -> str:
-    """What was measured beside what the simulator says."""
+    """Measurements and simulations."""
     keys = ("tokens_per_s", "first_block_s", "first_text_s", "latency_s")
     lines = [
         "| measured | in flight | " + " | ".join(f"{NAMES[key]}: measured, simulated" for key in keys) + " |",
@@ -47,7 +47,7 @@ def spread(seconds: dict[str, float]) -> str:
 
 
 def loads(report: dict[str, Any]) -> str:
-    """One card at its usual load, and at the most."""
+    """One card at its usual load, and at its capacity."""
     lines = [
         "| rows | most, requests/s | at 80% of it: tokens/s | first block, median and 99% | answer, median and 99% "
         "| card-hours a million tokens |",
@@ -64,7 +64,7 @@ def loads(report: dict[str, Any]) -> str:
 
 
 def cards(report: dict[str, Any]) -> str:
-    """Many cards under the same load a card, and what they share."""
+    """Many cards under the same load a card, and the load on shared parts."""
     lines = [
         "| cards | tokens/s | first block, 99%: in turn | less loaded of two | one proxy | controller | to clients |",
         "| --- |" + " --- |" * 6,

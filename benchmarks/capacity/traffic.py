@@ -1,4 +1,4 @@
-"""When requests come, and how long they are: Poisson, a trace from a file, or a closed loop."""
+"""The times and lengths of requests: Poisson, a trace from a file, or a closed loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOONCAKE = ("timestamp", "input_length", "output_length")
 
 
 class Asked(NamedTuple):
-    """A request: when it comes, in seconds, and its tokens."""
+    """A request: its time in seconds, and its tokens."""
 
     at: float
     prompt: int
@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 
 def poisson(rate: float, prompt: int, new: int, seconds: float, draw: Random) -> Iterator[Asked]:
-    """Requests of one length that come independently of each other, `rate` a second on average."""
+    """Requests of one length, independent of each other, `rate` a second on average."""
     if rate <= 0:
         raise ValueError(f"--rate {rate} must be above 0 requests a second")
     at = draw.expovariate(rate)
@@ -52,7 +52,7 @@ def trace(path: Path, speed: float = 1.0) -> list[Asked]:
 
 
 def longer(requests: list[Asked], longest: int) -> int:
-    """How many requests have canvases of more than `longest` positions."""
+    """The number of requests with canvases of more than `longest` positions."""
     return sum(one.prompt + one.new > longest for one in requests)
 
 
@@ -81,7 +81,7 @@ def _mooncake(path: Path, lines: list[str]) -> Iterator[Asked]:
 
 
 def _seconds(text: str) -> float:
-    """Seconds of a number, or of a date with a time; Azure writes seven digits behind the point, Python reads six."""
+    """The seconds of a number or of a date. Azure writes seven digits behind the point, and Python reads six."""
     try:
         return float(text)
     except ValueError:

@@ -62,6 +62,8 @@ def engine(given: Any, config: dict[str, Any], folder: str) -> Any:
     name, strategy, kind = KINDS[config["model_type"]]
     # Of its own class: for these models it would take that of the checkpoint, which is remote code.
     settings = getattr(import_module(f"diffulex.model.config.{name}.configuration_{name}"), kind)(**config)
+    begin = torch.distributed.init_process_group  # one process: without a device it does not start NCCL
+    torch.distributed.init_process_group = lambda device_id=None, **more: begin(**more)
     diffulex.engine.engine.auto_tokenizer_from_pretrained = lambda *given, **more: NoTokenizer(config)
     diffulex.model.auto_model.load_model = lambda model, settings: fill(model, config)
     length = given.prompt + given.new + 2 * given.block  # the block more, and the masks behind it

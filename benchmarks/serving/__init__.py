@@ -1,1 +1,1 @@
-"""What clients, a browser and a crowd find when they talk to `dinfer serve`."""
+"""Benchmarks and checks of `dinfer serve` with real clients, a browser and heavy load."""

@@ -1,4 +1,4 @@
-"""Unmodified clients talk to a server: openai, curl, langchain-openai, and lm-eval, whose answers are `dinfer eval`'s.
+"""Checks a server with unmodified clients: openai, curl, langchain-openai, and lm-eval against `dinfer eval`.
 
 pip install openai langchain-openai 'lm-eval[api]'      # beside dinfer
 python -m benchmarks.serving.clients --problems 200 --out benchmarks/results/serving-clients.json
@@ -22,7 +22,7 @@ import torch
 from langchain_openai import ChatOpenAI
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
@@ -74,7 +74,7 @@ def of_openai(url: str, want: list[str]) -> dict[str, bool]:
 
 
 def raises(kind: type[openai.APIStatusError], param: str, call: Callable[[], Any]) -> bool:
-    """Whether it raises this error, about this field."""
+    """Whether `call` raises this error about this field."""
     try:
         call()
     except kind as error:
@@ -100,7 +100,7 @@ async def of_async_openai(url: str, want: list[str]) -> dict[str, bool]:
 
 
 def of_curl(url: str, want: list[str]) -> dict[str, bool]:
-    """curl, as docs/serving.md has it."""
+    """curl, with the command of docs/serving.md."""
 
     def ask(**fields: Any) -> str:
         body = json.dumps({"model": "tiny", "messages": ASKED[0], **fields})
@@ -132,7 +132,7 @@ def of_langchain(url: str, want: list[str]) -> dict[str, bool]:
 
 
 def of_lm_eval(url: str, folder: Path, problems: int) -> dict[str, Any]:
-    """`local-chat-completions` against the server, and `dinfer eval`: the answers, problem by problem."""
+    """lm-eval's `local-chat-completions` against the server, and `dinfer eval`: compares answers problem by problem."""
     served, own = folder / "served", folder / "own"
     arguments = f"model=tiny,base_url={url}v1/chat/completions,num_concurrent=16,max_retries=1"
     quiet: dict[str, Any] = {"check": True, "cwd": ROOT, "stdout": subprocess.DEVNULL}
@@ -161,7 +161,7 @@ def of_lm_eval(url: str, folder: Path, problems: int) -> dict[str, Any]:
 
 
 def text_of(line: dict[str, Any]) -> Any:
-    """The answer in a line of samples, of lm-eval or of ours."""
+    """The answer in a line of samples, from lm-eval or from us."""
     found = line["resps"] if "resps" in line else line["response"]
     while isinstance(found, list):
         (found,) = found
@@ -186,8 +186,7 @@ def main() -> None:
             ),
         }  # fmt: skip
     document = {**provenance(torch.device("cpu")), "server": list(SERVER), "clients": found}
-    print(json.dumps(document, indent=1))
-    save(document, args.out)
+    show(document, args.out)
     failed = [f"{client}: {what}" for client, checks in found.items() for what, ok in checks.items() if ok is False]
     if failed:
         raise SystemExit("\n".join(failed))

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, in processes of its own, that may be killed."""
+"""A Ray cluster on this machine, in new processes that may be killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 STORE = 100_000_000  # bytes
 START = 60.0  # seconds
-# For all that takes part. A driver gives its head up after 10 s, not 60.
+# For all processes. A driver gives up its head after 10 s, not 60.
 QUIET = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -26,7 +26,7 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One machine, which is head and worker."""
+    """A machine that is head and worker."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -48,7 +48,7 @@ class Cluster:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Ends the head and all its workers at once, as a power cut does."""
+        """Kills the head and all its workers at once, like a power cut."""
         try:
             here = psutil.Process(self.process.pid)
             family = [here, *here.children(recursive=True)]
@@ -64,7 +64,7 @@ class Cluster:
 
 @contextmanager
 def cluster(cpus: int) -> Iterator[Cluster]:
-    """A cluster that counts so many cores, on a free port. Raises TimeoutError."""
+    """A cluster with `cpus` cores, on a free port. Raises TimeoutError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

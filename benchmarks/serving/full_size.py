@@ -26,8 +26,9 @@ from benchmarks import throughput
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
 from dinfer.core.protocols import ModelSpec
+from dinfer.serving.address import listen
 from dinfer.serving.log import log_as_json
-from dinfer.serving.run import listen, serve, tuned
+from dinfer.serving.run import serve, tuned
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings

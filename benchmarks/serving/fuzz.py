@@ -1,6 +1,6 @@
-"""schemathesis asks a server what its OpenAPI schema allows and forbids: nothing may answer 5xx, nothing may hang.
+"""schemathesis sends a server requests that its OpenAPI schema allows and forbids: none may get 5xx, none may hang.
 
-pip install schemathesis        # in an environment of its own, with dinfer
+pip install schemathesis        # in a new environment, with dinfer
 python -m benchmarks.serving.fuzz --cases 20000 --out benchmarks/results/serving-fuzz.json
 """
 
@@ -30,7 +30,7 @@ SERVER = ("device=cpu", "max_new_tokens=4", "runtime.rows=16", "runtime.max_leng
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with values that this server has, or else every request would ask for an unknown model or option."""
+    """The schema with the names of this server, since otherwise every request would name an unknown model or option."""
     kinds = schema["components"]["schemas"]
     for kind in kinds.values():
         if "model" in kind.get("properties", {}):
@@ -39,7 +39,7 @@ def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
     own["properties"]["threshold"] = {"type": "number"}
     own["properties"]["decoder"] = {"type": "string", "enum": ["threshold"]}
     own["additionalProperties"] = False
-    # A deadline that a client sets and that passes is answered 504, as documented: so here none is short.
+    # No deadline is short, since a passed deadline is answered 504, as documented.
     own["properties"]["deadline"] = {"anyOf": [{"type": "number", "minimum": TIMEOUT}, {"type": "null"}]}
     return schema
 

@@ -1,4 +1,4 @@
-"""Kills workers, the driver and the head of `dinfer batch ... ray=ADDRESS` at random moments, and looks what is left.
+"""Kills workers, the driver and the head of `dinfer batch ... ray=ADDRESS` at random moments, and checks the answers.
 
     python -m benchmarks.serving.kills --files 4 --kills 5 --out benchmarks/results/serving-kills.json
 
@@ -33,13 +33,13 @@ from dinfer.demo.problems import generate
 VICTIMS = ("worker", "driver", "head")
 NEW_TOKENS = 32
 ROWS = 8
-HANGS = 300.0  # seconds after which a run does
-WORKER = "MapWorker"  # as Ray Data calls its actors
+HANGS = 300.0  # seconds after which a run counts as hung
+WORKER = "MapWorker"  # Ray Data's name of its actors
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Who is killed, and after how many answers."""
+    """A process to kill, and after how many answers."""
 
     victim: str
     after: int
@@ -65,7 +65,7 @@ class Trial:
 
 
 def drawn(seed: int, count: int, lines: int) -> list[Kill]:
-    """Kills at random. Some lines are left behind the last one."""
+    """Random kills, with some lines left after the last one."""
     draw = random.Random(seed)
     return [Kill(draw.choice(VICTIMS), after) for after in sorted(draw.sample(range(1, lines * 3 // 4), count))]
 
@@ -89,7 +89,7 @@ def line(number: int, question: str) -> str:
 
 
 class Clusters:
-    """One cluster after the other: the next one starts when the last one is dead."""
+    """Clusters one after the other: the next starts when the last is dead."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -108,7 +108,7 @@ class Clusters:
 
 
 def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, kills: list[Kill]) -> Trial:
-    """Answers one file. Kills that are still due fall on the next run."""
+    """Answers one file. Kills that are still due move to the next run."""
     found, draw = Trial(seed, kills), random.Random(seed)
     asked, out = folder / f"in-{seed}.jsonl", folder / f"out-{seed}.jsonl"
     asked.write_text("".join(f"{line(i, question)}\n" for i, question in enumerate(questions(lines))))
@@ -137,7 +137,7 @@ def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, kills: lis
 
 
 def struck(victim: str, driver: subprocess.Popen[bytes], here: Cluster, draw: random.Random) -> bool:
-    """Kills a process; False: none of this kind is there at the moment."""
+    """Kills a process. False: there is none of this kind at the moment."""
     if victim == "worker":
         if workers := here.workers(WORKER):
             draw.choice(workers).kill()
@@ -154,7 +154,7 @@ def answers(out: Path) -> int:
 
 
 def judge(found: Trial, out: Path, lines: int) -> None:
-    """Counts lines without an answer, with several, and with another than the library's."""
+    """Counts lines without an answer, with several answers, and with an answer that is not the library's."""
     got = [json.loads(text) for text in out.read_text().splitlines()]
     names = [answer["custom_id"] for answer in got]
     want = expected(lines)

@@ -1,12 +1,12 @@
-"""A thousand streams at once, of which many break off; and what a server costs beside its engine.
+"""Runs a thousand streams at once, many of which break off, and measures the cost of a server beside its engine.
 
     python -m benchmarks.serving.load endure --seconds 600 --out benchmarks/results/serving-endure.json
     python -m benchmarks.serving.load measure --in-flight 1,16,64,256 --shape llada2-mini --out FILE.json
     python -m benchmarks.serving.load measure --in-flight 1,8 --url http://127.0.0.1:8000/ --name tiny
 
-`endure` starts a server of the model in the box. Of its clients 30% leave, 5% read slowly, and whole processes of
-clients are killed. All answers that were read to their end must be those of the library. Afterwards every slot and page
-must be free, and memory must not have grown by more than 50 MB since the server was warm.
+`endure` starts a server of the model in the box. 30% of its clients leave, 5% read slowly, and whole processes of
+clients are killed. All complete answers must be those of the library. Afterwards every slot and page must be free, and
+memory must not have grown by more than 50 MB since the server was warm.
 
 It is warm after the first tenth of the time, and 30 seconds at least. By then all clients are there, and every page of
 keys and values has been written, which is when the system gives memory for it. A figure of memory is the lowest of 30
@@ -42,7 +42,7 @@ import torch
 import dinfer
 from benchmarks import throughput
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import Started, serving, started
 from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
@@ -54,13 +54,13 @@ QUESTIONS = 64
 NEW_TOKENS = 32
 MEGABYTE = 2**20
 MOST_GROWTH = 50 * MEGABYTE
-WINDOW = 30.0  # seconds for which there is one figure of memory; the first one never counts
-SETTLED = 20  # seconds in which everything must be free
+WINDOW = 30.0  # seconds of one figure of memory; the first figure never counts
+SETTLED = 20  # seconds after which everything must be free
 SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}", "runtime.rows=128", "max_requests=4096")
 
 
 class Clients:
-    """A process of clients, whose outcomes a thread collects."""
+    """A process of clients. A thread collects their outcomes."""
 
     def __init__(self, outcomes: list[dict[str, Any]], **crowd: Any) -> None:
         self.process = subprocess.Popen(
@@ -97,7 +97,7 @@ def memory(pid: int) -> int:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """What the server says is taken."""
+    """The server's gauges of requests and pages."""
     with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
         text = response.read().decode()
     names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
@@ -107,13 +107,13 @@ def gauges(url: str) -> dict[str, float]:
 
 
 def free(taken: dict[str, float]) -> bool:
-    """Whether nothing is."""
+    """Whether the server is idle."""
     busy = ("requests_in_flight", "tokens_in_flight", "waiting", "running")
     return not any(taken[name] for name in busy) and taken["pages"] == taken["pages_free"]
 
 
 def endured(server: Started, seconds: float, streams: int, want: list[str], bodies: list[Any]) -> dict[str, Any]:
-    """Lets the crowd loose for so long."""
+    """Runs the clients for so many seconds."""
     outcomes: list[dict[str, Any]] = []
     began, draw, seeds, killed = time.monotonic(), random.Random(0), itertools.count(), 0
 
@@ -191,7 +191,7 @@ def endure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What N requests in flight see of a server, and what of its engine's throughput is left."""
+    """The latency of N requests in flight, and the share of the engine's throughput that the server keeps."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         levels: list[int] = args.in_flight
@@ -262,8 +262,7 @@ def main() -> None:
     found = endure(args) if args.command == "endure" else measure(args, rest)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {**provenance(device), **found}
-    print(json.dumps(report, indent=1))
-    save(report, args.out)
+    show(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
         raise SystemExit(f"not so: {', '.join(failed)}")
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import tempfile
@@ -24,13 +23,13 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import provenance, show
 from benchmarks.serving.process import serving
 from dinfer.demo.problems import generate
 
 NEW_TOKENS, SECONDS = 96, 120
 SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}")
-READABLE = 4.5  # the contrast that WCAG asks of text
+READABLE = 4.5  # the least contrast of text in WCAG
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def press(browser: Any, *keys: str) -> None:
 
 
 def tab_to(browser: Any, wanted: str) -> list[str]:
-    """Presses the tab key until this element has the focus. Returns the elements passed that showed no focus."""
+    """Presses the tab key until this element has the focus. Returns the passed elements that showed no focus."""
     unseen = []
     for _ in range(60):
         press(browser, Keys.TAB)
@@ -96,7 +95,7 @@ def luminance(colour: str) -> float:
 
 
 def looked_at(browser: Any, url: str, screenshot: Path | None) -> dict[str, Any]:
-    """What the page does."""
+    """Checks what the page does."""
     question = generate("heldout", 1, 3)[0].question
     pipe = dinfer.load("tiny", device="cpu")
     want = pipe.generate([[{"role": "user", "content": question}]], max_new_tokens=NEW_TOKENS)[0]
@@ -145,8 +144,7 @@ def main() -> None:
     ):
         found = looked_at(browser, server.url, args.screenshot)
     report = {**provenance(torch.device("cpu")), "server": list(SERVER), **found}
-    print(json.dumps(report, indent=1))
-    save(report, args.out)
+    show(report, args.out)
     if failed := [what for what, ok in found.items() if ok is False or (isinstance(ok, list) and ok)]:
         raise SystemExit("\n".join(failed))
 

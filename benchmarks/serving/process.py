@@ -1,4 +1,4 @@
-"""A server in a process of its own."""
+"""A server in a new process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Where a server is, and how it came to be."""
+    """A started server."""
 
     url: str  # ends in /
     pid: int
-    seconds: float  # until it took requests
+    seconds: float  # until it accepted requests
 
 
 @contextmanager
 def serving(*overrides: str, log: str) -> Iterator[Started]:
-    """`dinfer serve` on a free port; `log`: the file of its stderr. Raises RuntimeError unless it ends in peace."""
+    """`dinfer serve` on a free port; `log`: the file of its stderr. Raises RuntimeError unless it ends normally."""
     with started([sys.executable, "-m", "dinfer.cli.main", "serve", "port=0", *overrides], log) as found:
         yield found
 
 
 @contextmanager
 def started(command: list[str], log: str) -> Iterator[Started]:
-    """The same for any command that says its address."""
+    """The same for any command that prints its address."""
     began = time.perf_counter()
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -1,4 +1,4 @@
-"""What guidellm measured of a server, beside its engine alone (benchmarks.serving.full_size).
+"""Compares guidellm's measurements of a server with its engine alone (benchmarks.serving.full_size).
 
     python -m benchmarks.serving.ratio engine.json guidellm-1.json guidellm-64.json --out serving.json
 
@@ -20,7 +20,7 @@ TIMES = {"first_piece_ms": "time_to_first_token_ms", "between_tokens_ms": "inter
 
 
 def steady(done: list[dict[str, Any]]) -> float | None:
-    """Tokens a second until the last request starts. A request's tokens come evenly from its first one to its end."""
+    """Tokens a second until the last request starts, with a request's tokens spread evenly from the first on."""
     start, end = (bound(r["request_start_time"] for r in done) for bound in (min, max))
     tokens = 0.0
     for r in done:

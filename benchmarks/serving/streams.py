@@ -1,4 +1,4 @@
-"""Clients that stream answers, some of which leave or read slowly: a process of its own, in the standard library alone.
+"""Clients that stream answers, some of which leave or read slowly. A process with only the standard library.
 
     python -m benchmarks.serving.streams --url http://127.0.0.1:8100/v1/completions --prompts prompts.jsonl --streams 64
 
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-DRAIN = 480  # seconds that answers have to end once no more are asked for; two busy cores give three answers a second
+DRAIN = 480  # seconds in which answers must end after the last request; two busy cores give three answers a second
 SMALL = 4096  # bytes that a slow reader's socket holds
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What the clients of one process do."""
+    """The work of the clients of one process."""
 
     url: str  # of the endpoint
     streams: int  # at once
@@ -57,7 +57,7 @@ class Outcome:
 
 
 async def ask(crowd: Crowd, asked: int, fate: str, draw: random.Random) -> Outcome:
-    """One request and what became of it."""
+    """A request and its outcome."""
     found, where = Outcome(asked, fate, began=time.monotonic()), urlsplit(crowd.url)
     pieces: list[tuple[float, bytes]] = []
     left = draw.randrange(12) if fate == "leave" else None  # chunks that are read before
@@ -113,7 +113,7 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
 
 
 def read(found: Outcome, pieces: list[tuple[float, bytes]]) -> None:
-    """Takes the pieces of a stream apart."""
+    """Parses the pieces of a stream."""
     last = None
     for at, chunk in pieces:
         text = ""
@@ -138,7 +138,7 @@ def read(found: Outcome, pieces: list[tuple[float, bytes]]) -> None:
 
 
 def taken(outcomes: list[Outcome]) -> dict[str, Any]:
-    """What requests took, from the first one's start to the last one's end. Raises RuntimeError if one failed."""
+    """The figures of requests, from the first start to the last end. Raises RuntimeError if one failed."""
     if bad := [found for found in outcomes if not found.done]:
         raise RuntimeError(f"{len(bad)} of {len(outcomes)} requests failed: {bad[0]}")
     seconds = max(found.ended for found in outcomes) - min(found.began for found in outcomes)
@@ -160,7 +160,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 async def asked_until(end: float | None, crowd: Crowd, asked: int, fate: str, draw: random.Random) -> Outcome:
-    """The same, given up at that time of the event loop's clock."""
+    """The same, cancelled at that time of the event loop's clock."""
     try:
         async with asyncio.timeout_at(end):
             return await ask(crowd, asked, fate, draw)
@@ -169,7 +169,7 @@ async def asked_until(end: float | None, crowd: Crowd, asked: int, fate: str, dr
 
 
 async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
-    """All streams, each of which asks again as soon as its answer has ended. `tell` hears of each request."""
+    """Runs all streams. Each asks again as soon as its answer has ended. `tell` is called with each request."""
     draw, began = random.Random(crowd.seed), time.monotonic()
     waiting = iter(range(len(crowd.bodies)))
 
@@ -185,7 +185,7 @@ async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
             found = await asked_until(end, crowd, asked, fate, draw)
             tell(found)
             if found.error is not None or found.status >= 400:
-                await asyncio.sleep(1)  # as a client does that is told to come back later
+                await asyncio.sleep(1)  # like a client that must try again later
 
     end = None if crowd.seconds is None else asyncio.get_running_loop().time() + crowd.seconds + DRAIN
     await asyncio.gather(*(stream() for _ in range(crowd.streams)))

@@ -17,7 +17,7 @@ from dinfer.core.protocols import CachePolicy, Followed, ModelSpec, Moved, Phase
 from dinfer.core.registry import CACHES, check_range, option
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.density import density
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 
 FAR = 2**40  # behind every position
 GRAIN = 2**22

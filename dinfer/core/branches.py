@@ -21,7 +21,7 @@ from dinfer.core.kv import KVPool
 from dinfer.core.protocols import Iteration, StepShape
 from dinfer.core.speculation import Candidates
 from dinfer.core.stats import TokenStats
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.window import span
 

@@ -8,7 +8,7 @@ Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows 
 S canvas length, W query positions of one forward.
 """
 
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self
@@ -19,7 +19,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, window_values
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rows import store_rows
-from dinfer.kernels.upload import upload
+from dinfer.kernels.upload import host_rows, uploaded
 
 
 class Phase(IntEnum):
@@ -162,47 +162,23 @@ class Canvas:
         return self.tokens_NS.shape[1] - 1
 
     def admit(
-        self,
-        slot: int,
-        tokens: list[int],
-        masked: list[bool],
-        *,
-        prompt: int,
-        region: tuple[int, int],
-        blank_S: Tensor | int,
-        phase: Phase = Phase.FULL,
-        kept: int = 0,
-        seed: int = 0,
-        stops: bool = True,
-        beginning: int | None = None,
-    ) -> tuple[Cursors, list[int]]:
-        """Places a request in a free slot: `tokens`, and which of them are still to be decoded. Host side.
+        self, slot_A: Tensor, cursors: Sequence[Cursors], tokens_AS: Tensor, masked_AS: Tensor, end_A: Tensor
+    ) -> None:
+        """Places requests in free slots. Host side: only `slot_A` is on the device.
 
-        `blank_S`: the mask token, or a token for each position, which open positions hold until they are decoded.
-        `prompt`: length of the part that is not generated. `region`: the first active region `[start, end)`.
-        `phase`: what the row needs first. `kept`: keys of the positions before this are in its pages already.
-        `stops`: a stop token ends the request. `beginning`: length of the canvas at first; None: all of it. Returns the
-        row's cursors and its tokens, ~token at open positions.
+        `tokens_AS`: as wide as `tokens_NS`; open positions keep these tokens until they are decoded.
+        `masked_AS`: which positions to decode. `end_A`: positions of each request; tokens are 0 behind them.
         """
-        length = len(tokens)
-        masked_S = torch.frombuffer(bytearray(masked), dtype=torch.bool)  # of long lists, torch.tensor takes its time
-        tokens_S = torch.frombuffer(array("q", tokens), dtype=torch.int64)
-        row_S = torch.zeros(self.capacity + 1, dtype=torch.int64)
-        row_S[:length] = torch.where(masked_S, blank_S, tokens_S)
-        status_S = torch.full((self.capacity + 1,), int(Status.DONE), dtype=torch.uint8)
-        status_S[:length] = torch.where(masked_S, int(Status.OPEN), int(Status.GIVEN))
-        cursors = Cursors(
-            phase=int(phase), prompt=prompt, length=length if beginning is None else beginning, start=region[0],
-            end=region[1], kept=kept, seed=seed, stops=int(stops),
-        )  # fmt: skip
-        place_S = torch.arange(length)
-        next_S = torch.full((self.capacity + 1,), length)
-        next_S[:length] = torch.where(masked_S, place_S, length).flip(0).cummin(0).values.flip(0)
-        upload(self.next_NS[slot], next_S)
-        upload(self.tokens_NS[slot], row_S)
-        upload(self.status_NS[slot], status_S)
-        upload(self.cursors_NC[slot], torch.tensor([*cursors, *[0] * (self.cursors_NC.shape[1] - len(cursors))]))
-        return cursors, torch.where(masked_S, ~row_S[:length], row_S[:length]).tolist()
+        place_S, end_A1 = torch.arange(self.capacity + 1), end_A[:, None]
+        given_AS = torch.where(place_S < end_A1, int(Status.GIVEN), int(Status.DONE))
+        status_AS = torch.where(masked_AS, int(Status.OPEN), given_AS).to(torch.uint8)
+        next_AS = torch.where(masked_AS, place_S, end_A1).flip(1).cummin(1).values.flip(1)
+        cursors_AC = host_rows(cursors, self.cursors_NC.shape[1], 0)
+        for rows, values in (
+            (self.next_NS, next_AS), (self.tokens_NS, tokens_AS), (self.status_NS, status_AS),
+            (self.cursors_NC, cursors_AC),
+        ):  # fmt: skip
+            rows.index_copy_(0, slot_A, uploaded(values, rows.device))
 
     def rows(self, slots: list[int]) -> Tensor:
         """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""

@@ -12,6 +12,7 @@ largest, 448, becomes 448.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -25,7 +26,7 @@ from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import rotate_and_store
 from dinfer.kernels.rows import at
-from dinfer.kernels.upload import upload
+from dinfer.kernels.upload import host_rows, uploaded
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
 NOWHERE = 2**40  # behind every canvas
@@ -79,12 +80,11 @@ class KVPool:
     def page(self) -> int:
         return self.k_JPTGE.shape[2]
 
-    def assign(self, slot: int, pages: list[int], twin: list[int] | None = None) -> None:
-        """Gives a slot its pages, and its twin, the branch without the prompt, its own. Host side, between steps."""
-        for index, owned in ((slot, pages), (self.twin(slot), twin or [])):
-            row = torch.full((self.table_NP.shape[1],), NULL, dtype=torch.int64)
-            row[: len(owned)] = torch.tensor(owned, dtype=torch.int64)
-            upload(self.table_NP[index], row)
+    def assign(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Gives each of these slots and twins its pages. Host side, between steps."""
+        device = self.table_NP.device
+        table_AP = host_rows([*pages.values()], self.table_NP.shape[1], NULL)
+        self.table_NP.index_copy_(0, uploaded(torch.tensor([*pages]), device), uploaded(table_AP, device))
 
     def twin(self, slot: Slot) -> Slot:
         """The slot of a guided request's second branch. It has pages and nothing else."""
@@ -98,8 +98,7 @@ class KVPool:
 
     def wipe(self, pages: list[int]) -> None:
         """Zeroes pages: what their last owner left there may be NaN, which no mask hides. Host side."""
-        wiped = torch.tensor([*pages, SCRATCH])
-        index = upload(torch.empty_like(wiped, device=self.k_JPTGE.device), wiped)
+        index = uploaded(torch.tensor([*pages, SCRATCH]), self.k_JPTGE.device)
         for pool in (self.k_JPTGE, self.v_JPTGE):
             pool.view(torch.uint8 if pool.dtype == FLOAT8 else pool.dtype).index_fill_(1, index, 0)
         if self.local is not None:

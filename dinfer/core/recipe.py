@@ -184,9 +184,13 @@ class Recipe:
 
     def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
         """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
-        values = [*options, *(o.default for o in self.request_options[len(options) :])]
-        pairs = zip(self.request_options, values, strict=True)
-        return {o.name: value for o, value in pairs if o.kind == "sampling"}
+        count = len(options)
+        return {name: options[i] if i < count else default for i, name, default in self._sampling_options}
+
+    @cached_property
+    def _sampling_options(self) -> list[tuple[int, str, float]]:
+        """Place among the request's options, name and default."""
+        return [(i, o.name, o.default) for i, o in enumerate(self.request_options) if o.kind == "sampling"]
 
     def sampled(self, options: Sequence[float]) -> bool:
         """Whether a request with these options needs steps that sample."""

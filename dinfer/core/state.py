@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,25 @@ from dinfer.core.speculation import Drafts, widest
 from dinfer.core.told import Tellings
 from dinfer.kernels.canvas import option_columns
 from dinfer.kernels.rows import Rows, store_rows
-from dinfer.kernels.upload import upload
+from dinfer.kernels.upload import host_rows, uploaded
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request as it enters a slot, in plain values that can be sent to other processes."""
+
+    slot: int
+    tokens: list[int]  # of the whole canvas; anything where it is open
+    masked: list[bool]  # which of them to decode
+    prompt: int  # positions before the first that is to be decoded
+    options: list[float]  # from `Recipe.resolve`; missing ones at the end have their defaults
+    stops: bool = True  # a generated stop token ends it
+    kept: int = 0  # positions whose keys its pages hold already
+    pages: list[int] = field(default_factory=list)
+    twin: list[int] = field(default_factory=list)  # pages of the branch without the prompt
+    fresh: list[int] = field(default_factory=list)  # of all these pages, those that nobody shares
+    drafts: bool = False  # steps tell what they propose for it
+    logprobs: bool = False  # and log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +52,10 @@ class StatePool:
         small = {name: tensor.to(device) for name, tensor in fresh.items() if name not in large}
         return cls(small, {name: held[name] for name in small}, {name: held[name] for name in large})
 
-    def reset(self, slot: int) -> None:
-        """Host side, when a request is admitted."""
+    def reset(self, slot_A: Tensor) -> None:
+        """Host side, when requests are admitted."""
         for name, rows in self.rows.items():
-            rows[slot] = self.fresh[name]
+            rows[slot_A] = self.fresh[name]
 
     def lanes(self, slot_B: Tensor) -> State:
         return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
@@ -111,47 +129,56 @@ class BatchState:
             added=Added.alloc(n, iteration.branches, device) if iteration.branches else None,
         )
 
-    def admit(
-        self, recipe: Recipe, slot: int, tokens: Sequence[int], masked: Sequence[bool], *, prompt: int,
-        options: Sequence[float] = (), stops: bool = True, kept: int = 0,
-    ) -> tuple[Cursors, list[int]]:  # fmt: skip
-        """Places a request in a free slot: canvas, options, fresh state of every component. Host side.
+    def admit(self, recipe: Recipe, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
+        """Places requests in free slots: canvas, pages, options, fresh state of every component. Host side.
 
-        `prompt` is the length of the part before the first position to be decoded; `options` as `Recipe.resolve`
-        returns them, those left out at the end have their defaults; `kept`: up to where its pages hold the keys of a
-        prompt already. Returns the row's cursors and its tokens, ~token where it is open.
+        Returns the cursors of each, and their tokens on the host, ~token where it is open. int64 [A, S + 1]
         """
-        given = [*options, *(float(o.default) for o in recipe.request_options[len(options) :])]
-        upload(self.options_NO[slot], torch.tensor(given, dtype=torch.float64))
-        spec, region = recipe.model.spec, recipe.iteration.first_region(prompt, len(tokens))
-        phase = recipe.cache.first_phase(spec, region[0])
-        prefilled = phase == Phase.PREFILL and kept == recipe.cache.prefilled(spec, region[0])
-        seed = int(recipe.sampling_of(given).get("seed", 0))
-        blank_S: Tensor | int
+        spec, canvas, defaults = recipe.model.spec, self.canvas, [float(o.default) for o in recipe.request_options]
+        options = [[*entry.options, *defaults[len(entry.options) :]] for entry in entries]
+        cursors = [self._cursors(recipe, *pair) for pair in zip(entries, options, strict=True)]
+        tokens_AS = host_rows([entry.tokens for entry in entries], canvas.capacity + 1, 0)
+        masked_AS = host_rows([entry.masked for entry in entries], canvas.capacity + 1, 0).bool()
         if spec.mask_id is None:
-            no_steps = torch.tensor(0)
-            blank_S = recipe.sampling.noise(torch.tensor(seed), torch.arange(len(tokens)), no_steps, spec.vocab)
+            seed_A1, last = torch.tensor([[now.seed] for now in cursors]), max(len(e.tokens) for e in entries) - 1
+            place_S = torch.arange(canvas.capacity + 1).clamp_max(last)
+            blank_AS = recipe.sampling.noise(seed_A1, place_S, torch.tensor(0), spec.vocab)
         else:
-            blank_S = spec.mask_id
-        beginning = None
+            blank_AS = torch.tensor(spec.mask_id)
+        tokens_AS = torch.where(masked_AS, blank_AS, tokens_AS)
+        slot_A = uploaded(torch.tensor([entry.slot for entry in entries]), canvas.tokens_NS.device)
+
+        self.kv.wipe([page for entry in entries for page in entry.fresh])
+        self.kv.assign({e.slot: e.pages for e in entries} | {self.kv.twin(e.slot): e.twin for e in entries})
+        options_AO = uploaded(torch.tensor(options, dtype=torch.float64), slot_A.device)
+        self.options_NO.index_copy_(0, slot_A, options_AO)
+        canvas.admit(slot_A, cursors, tokens_AS, masked_AS, torch.tensor([len(entry.tokens) for entry in entries]))
+        self.iteration.reset(slot_A)
+        self.cache.reset(slot_A)
+        blocks = torch.arange(recipe.iteration.blocks, device=slot_A.device)
+        self.decoder.reset((slot_A[:, None] * len(blocks) + blocks).flatten())
+        if self.drafts is not None:
+            self.drafts.confidence_NX.index_fill_(0, slot_A, -1.0)
+        if self.added is not None:
+            self.added.pos_NJ.index_fill_(0, slot_A, -1)
+        if any(entry.drafts for entry in entries):
+            self.tellings.admit(slot_A)
+        if any(entry.logprobs for entry in entries):
+            self.tellings.want_logprobs()
+        return cursors, torch.where(masked_AS, ~tokens_AS, tokens_AS)
+
+    def _cursors(self, recipe: Recipe, entry: Entry, options: Sequence[float]) -> Cursors:
+        """Where a request begins."""
+        spec, length = recipe.model.spec, len(entry.tokens)
+        start, end = recipe.iteration.first_region(entry.prompt, length)
+        phase = recipe.cache.first_phase(spec, start)
+        if phase == Phase.PREFILL and entry.kept == recipe.cache.prefilled(spec, start):
+            phase = Phase.WINDOW
         if recipe.decoder.grows:
             names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
-            beginning = min(prompt + int(given[names.index("decoder.initial")]), len(tokens))
-        placed = self.canvas.admit(
-            slot, list(tokens), list(masked), prompt=prompt, region=region, blank_S=blank_S,
-            phase=Phase.WINDOW if prefilled else phase, kept=kept, seed=seed, stops=stops,
-            beginning=beginning,
-        )  # fmt: skip
-        self.iteration.reset(slot)
-        self.cache.reset(slot)
-        if self.drafts is not None:
-            self.drafts.confidence_NX[slot] = -1.0
-        if self.added is not None:
-            self.added.pos_NJ[slot] = -1
-        blocks = recipe.iteration.blocks
-        for row in range(slot * blocks, (slot + 1) * blocks):
-            self.decoder.reset(row)
-        return placed
+            length = min(entry.prompt + int(options[names.index("decoder.initial")]), length)
+        seed = int(recipe.sampling_of(options).get("seed", 0))
+        return Cursors(int(phase), entry.prompt, length, start, end, kept=entry.kept, seed=seed, stops=int(entry.stops))
 
     def block_rows(self, slot_B: Tensor, block_B: Tensor, blocks: int) -> Tensor:
         """Where the decoder's state of each active block is. int64 [R]

@@ -25,7 +25,7 @@ from dinfer.core.verification import postpone, verified
 from dinfer.core.window import places_read, window
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
-from dinfer.kernels.compact import compact
+from dinfer.kernels.positions import compact
 from dinfer.kernels.rows import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 

@@ -54,9 +54,9 @@ class Tellings:
     def alloc(cls, canvas: Canvas) -> Self:
         return cls(torch.zeros_like(canvas.tokens_NS))
 
-    def admit(self, slot: int) -> None:
-        """Forgets what was told of the request before. Host side."""
-        self.draft_NS[slot].fill_(NONE)
+    def admit(self, slot_A: Tensor) -> None:
+        """Clears the slots of earlier requests. Host side."""
+        self.draft_NS.index_fill_(0, slot_A, NONE)
 
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""

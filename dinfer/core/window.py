@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dinfer.core.canvas import Canvas, Phase, RowCursors
 from dinfer.core.protocols import CachePolicy, Iteration, ModelSpec, State, StepShape
-from dinfer.kernels.compact import compact
+from dinfer.kernels.positions import compact
 from dinfer.kernels.window import span, window_positions
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.density import density
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 
 TINY = 1e-10  # added to frequencies before the logarithm, as published
 

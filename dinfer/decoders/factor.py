@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 
 
 @DECODERS.register("factor")

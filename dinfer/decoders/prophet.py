@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_range, option
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.timesteps import Quota
 
 TOKENS = 5  # of an answer, as published

@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_probability, option
-from dinfer.kernels.mask_runs import run_leaders
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank, run_leaders
 
 
 @DECODERS.register("remasking")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.registry import DECODERS, check_probability, check_range, option
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.random import uniform
-from dinfer.kernels.rank import descending_rank
 from dinfer.kernels.timesteps import Quota
 
 PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy

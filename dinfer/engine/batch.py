@@ -1,61 +1,69 @@
 """The rows that run, with their slots, their pages and the state of every component."""
 
 import time
+from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import accumulate
 
+from dinfer.core.state import Entry
 from dinfer.core.told import Told
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.room import Room, block_of, pages_of
-from dinfer.engine.row import Row
-from dinfer.engine.worker import Entry, Worker
+from dinfer.engine.row import Asks, Row
+from dinfer.engine.worker import Worker
 
 
 class Batch:
     """The state of the running rows, allocated once. Rows enter and leave between steps."""
 
     def __init__(self, worker: Worker, room: Room) -> None:
-        """`worker` has opened that room."""
+        """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state
         self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
+        self._free = [*range(room.slots)]  # slots, a heap
 
-    def admit(self, row: Row) -> bool:
-        """Gives a row a slot and pages, and places its request there. False: it has to wait.
-
-        If it raises, the row has neither.
-        """
+    def claim(self, row: Row) -> bool:
+        """Gives a row a slot and pages. False: the row must wait. If this raises, the row has neither."""
         request, recipe, room, page = row.request, self.recipe, self.room, self.runtime.page
         fits = request.length <= room.length and block_of(request, recipe) <= room.block
-        if not fits or len(self.rows) == room.slots or (shared := self._shared(row)) is None:
+        if not fits or not self._free or (shared := self._shared(row)) is None:
             return False
-        need, kept = pages_of(request, recipe, page), len(shared) * page
+        options, need = request.options, pages_of(request, recipe, page)
+        told = Told.LOGPROBS if row.logprobs else Told.DRAFTS if row.drafts else Told.NOTHING
+        row.asks = Asks(recipe.sampled(options), recipe.guided(options), recipe.top_candidates(options), told)
+        row.visible, row.published = need // (1 + row.asks.guided), len(shared)
         pages = self.pages.claim(shared, need - len(shared))
         if pages is None:
             return False
-        try:
-            slot = next(slot for slot in range(room.slots) if slot not in self.rows)
-            row.sampled, row.guided = recipe.sampled(request.options), recipe.guided(request.options)
-            row.top_candidates = recipe.top_candidates(request.options)
-            row.visible, row.published = need // (1 + row.guided), len(shared)
-            entry = Entry(
-                slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked,
-                prompt=request.start, options=request.options, stops=request.stops, kept=kept,
-                pages=pages[: row.visible], twin=pages[row.visible :], fresh=pages[len(shared) :],
-                drafts=row.drafts, logprobs=row.told == Told.LOGPROBS,
-            )  # fmt: skip
-            row.cursors, row.canvas = self.worker.admit(entry)
-            row.open_before, row.settled = list(accumulate(entry.masked, initial=0)), request.start
-        except BaseException:
-            self.pages.release(pages)
-            raise
-        row.began, row.pages, row.slot, self.rows[slot] = time.perf_counter(), pages, slot, row
+        row.pages, row.slot = pages, heappop(self._free)
+        self.rows[row.slot] = row
         return True
 
+    def place(self, rows: Sequence[Row]) -> None:
+        """Places the requests of rows in their claimed slots."""
+        entries = [self._entry(row, row.slot) for row in rows if row.slot is not None]
+        cursors, tokens_AS = self.worker.admit(entries)
+        for row, entry, now, tokens_S in zip(rows, entries, cursors, tokens_AS, strict=True):
+            row.began, row.cursors, row.settled = time.perf_counter(), now, row.request.start
+            row.open_before = list(accumulate(entry.masked, initial=0))
+            row.left = row.open_before[now.end]
+            if row.followed:
+                row.canvas = tokens_S[: row.request.length].tolist()
+
+    def _entry(self, row: Row, slot: int) -> Entry:
+        request, shared = row.request, row.published
+        return Entry(
+            slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked, request.start,
+            request.options, request.stops, kept=shared * self.runtime.page, pages=row.pages[: row.visible],
+            twin=row.pages[row.visible :], fresh=row.pages[shared:], drafts=row.drafts, logprobs=row.logprobs,
+        )  # fmt: skip
+
     def publish(self, row: Row) -> None:
-        """Lets others share the pages of a prompt whose keys have just been computed."""
+        """Lets others share the pages of the row's prompt, as far as their keys are computed."""
         if row.published == len(row.prefix_keys):
             return
         ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))
@@ -64,12 +72,12 @@ class Batch:
         row.published = max(row.published, ready)
 
     def publish_answer(self, row: Row) -> None:
-        """Lets later requests share the pages of a finished row's answer, such as the next turn of a conversation.
+        """Lets later requests, such as the next turn of a conversation, share the pages of a finished row's answer.
 
-        Those of the last block have the keys of tokens that were still masked.
+        Not those of the last block: it was still masked when their keys were computed.
         """
         spec, page = self.recipe.model.spec, self.runtime.page
-        if not self.runtime.share or row.guided or not self.recipe.cache.prefilled(spec, row.request.length):
+        if not self.runtime.share or row.asks.guided or not self.recipe.cache.prefilled(spec, row.request.length):
             return
         unit = spec.causal_block or 1
         final = row.cursors.kept // unit * unit
@@ -78,18 +86,19 @@ class Batch:
             self.pages.publish(keys[i], row.pages[i])
 
     def leave(self, row: Row) -> None:
-        """Takes a row that is done out of the batch. Its canvas is known."""
+        """Takes a finished row out of the batch. The host has its canvas."""
         self.publish_answer(row)
         self.release(row)
 
     def release(self, row: Row) -> None:
-        """Frees the slot and the pages of a row that has them. No device work: steps name the slots of rows alone."""
+        """Frees the slot and pages of a row that has them. The device has nothing to do: no step names the slot."""
         if row.slot is not None and self.rows.get(row.slot) is row:
             del self.rows[row.slot]
+            heappush(self._free, row.slot)
             self.pages.release(row.pages)
 
     def _shared(self, row: Row) -> list[int] | None:
-        """Published pages that hold the beginning of the row's prompt. None: a running row is computing more."""
+        """Published pages that hold the beginning of the row's prompt. None: a running row computes more of it."""
         spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
         unit = spec.causal_block or 1
         own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
@@ -106,5 +115,5 @@ class Batch:
         if computing:
             return None
         while len(pages) * self.runtime.page % unit:
-            pages.pop()  # a prefill goes on where an attention block begins
+            pages.pop()  # a prefill continues at the beginning of an attention block
         return pages

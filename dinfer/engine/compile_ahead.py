@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,6 @@ from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
 
 META = torch.device("meta")
-COMPILE_AHEAD = "DINFER_COMPILE_AHEAD"  # 1 in the environment turns it on: no card has measured it yet
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class KernelCompiler:
         self._known.add(kind)
         began = time.perf_counter()
         try:
-            self._compile(shape)
+            copy_context().run(self._compile, shape)  # an interrupt leaves Triton 3.6's mode on in its context
         except Exception as error:  # if the step itself is at fault, the launch raises a better error
             self._able = False
             logger.info("kernels are compiled at their first launch from now on: %s", error)
@@ -64,18 +64,18 @@ class KernelCompiler:
         return repr((recipe.model.spec, sorted(map(repr, weights)), parts, self._sizes, sorted(settings.items())))
 
     def _compile(self, shape: StepShape) -> None:
-        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside
+        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside, cores
 
         device = self._recipe.model.device
         done = compiled_before(f"{self._what} {shape}", device)
-        if done.exists():
+        if done.exists() or cores() == 1:
             return
-        if self._twin is None:
-            recipe = on_meta(self._recipe)
-            self._twin = recipe, self._alloc(recipe, META)
-        recipe, state = self._twin
-        slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
         with compiled_beside(device):
+            if self._twin is None:
+                recipe = on_meta(self._recipe)
+                self._twin = recipe, self._alloc(recipe, META)
+            recipe, state = self._twin
+            slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
             for each in dict.fromkeys((shape, *followers(recipe, state, shape))):
                 denoise_step(recipe, state, each, slot_B)
         done.parent.mkdir(parents=True, exist_ok=True)

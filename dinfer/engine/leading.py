@@ -3,22 +3,24 @@
 import importlib
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import values_of
+from dinfer.core.state import Entry
 from dinfer.engine.distributed.interrupts import uninterrupted
 from dinfer.engine.distributed.leader import Leader, RankFailed
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
-from dinfer.engine.worker import Entry, Worker
+from dinfer.engine.worker import Worker
 
 COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
 
@@ -59,10 +61,10 @@ class LeadingWorker(Worker):
         if self._leader.alive:
             self._leader.tell("close", self._number)
 
-    def admit(self, entry: Entry) -> tuple[Cursors, list[int]]:
+    def admit(self, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         with self._leader.turn:
-            self._leader.tell("admit", self._number, values_of(entry))
-            return super().admit(entry)
+            self._leader.tell("admit", self._number, [values_of(entry) for entry in entries])
+            return super().admit(entries)
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         leader = self._leader
@@ -129,3 +131,8 @@ def _values(shape: StepShape) -> tuple[Any, ...]:
 def shape_of(values: tuple[Any, ...]) -> StepShape:
     """The shape of a step, from the values in a message."""
     return StepShape(Phase(values[0]), *values[1:])
+
+
+def entries_of(told: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Requests as they enter slots, from the values in a message."""
+    return [Entry(**values) for values in told]

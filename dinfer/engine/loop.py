@@ -1,14 +1,14 @@
-"""Rounds of steps: admit requests, launch the planned steps, read where they leave the rows. One thread."""
+"""Rounds of steps: admits requests, launches the planned steps, and reads the rows' cursors. One thread."""
 
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from dinfer.core.canvas import ACTIVE, Cursors
+from dinfer.core.canvas import Phase
 from dinfer.core.speculation import widest
 from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Seen
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """The requests that wait, the batch that runs, and the updates of both.
+    """The waiting requests, the running batch, and the updates of both.
 
     An error in work for one request ends that request. An error in a step ends the requests of that step.
     """
@@ -36,10 +36,10 @@ class Loop:
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
         self._room: Room | None = None  # of the last batch
-        self._most_pages = 0  # that memory turned out to have room for; 0: no limit is known
-        self._flights: deque[list[Row]] = deque()  # the rows of each round that the device is at
-        self._moved: deque[Row] = deque()  # rows that took a step which the caller does not know yet
-        self._ended: deque[Row] = deque()  # rows with an error that the caller does not know yet
+        self._most_pages = 0  # the most pages that memory has held; 0: no limit is known
+        self._flights: deque[deque[list[Row]]] = deque()  # launched rounds: the rows of each step
+        self._moved: deque[Row] = deque()  # rows whose last step the caller does not know yet
+        self._ended: deque[Row] = deque()  # rows whose error the caller does not know yet
 
     @property
     def running(self) -> list[Row]:
@@ -51,7 +51,7 @@ class Loop:
         return bool(self.waiting or self.updates or self._moved or self._ended or self.running)
 
     def sweep(self) -> None:
-        """Takes out cancelled rows."""
+        """Removes cancelled rows."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
         for row in self.running:
             if row.cancelled and self.batch is not None:
@@ -60,23 +60,27 @@ class Loop:
     @torch.inference_mode()
     def round(self) -> None:
         """Every row that is ready takes a step, and waiting requests enter."""
-        if self._moved:  # an interrupt has left them
+        if self._moved:  # after an interrupt
             self._end()
         self._deliver()
         if not self._flights:
+            if self.waiting and not self.running:
+                self._grow()
+            self._admit()
             self._launch()
-        elif self.running:  # else the room may grow
+        elif self.running:  # otherwise the room may grow first
             self._admit()  # while the device is busy
         if self.ahead and len(self._flights) == 1 and not self.waiting:
-            self._each(self.running, self.scheduler.prepare)
+            self._each([row for rows in self._flights[0] for row in rows], self.scheduler.prepare)
             self._start(self.scheduler.plan(self.running, in_flight=True))
         self._take()
-        if self.ahead and not self._flights:  # the device is then busy while the host and the caller do the rest
+        if self.ahead and not self._flights:  # keeps the device busy while the host and the caller do the rest
             self._launch()
+        self._end()
         self._deliver()
 
     def _deliver(self) -> None:
-        """Tells the caller what the last round has brought."""
+        """Queues the updates of the last round for the caller."""
         while self._moved:
             if self._moved[0].error is None:
                 self._each([self._moved[0]], self._tell)
@@ -88,79 +92,94 @@ class Loop:
         self.updates.append((row, row.update(self.recipe)))
 
     def _launch(self) -> None:
-        """Admits what there is room for, and launches the steps of a round."""
-        if self.waiting and not self.running:
-            self._grow()
-        if self.batch is None:
-            return
-        self._admit()
-        self._each(self.scheduler.changed(self.running), self.scheduler.update)
-        rows = self.running
+        """Launches the steps of a round."""
+        rows = [row for row in self.running if row.cursors.phase != Phase.IDLE]
         steps = self.scheduler.plan(rows)
         if rows and not steps:
             self._blame(rows, StalledRow("no step was planned for the requests that run"))
         self._each(self._start(steps), self.scheduler.prepare)
 
     def _admit(self) -> None:
-        """Gives slots to the requests that wait, in their order, as long as there is room."""
-        while self.waiting and self.batch is not None:
-            row, admitted = self.waiting[0], False
-            try:
-                admitted = row.cancelled or row.slot is not None or self.batch.admit(row)
-            except BaseException as error:
-                self._blame([row], error)
-            if not admitted and row.error is None:
-                break
-            self.waiting.popleft()
+        """Gives slots to waiting requests, in their order, as long as there is room."""
+        batch, entered = self.batch, list[Row]()
+        try:
+            while self.waiting and batch is not None:
+                row = self.waiting[0]
+                if not row.cancelled and row.error is None:
+                    entered.append(row)
+                    try:
+                        if not batch.claim(row):
+                            entered.pop()
+                            break
+                    except Exception as error:
+                        self._blame([entered.pop()], error)
+                self.waiting.popleft()
+            if entered and batch is not None:
+                self._place(batch, entered)
+        except BaseException as error:
+            self._blame(entered, error)
+        self._each(entered, self.scheduler.update)
 
-    def _start(self, steps: Iterable[Step]) -> list[Row]:
-        """Launches steps as a round, and returns its rows. An error in a step ends its rows."""
-        batch, launched = self.batch, list[Row]()
-        if batch is None:
-            return launched
-        blocks, drafts = any(row.followed for row in self.running), any(row.drafts for row in self.running)
+    def _place(self, batch: Batch, rows: Sequence[Row]) -> None:
+        """Places requests in their slots, all at once. If that fails, one by one, so that an error ends one request."""
+        try:
+            batch.place(rows)
+        except Exception as error:
+            if len(rows) == 1:
+                self._blame(rows, error)
+            else:
+                self._each(rows, lambda row: batch.place([row]))
+
+    def _start(self, steps: Sequence[Step]) -> list[Row]:
+        """Launches the steps of a round, and returns its rows. An error in a step ends its rows."""
+        batch, flight, running = self.batch, deque[list[Row]](), self.running
+        if batch is None or not steps:
+            return []
+        blocks, drafts = any(row.followed for row in running), any(row.drafts for row in running)
+        self._flights.append(flight)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
-                if blocks and not launched:
+                if blocks and not flight:
                     batch.reader.begin()
                 self.worker.launch(shape, slots)
-                launched += rows
+                batch.reader.request(slots, blocks=blocks, drafts=drafts)
+                flight.append(rows)
             except BaseException as error:
                 self._blame(rows, error)
-        if launched:
-            try:
-                batch.reader.request(blocks=blocks, drafts=drafts)
-                self._flights.append(launched)
-            except BaseException as error:
-                self._blame(launched, error)
-        return launched
+        return [row for rows in flight for row in rows]
 
     def _take(self) -> None:
-        """Waits for the oldest round, and reads where it has left its rows."""
-        if self.batch is None or not self._flights:
-            return
-        try:
-            seen = self.batch.reader.read()
-            if self.runtime.check_ranks:
-                self.worker.compare_ranks()
-        except Exception as error:  # the device has failed: nothing that it holds can be relied on
-            self._blame(self.running, error)
-            self._close()
-            return
-        rows = self._flights.popleft()
-        self._each(rows, partial(self._move, seen))
-        self._end()
+        """Waits for the oldest round, and reads its rows' cursors.
+
+        While the host looks at the rows of one step, the device runs the next one.
+        """
+        taken = list[Row]()
+        while self.batch is not None and self._flights and (flight := self._flights[0]):
+            try:
+                seen = self.batch.reader.read()
+                if self.runtime.check_ranks:
+                    self.worker.compare_ranks()
+            except Exception as error:  # the device has failed, and nothing on it is reliable
+                self._blame(self.running, error)
+                self._close()
+                return
+            rows = flight.popleft()
+            self._each(rows, partial(self._move, seen))
+            taken += rows
+        if self._flights:
+            self._flights.popleft()
         clock = self.worker.runner.clock
-        self.scheduler.observe(rows, [] if clock is None else clock.read())
+        self.scheduler.observe(taken, [] if clock is None else clock.read())
 
     def _move(self, seen: Seen, row: Row) -> None:
-        """Notes where a round has left a row, if that still runs. Raises the reason why it cannot continue."""
+        """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(Cursors._make(seen.cursors_NC[row.slot]))
+        moved = row.advance(seen.cursors[row.slot])
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
+        self.scheduler.update(row)  # also if the step did not change it: then `prepare` was wrong
         if moved:
             self.batch.publish(row)
             if row.followed:
@@ -170,13 +189,14 @@ class Loop:
             self._moved.append(row)
 
     def _end(self) -> None:
-        """Frees the slots of rows that are done. Their canvases are read together, since each read waits."""
-        rows = [row for row in self.running if row.cursors.phase not in ACTIVE]
+        """Frees the slots of finished rows. It reads their canvases together, since each read waits."""
+        rows = [row for row in self.running if row.cursors.phase == Phase.IDLE]
         if self.batch is None or not rows:
             return
         unread = [row for row in rows if not row.followed]
         try:
-            canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
+            with self.worker.aside():
+                canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
         except Exception as error:
             self._blame(rows, error)
             return
@@ -185,7 +205,7 @@ class Loop:
         self._each(rows, self.batch.leave)
 
     def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
-        """Does some work for each row. An error ends that row alone."""
+        """Does work for each row. An error ends only that row."""
         for row in rows:
             try:
                 work(row)
@@ -193,8 +213,8 @@ class Loop:
                 self._blame([row], error)
 
     def _blame(self, rows: Iterable[Row], error: BaseException) -> None:
-        """Ends rows with an error. An interrupt within a step is raised again."""
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of a forward that ran out of memory
+        """Ends rows with an error. Raises an interrupt again."""
+        traceback.clear_frames(error.__traceback__)  # which hold the tensors of a forward that ran out of memory
         for row in rows:
             if row.error is None:
                 row.error = error if isinstance(error, Exception) else RuntimeError(f"{error!r} came within a step")
@@ -205,7 +225,7 @@ class Loop:
             raise error
 
     def _grow(self) -> None:
-        """Makes room for the requests that wait, while nothing runs. One that no memory holds ends with the error."""
+        """Makes room for waiting requests, while nothing runs. A request that fits no memory ends with the error."""
         while rows := [row for row in self.waiting if not row.cancelled]:
             requests = [row.request for row in rows]
             full = room_for(requests, self.recipe, self.runtime)
@@ -213,7 +233,7 @@ class Loop:
             for room in self._rooms(full, max(pages_of(r, self.recipe, self.runtime.page) for r in requests)):
                 if self.batch is not None and self.batch.room.holds(room):
                     return
-                self._close()  # first, or there would have to be memory for both
+                self._close()  # first, since memory may not hold both
                 try:
                     self._open(room)
                 except Exception as error:
@@ -232,7 +252,7 @@ class Loop:
             self._blame([longest], failure or MemoryError("no room for a request"))
 
     def _rooms(self, full: Room, need: int) -> Iterator[Room]:
-        """Room for what waits, and for as much as before; then for that alone, with fewer and fewer pages.
+        """Room for the waiting requests and for as much as before, then for the former alone, with ever fewer pages.
 
         `need`: pages of the longest request.
         """

@@ -1,4 +1,4 @@
-"""Reads the cursors of every slot: the one place where the host waits for the device."""
+"""Reads the cursors of slots: the one place where the host waits for the device."""
 
 from collections import deque
 from typing import NamedTuple
@@ -6,23 +6,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import CURSORS, Canvas
+from dinfer.core.canvas import CURSORS, Canvas, Cursors
 from dinfer.core.told import Tellings
 from dinfer.engine.worker import Worker
 
 
 class Seen(NamedTuple):
-    """Every slot after a round. Good until the next copy is asked for."""
+    """Slots after a step. Valid until the next request for a copy."""
 
-    cursors_NC: list[list[int]]  # the fields of `Cursors`
+    cursors: dict[int, Cursors]  # of the requested slots
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
-    drafts_NX: Tensor  # likewise: what `Tellings.draft_NS` says of these positions. Without `drafts`, anything
+    drafts_NX: Tensor  # on the host: `Tellings.draft_NS` of these positions. Without `drafts`, anything
 
 
 class _Copy(NamedTuple):
-    """Where a copy arrives, and what says that it is there."""
+    """The target of a copy, and the event of its end."""
 
     cursors_NC: Tensor
     active_NX: Tensor
@@ -31,35 +31,25 @@ class _Copy(NamedTuple):
 
 
 class CanvasReader:
-    """Small pinned copies of cursors and active blocks, made by the device in order with its steps.
-
-    Two copies may be under way.
-    """
+    """Small pinned copies of cursors and active blocks, made by the device in order with its steps."""
 
     def __init__(self, canvas: Canvas, tellings: Tellings, block: int, worker: Worker) -> None:
-        """`worker` says when the device is as far as the end of a copy."""
+        """`worker` waits for the end of a copy."""
         self._canvas, self._tellings, self._block, self._worker = canvas, tellings, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
-        slots, columns = canvas.cursors_NC.shape
-        cuda = canvas.cursors_NC.is_cuda
-
-        def host(width: int) -> Tensor:
-            return torch.empty(slots, width, dtype=torch.int64, pin_memory=cuda)
-
-        active = (columns - len(CURSORS)) // 2 * block
-        self._spare = [_Copy(host(columns), host(active), host(active), worker.event()) for _ in range(2)]
-        self._asked: deque[_Copy] = deque()
+        self._spare: list[_Copy] = []
+        self._asked: deque[tuple[_Copy, list[int]]] = deque()
 
     def begin(self) -> None:
-        """Notes which blocks are active, before the steps of a round that is read with `blocks`."""
+        """Notes which blocks are active. Call it before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
-    def request(self, *, blocks: bool, drafts: bool) -> None:
-        """Asks for a copy as of the end of all work launched so far.
+    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> None:
+        """Requests a copy of these slots after all work launched so far.
 
-        `blocks`: with the tokens of active blocks; `drafts`: and with what was proposed there.
+        `blocks`: with the tokens of active blocks. `drafts`: also with the tokens proposed there.
         """
-        copy = self._spare[-1]
+        copy = self._spare[-1] if self._spare else self._room()
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
         if blocks:
             copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
@@ -69,12 +59,25 @@ class CanvasReader:
             copy.drafts_NX.copy_(drafts_NX, non_blocking=True)
         if copy.done is not None:
             copy.done.record()
-        self._asked.append(self._spare.pop())
+        self._asked.append((copy, slots))
+        del self._spare[-1:]
 
     def read(self) -> Seen:
         """Waits for the oldest copy that was asked for."""
-        copy = self._asked[0]
+        copy, slots = self._asked[0]
         if copy.done is not None:
             self._worker.wait(copy.done)  # an interrupt comes here, and the copy is still asked for
-        self._spare.append(self._asked.popleft())
-        return Seen(copy.cursors_NC[:, : len(CURSORS)].tolist(), copy.active_NX, copy.drafts_NX)
+        del self._asked[0]
+        self._spare.append(copy)
+        cursors_BC = copy.cursors_NC[slots, : len(CURSORS)].tolist()
+        return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
+
+    def _room(self) -> _Copy:
+        """The target of one more copy."""
+        slots, columns = self._canvas.cursors_NC.shape
+        active = (columns - len(CURSORS)) // 2 * self._block
+
+        def host(width: int) -> Tensor:
+            return torch.empty(slots, width, dtype=torch.int64, pin_memory=self._canvas.cursors_NC.is_cuda)
+
+        return _Copy(host(columns), host(active), host(active), self._worker.event())

@@ -1,8 +1,9 @@
-"""What the host knows of a request while it waits or runs."""
+"""The host's state of a request that waits or runs."""
 
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,16 +13,26 @@ from dinfer.core.told import Tellings, TokenLogprob, Told
 from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
 
-PLACE = Cursors._fields.index("forwards")  # the cursors before this one say where a row is
+PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
+PHASES = [*Phase]  # by number
 STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
 @dataclass(slots=True)
 class Need:
-    """Positions that a row needs a step to compute."""
+    """What a row needs of its next step."""
 
-    width: int
+    width: int  # positions to compute
     narrow: int | None = None  # width of a narrow extra pass, see `CachePolicy.narrow`
+
+
+class Asks(NamedTuple):
+    """What a row wants of its steps."""
+
+    sampled: bool = False
+    guided: bool = False
+    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
+    told: Told = Told.NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +41,12 @@ class Row:
 
     index: int  # the request's number in its updates
     request: Request
-    inbox: deque[Update]  # where its updates go
+    inbox: deque[Update]  # takes its updates
     snapshots: bool = False  # its updates hold the canvas
     deltas: Deltas | None = None  # its updates hold new output
     drafts: bool = False  # its updates hold the active blocks, drafts included
     logprobs: bool = False  # its updates hold log-probabilities of new output
-    followed: bool = field(init=False)  # someone asks what each step does to the canvas
-    told: Told = field(init=False)  # what it asks steps to tell of its tokens
+    followed: bool = field(init=False)  # its updates need the canvas after each step
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -44,44 +54,37 @@ class Row:
     # From its admission on.
     began: float = 0.0
     pages: list[int] = field(default_factory=list)  # its own, and those that it shares
-    visible: int = 0  # pages of one branch: where a step looks for its keys
-    sampled: bool = False
-    guided: bool = False
-    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
-    open_before: list[int] = field(default_factory=list)  # how many positions before each are to be decoded
+    visible: int = 0  # pages of one branch
+    asks: Asks = field(default_factory=Asks)
+    open_before: list[int] = field(default_factory=list)  # for each position, the number of positions to decode before
     prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
-    published: int = 0  # how many of these hold their keys
-    awaited: bool = False  # a request waits for these keys
+    published: int = 0  # how many of these pages are published
+    awaited: bool = False  # a request waits for these pages
 
     # From step to step.
-    canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if it is `followed`
-    settled: int = 0  # positions that no later step changes, as far as updates have told
-    output: int = 0  # tokens of output that updates have told
-    active: list[int] = field(default_factory=list)  # of the blocks that were active, ~token where open, if asked for
-    offers: list[int] = field(default_factory=list)  # likewise: see `Tellings.draft_NS`
-    heard: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if asked for
+    canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if `followed`
+    settled: int = 0  # final positions that updates have reported
+    output: int = 0  # tokens of output that updates have reported
+    active: list[int] = field(default_factory=list)  # with drafts: the blocks that were active, ~token where open
+    offers: list[int] = field(default_factory=list)  # with drafts: see `Tellings.draft_NS`
+    heard: dict[int, TokenLogprob] = field(default_factory=dict)  # with logprobs: by position
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
     since: int = 0  # forwards at that time
     tried: int = 0  # candidates of its last step
-    drafted: bool = False  # the last step decoded, and the row stayed in its blocks: there are drafts for the next
-    steady: bool = False  # the last step changed nothing but counts
-    fastest: int = 0  # most positions that a step has committed
-    need: Need = field(default_factory=lambda: Need(0))  # cached plan
-    need_at: tuple[int, ...] = ()  # the cursors that the plan is valid for
+    drafted: bool = False  # the last step decoded and left the row in its blocks, so there are drafts for the next
+    steady: bool = False  # the last step changed only counts
+    left: int = 0  # open positions of the active blocks
+    fastest: int = 0  # the most positions that a step has committed
+    need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached
+    need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
 
     def __post_init__(self) -> None:
         self.followed = self.snapshots or self.drafts or self.deltas is not None
-        self.told = Told.LOGPROBS if self.logprobs else Told.DRAFTS if self.drafts else Told.NOTHING
-
-    @property
-    def left(self) -> int:
-        """Positions of the active blocks that are still open."""
-        return self.open_before[self.cursors.end] - self.cursors.committed
 
     def advance(self, now: Cursors) -> bool:
-        """Takes the cursors after a step that was launched for the row. False: the step did not change the row."""
+        """Takes the cursors after a step that named the row. False: the step did not change the row."""
         old, gained = self.cursors, now.committed - self.cursors.committed
         self.idle += 1
         if now.forwards == old.forwards:
@@ -92,10 +95,11 @@ class Row:
         self.drafted = now.steps > old.steps and (self.steady or (now.start, now.end) == (old.start, old.end))
         self.fastest = max(self.fastest, gained)
         self.before, self.cursors = old, now
+        self.left = self.open_before[now.end] - now.committed
         return True
 
     def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
-        """Why the row cannot continue after its last step; None: it can."""
+        """The error of a row that cannot continue after its last step; None: it can."""
         if (self.cursors.phase in ACTIVE and self.idle < STALL_LIMIT) or self.cursors.phase == Phase.IDLE:
             return None
         step, block = self.cursors.forwards, f"block at positions {self.before.start} to {self.before.end - 1}"
@@ -112,9 +116,9 @@ class Row:
         )
 
     def look(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
-        """Takes the tokens of the blocks that were active, and what was proposed there if it is asked for that.
+        """Takes the tokens of the blocks that were active and, with drafts, those proposed there.
 
-        `behind`: the step may have opened another block behind them, and written there.
+        `behind`: the step may also have written to a new block behind them.
         """
         start, end = self.before.start, self.before.end
         known = active_X[: (self.request.length if behind else end) - start].tolist()
@@ -124,16 +128,16 @@ class Row:
             self.offers = drafts_X[: end - start].tolist()
 
     def hear(self, tellings: Tellings) -> None:
-        """Takes the log-probabilities of the blocks that were active, if it is asked for them and any are new."""
+        """With logprobs, takes those of the blocks that were active, if any are new."""
         start, end = self.before.start, self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
         if self.logprobs and self.slot is not None and new:
             self.heard.update(zip(range(start, end), tellings.logprobs(self.slot, start, end), strict=True))
 
     def update(self, recipe: Recipe) -> Update:
-        """What the caller hears of the last step, or of the error that ended the row."""
+        """The update for the caller about the last step, or about the error that ended the row."""
         step, now = self.before, self.cursors
-        where = self.index, now.forwards, Phase(step.phase), (step.start, step.end)
+        where = self.index, now.forwards, PHASES[step.phase], (step.start, step.end)
         if self.error is not None:
             return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None
@@ -150,13 +154,13 @@ class Row:
         return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers)
 
     def _output_positions(self, first: int, count: int) -> list[int]:
-        """Where tokens of the output stand."""
+        """The positions of tokens of the output."""
         if self.request.gaps is None:
             return [*range(len(self.request.prompt) + first, len(self.request.prompt) + first + count)]
         return [at for at, masked in enumerate(self.request.masked) if masked][first : first + count]
 
     def _settle(self, recipe: Recipe) -> list[int]:
-        """The output that no later step changes, beyond that of earlier calls. Not for a row that is done."""
+        """The output that has become final since the last call. Not for a finished row."""
         whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
         end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
         while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:

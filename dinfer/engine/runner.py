@@ -47,6 +47,7 @@ class Runner:
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
+        self._alone = recipe.ranks.size == 1  # one of several ranks may lack memory for a graph, and all run one shape
         self.clock: StepClock | None = None  # measures steps of known shapes
         self.compiler: KernelCompiler | None = None  # compiles for steps of new shapes
         self.observer: Observer | None = None  # wraps every launch, given its shape and slots
@@ -77,8 +78,7 @@ class Runner:
         kv, canvas = self.state.kv, self.state.canvas
         asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         shape = kind if self.graphs else asked
-        alone = self.recipe.ranks.size == 1  # one of several ranks may lack memory for a graph, and all run one shape
-        if self.graphs and alone and kind not in self._captured and self._seen[kind] < WORTH:
+        if self.graphs and self._alone and kind not in self._captured and self._seen[kind] < WORTH:
             shape = stand_in(kind, self._captured)
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):

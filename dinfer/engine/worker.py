@@ -1,43 +1,26 @@
-"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it as it is told.
+"""The part of an engine on one rank: it owns the state of a batch on its device, and changes it on command.
 
 A worker decides nothing and reads nothing back. Each rank of tensor parallelism has one. All of them go through the
 same states, because they are told the same (`dinfer.engine.leading`).
 """
 
-import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dinfer.core.canvas import Cursors
 from dinfer.core.kv import kv_dtype
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
+from dinfer.core.state import BatchState, Entry
 from dinfer.engine.clock import StepClock
-from dinfer.engine.compile_ahead import COMPILE_AHEAD, KernelCompiler
+from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A request as it enters a slot: plain values, so that other processes can be told."""
-
-    slot: int
-    tokens: list[int]  # of the whole canvas; anything where it is open
-    masked: list[bool]
-    prompt: int  # positions before the first that is to be decoded
-    options: list[float]
-    stops: bool
-    kept: int  # positions whose keys its pages hold already
-    pages: list[int]
-    twin: list[int]  # pages of the branch without the prompt
-    fresh: list[int]  # of all these pages, those that nobody shares
-    drafts: bool = False  # steps tell what they propose for it
-    logprobs: bool = False  # and log-probabilities
 
 
 class Worker:
@@ -49,12 +32,13 @@ class Worker:
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner = Runner(recipe, graphs=runtime.graphs)
+        self._aside = torch.cuda.Stream(recipe.model.device) if recipe.model.device.type == "cuda" else None
         if runtime.speculate == "auto":
             self.runner.clock = StepClock(recipe.model.device)
 
     @property
     def failure(self) -> Exception | None:
-        """Why no rank can go on."""
+        """The error after which no rank can run; None: there is none."""
         return None
 
     @property
@@ -64,7 +48,7 @@ class Worker:
         return self.runner.state
 
     def open(self, room: Room) -> None:
-        """Allocates the state. Raises what the device raises where memory is short."""
+        """Allocates the state. Raises the device's error if memory is short."""
 
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
@@ -74,27 +58,16 @@ class Worker:
 
         device = self.recipe.model.device
         self.runner.open(alloc(self.recipe, device))
-        if device.type == "cuda" and self.runtime.compile == "none" and os.environ.get(COMPILE_AHEAD) == "1":
+        if device.type == "cuda" and self.runtime.compile == "none":
             self.runner.compiler = KernelCompiler(self.recipe, alloc, (room, self.runtime))
 
     def close(self) -> None:
         """Frees the state and the graphs of its steps."""
         self.runner.open(None)
 
-    def admit(self, entry: Entry) -> tuple[Cursors, list[int]]:
-        """Places a request in its slot. Returns its cursors and its tokens, ~token where it is open."""
-        state = self.state
-        state.kv.wipe(entry.fresh)
-        state.kv.assign(entry.slot, entry.pages, entry.twin)
-        placed = state.admit(
-            self.recipe, entry.slot, entry.tokens, entry.masked,
-            prompt=entry.prompt, options=entry.options, stops=entry.stops, kept=entry.kept,
-        )  # fmt: skip
-        if entry.drafts:
-            state.tellings.admit(entry.slot)
-        if entry.logprobs:
-            state.tellings.want_logprobs()
-        return placed
+    def admit(self, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
+        """Places requests in their slots, see `BatchState.admit`."""
+        return self.state.admit(self.recipe, entries)
 
     def launch(self, shape: StepShape, slots: list[int]) -> None:
         """Starts a step. Does not wait for the device."""
@@ -115,9 +88,14 @@ class Worker:
         return nullcontext()
 
     def event(self) -> torch.cuda.Event | None:
-        """What says how far the device is. None: what is asked of it is done at once, as on a CPU."""
+        """An event that marks a point in the device's work; None on a CPU, which does its work at once."""
         return torch.cuda.Event() if self.recipe.model.device.type == "cuda" else None
 
+    def aside(self) -> AbstractContextManager[object]:
+        """The context in which the host reads finished results without waiting for later steps."""
+        # Without a card: torch's no-op starts CUDA on a machine that has one.
+        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
+
     def wait(self, done: torch.cuda.Event) -> None:
-        """Waits until the device is as far as this event."""
+        """Waits until the device has reached the event."""
         done.synchronize()

@@ -31,6 +31,17 @@ def card(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
+def on_hopper(tensor: Tensor) -> bool:
+    """Whether its `card` is of the Hopper generation or later: kernels start early there, an engine copies tiles."""
+    device = card(tensor.device)
+    return device is not None and _capability(device) >= (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 @contextmanager
 def compiling_for(device: torch.device) -> Iterator[None]:
     """Within, tensors of the meta device take the kernels of this CUDA device (`triton.ahead`)."""

@@ -10,11 +10,15 @@ from torch import Tensor
 from dinfer.kernels.cpu import float as native
 from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import on_hopper, use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
+MORE = 64  # the same from Hopper on
+MOST = 128  # the same from Hopper on, for a map of at most `SMALL` outputs whose parts the consumer adds up
+SMALL = 4096
+LARGE = 6_000_000  # numbers that come out, from which on torch's product of float8 is faster than the kernel
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -38,8 +42,9 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale, x.dtype)
 
 
-def few(x: Tensor) -> bool:
-    return x.numel() // x.shape[-1] <= FEW and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
+def few(x: Tensor, most: int = FEW) -> bool:
+    """Whether our kernel is faster than torch for 16-bit rows, which holds up to `most` rows."""
+    return x.numel() // x.shape[-1] <= most and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
 
 
 def rounded(x: Deferred) -> Rounded:
@@ -54,7 +59,8 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
-    if not (few(x) and use_triton(x, "linear")):
+    most = MOST if parts and len(weight_OK) <= SMALL else MORE
+    if not ((few(x) or (few(x, most) and on_hopper(x))) and use_triton(x, "linear")):
         if native.able_linear(x, weight_OK):
             out = native.linear(x, weight_OK)
             return out if bias_O is None else out + bias_O
@@ -81,10 +87,22 @@ def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tenso
     return out if bias_O is None else out + bias_O
 
 
+def _large(x: Rounded, weight_OK: Tensor) -> bool:
+    """Whether torch's product of float8 takes these inputs and is faster than our kernel. It returns only bfloat16."""
+    outputs, width = weight_OK.shape
+    able = weight_OK.dtype == FLOAT8 and x.dtype == torch.bfloat16 and outputs % 16 == width % 16 == 0
+    return able and x.scale.numel() * outputs >= LARGE and on_hopper(x.values)
+
+
 def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
     x = rows(x)
     if use_triton(held(x), "linear"):
+        if isinstance(x, Rounded) and _large(x, weight_OK):
+            scales = x.scale.view(-1, 1), scale_O[None, :]
+            values_RK = x.values.view(-1, x.values.shape[-1])
+            out = torch._scaled_mm(values_RK, weight_OK.T, *scales, bias_O, out_dtype=x.dtype, use_fast_accum=True)
+            return out.view(*x.scale.shape, -1)
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))

@@ -60,7 +60,7 @@ def add_rms_norm(
 
 
 def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred]:
-    """By what a kernel adds up two ranks' addends as it reads them, and this rank's; None, and what it was given."""
+    """The memory through which a kernel adds up two ranks' addends, and this rank's addend; or None and `delta_BWD`."""
     if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
         return found, delta_BWD.value
     return None, delta_BWD

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.timesteps import Quota
 
 LONGEST = 128  # the longest block whose pairs of positions the kernel compares

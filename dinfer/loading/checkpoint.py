@@ -96,7 +96,8 @@ def load_network(
     linear layers and experts; None: the checkpoint's. A `rank` reads only its share, and has parameters of its shape.
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
-    from dinfer.layers import linear  # only here: networks are heavy to import
+    from dinfer.kernels.cpu.linear import prepare  # only here: networks are heavy to import
+    from dinfer.layers import linear
 
     takes = linear.taken(quantize)
     config = read_config(folder)
@@ -109,6 +110,8 @@ def load_network(
     adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
     if dtype is None:
         dtype = next(dtype for name in placements if (dtype := tensors[name].floats) is not None)
+    if dtype == torch.float32:
+        prepare(device)
     changed = adapter.pairs if adapter else ()
     held = formats_of(tensors, placements, scales, takes, changed, rank)
     if folder.suffix == GGUF and quantize is None and device.type == "cpu" and rank.ranks == 1:

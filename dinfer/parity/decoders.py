@@ -17,7 +17,7 @@ from dinfer.core.canvas import Phase, Status
 from dinfer.core.protocols import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
-from dinfer.core.state import BatchState
+from dinfer.core.state import BatchState, Entry
 from dinfer.core.step import denoise_step
 from dinfer.parity.compare import same
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
@@ -258,6 +258,6 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
             given_L = ~masked_BL[slot] if rule.given == "unmasked" else masked_BL[slot].cumsum(0) == 0
         masked_L = masked_BL[slot] & ~given_L
         options = recipe.resolve({"seed": slot})
-        state.admit(recipe, slot, x0_BL[slot].tolist(), masked_L.tolist(), prompt=0, options=options)
+        state.admit(recipe, [Entry(slot, x0_BL[slot].tolist(), masked_L.tolist(), 0, options)])
         state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
     return recipe, state

@@ -23,7 +23,7 @@ from dinfer.iterations.blockwise import Blockwise
 from dinfer.iterations.dmax import DMaxSweep
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.thresholding import confident
 
 

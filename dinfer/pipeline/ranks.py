@@ -27,10 +27,10 @@ from dinfer.core.spec import Rank
 from dinfer.engine.distributed.follower import Follower
 from dinfer.engine.distributed.leader import Leader
 from dinfer.engine.distributed.started import FIELD, follows, leader, started
-from dinfer.engine.leading import model_number, read, shape_of, spelled
+from dinfer.engine.leading import entries_of, model_number, read, shape_of, spelled
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
-from dinfer.engine.worker import Entry, Worker
+from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
 from dinfer.loading.packed import FIELD as QUANTIZATION
 
@@ -248,8 +248,8 @@ class Hands:
         match name, given:
             case "launch", [shape, slots]:
                 worker.launch(shape_of(tuple(shape)), slots)
-            case "admit", [entry]:
-                worker.admit(Entry(**entry))
+            case "admit", [entries]:
+                worker.admit(entries_of(entries))
             case "open", room:
                 try:
                     worker.open(Room(*room))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -70,8 +71,8 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first error in a body: its field, its value, and what the field must be."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a field with several types, what fits best
+    where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
     if first["type"] == "missing":
         return ApiError(400, f"{where} is missing", where, "missing_field")
     if first["type"] == "json_invalid":
@@ -84,19 +85,32 @@ def of_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{where}={first.get('input')!r:.80}: {what}", where, "invalid_value")
 
 
+def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
+    """The fields of a place in a body, without pydantic's names of types. `missing`: the last field is absent."""
+    for part in loc:
+        if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
+            node = node[part]
+            yield str(part)
+    if missing and loc:
+        yield str(loc[-1])
+
+
 def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """200 unless an engine has failed."""
         server.check_engines()
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
+        """200 while the server takes requests."""
         server.check()
         return {"status": "ready"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Counters and gauges for Prometheus."""
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
@@ -115,16 +129,19 @@ def add_operations(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The served models, with their recipes and per-request options."""
         return {"object": "list", "data": [model.card() for model in server.catalogue]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        """One served model."""
         return server.catalogue.find(name).card()
 
 
 def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
+        """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         prompt = await encoded(served, body.conversation, "messages")
         top = body.top_logprobs or 0 if body.logprobs else None
@@ -132,6 +149,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
+        """Continues texts or token ids, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
         prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
@@ -174,6 +192,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/infill")
     async def infill(body: InfillRequest) -> dict[str, Any]:
+        """Fills the gaps of a text; `[MASK:n]` is a gap of n tokens."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         chosen = options(served, body)
@@ -201,6 +220,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
 def add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or a conversation."""
         served = server.catalogue.find(body.model)
         if body.text is not None:
             tokens = await encoded(served, body.text, "text")
@@ -210,6 +230,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
         served = server.catalogue.find(body.model)
         vocab = served.pipe.model.spec.vocab
         for token in body.tokens:

@@ -201,12 +201,12 @@ def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] |
 
 def read(line: Line) -> Ask:
     """The request of a line. Raises ApiError."""
+    body = parsed(line.text)
     try:
-        ask = Ask.model_validate(parsed(line.text))
+        ask = Ask.model_validate(body)
     except ValidationError as error:
-        raise of_validation(
-            RequestValidationError([{**one, "loc": ("line", *one["loc"])} for one in error.errors()])
-        ) from error
+        errors = [{**one, "loc": ("line", *one["loc"])} for one in error.errors()]
+        raise of_validation(RequestValidationError(errors, body=body)) from error
     if ask.body.get("stream"):
         raise refused("body.stream", ask.body["stream"], "cannot be honoured in a file: leave it out")
     return ask

@@ -29,6 +29,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
 
     class Connection(HttpToolsProtocol):
         _late: asyncio.TimerHandle | None = None
+        _before: Any = None  # uvicorn's cycle of the request before the last one
         _head: int | None = None  # bytes read of an unfinished head; None: there is none
         _refused = False  # drops all further input
 
@@ -44,6 +45,7 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
             self._head = None
             if self.parser.should_upgrade():
                 raise ValueError("the header stood where `data_received` has not looked")
+            self._before = self.cycle
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -73,12 +75,15 @@ def connection(settings: Settings) -> type[asyncio.Protocol]:
             """Answers an incomplete request and closes the connection. It disturbs no other answer."""
             if self._refused or self.transport.is_closing():
                 return
+            if self.pipeline and self.cycle.more_body:  # this request has not begun, and the one before is answered
+                self.pipeline.popleft()
+                self.cycle = self._before
             running = self.cycle is not None and not self.cycle.response_complete
             if running and not self.cycle.more_body:  # the running request was complete and is answered
                 self.cycle.keep_alive = False
                 self._refused = True  # reading goes on, so that the client's end is seen and the answer is not reset
                 return
-            if running and (self.cycle.response_started or self.pipeline):
+            if running and self.cycle.response_started:
                 self.transport.close()
                 return
             body = to_json(error.body())

@@ -46,11 +46,6 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"}  # hints with no effect on the answer
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    """Whether two values are equal. 0 and 0.0 are; 0 and False are not."""
-    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-
-
 def _encodable(text: str) -> str:
     """Refuses half of a surrogate pair, which JSON can spell but which is no character."""
     try:
@@ -120,7 +115,8 @@ class Generation(Sampled):
         for field, value in data.items():
             if field in NOT_SUPPORTED and field not in cls.model_fields:
                 neutral, reason = NOT_SUPPORTED[field]
-                if value is not None and not any(_same(value, allowed) for allowed in neutral):
+                same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+                if value is not None and not any(same):  # 0 and 0.0 are the same, 0 and False are not
                     raise refused(field, value, reason)
             elif field not in IGNORABLE:
                 kept[field] = value

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -11,12 +12,13 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from dinfer.engine.distributed.leader import RankFailed
+from dinfer.serving.address import naming, url
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
 
-FAREWELL = 2.0  # seconds in which a server still answers after its engine failed
+LOG = logging.getLogger("dinfer.serving")
+FAREWELL = 2.0  # seconds in which a server still answers after its engine failed, and in which requests are cut off
 
 
 class EngineFailed(RuntimeError):
@@ -24,17 +26,25 @@ class EngineFailed(RuntimeError):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn's server. A signal ends it with exit status 0, after the running requests have finished."""
+    """Uvicorn's server. A signal ends it with exit status 0, after the running requests have finished.
 
-    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
+    After `grace` seconds, or with a second Ctrl-C, it ends at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace: float, stopping: Callable[[], None]) -> None:
         super().__init__(config)
-        self._stopping = stopping
+        self._grace, self._stopping = grace, stopping
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
         def stop(number: int, frame: object) -> None:
             self._stopping()
-            self.handle_exit(number, None)
+            if not self.should_exit:
+                self.handle_exit(number, None)
+            elif number == signal.SIGINT:
+                loop.call_soon_threadsafe(self._cut_off)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -43,28 +53,20 @@ class _Uvicorn(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        late = asyncio.get_running_loop().call_later(self._grace, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
-def listen(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises an OSError that names the address."""
-    made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        with _naming(settings):
-            made.bind((settings.host, settings.port))
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-@contextmanager
-def _naming(settings: Settings) -> Iterator[None]:
-    """Names the address in an error of its socket, and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        where = f"host={settings.host} port={settings.port}"
-        raise OSError(f"{where}: {error.strerror}. Choose another port, or port=0 for any free one") from error
+    def _cut_off(self) -> None:
+        """Closes all connections. The requests then end as if their clients had left."""
+        if clients := [*self.server_state.connections]:
+            LOG.warning("the server ends and closes %d connections, complete or not", len(clients))
+        for client in clients:
+            client.transport.abort()
+        asyncio.get_running_loop().call_later(FAREWELL, setattr, self, "force_exit", True)
 
 
 @contextmanager
@@ -91,13 +93,8 @@ def configured(server: Server) -> uvicorn.Config:
     settings = server.settings
     return uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        http=connection(settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=round(settings.grace),
+        http=connection(settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
     )  # fmt: skip
-
-
-def url(host: str, port: int) -> str:
-    """The address of a page."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:
@@ -107,9 +104,9 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
     """
     settings, config = server.settings, configured(server)
     open_files(settings)
-    with _naming(settings):  # two sockets may be bound to an address, but only one can listen
+    with naming(settings):  # two sockets may be bound to an address, but only one can listen
         made.listen(settings.max_connections)
-    web = _Uvicorn(config, server.admission.close)
+    web = _Uvicorn(config, settings.grace, server.admission.close)
 
     async def watch() -> None:
         while not web.started:

@@ -45,13 +45,9 @@ class Served:
         """The text of each token."""
         return Pieces(self.pipe)
 
-    @cached_property
-    def _defaults(self) -> dict[str, int | float]:
-        return {f"{option.kind}.{option.name}": option.default for option in self.recipe.request_options}
-
     def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Per-request options by full name, from OpenAI's fields (`asked`) and those under `dinfer` (`own`)."""
-        values, chosen = dict(self._defaults), dict[str, str]()
+        values, chosen = {f"{o.kind}.{o.name}": o.default for o in self.recipe.request_options}, dict[str, str]()
         given = [(name, name, value) for name, value in asked.items() if value is not None]
         given += [(f"dinfer.{name}", name, value) for name, value in own.items()]
         for field, name, value in given:

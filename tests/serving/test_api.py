@@ -285,6 +285,20 @@ def test_what_is_no_text_or_no_json_is_refused(client: Client, path: str, text: 
     assert error["message"] and (param is None or param in error["param"])
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "what"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
+        ({"stop": 5}, "stop", "string"),
+        ({"stop": ["a", 5]}, "stop.1", "string"),
+    ],
+)  # fmt: skip
+def test_a_field_is_named_as_the_client_wrote_it(client: Client, fields: Any, param: str, what: str) -> None:
+    error = chat(client, **fields).json()["error"]
+    assert error["param"] == param and error["message"].startswith(param) and what in error["message"]
+
+
 def test_a_body_that_says_not_what_it_is_is_refused_so(client: Client) -> None:
     response = client.loop.run(client.http.post("/v1/completions", content=json.dumps(ASK)))
     assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"]

@@ -77,6 +77,13 @@ def test_garbage_behind_a_request_disturbs_no_answer(port: Port) -> None:
     assert json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
+def test_a_bad_request_behind_another_does_not_take_its_answer(port: Port) -> None:
+    bad = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"
+    for ahead in (1, 2):
+        heard = said(port, [GET % b"" * ahead + bad])
+        assert heard.count(b"HTTP/1.1 200 ") == heard.count(b"HTTP/1.1") == heard.count(b'"object":"list"') == ahead
+
+
 def test_what_follows_garbage_does_not_reset_the_answer(port: Port) -> None:
     heard = said(port, [GET % b"" + b"garbage\r\n\r\n", b"x" * 4096])
     assert heard.startswith(b"HTTP/1.1 200 ") and b'"object":"list"' in heard

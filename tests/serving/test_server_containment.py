@@ -29,6 +29,7 @@ from dinfer.engine.pages import prompt_keys
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.row import Row
 from dinfer.serving import run
+from dinfer.serving.address import listen
 from dinfer.serving.app import application
 from dinfer.serving.settings import Settings
 
@@ -68,7 +69,7 @@ def nan(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_memory(patch: pytest.MonkeyPatch) -> None:
-    fails_for_the_bad(patch, Batch, "admit", MemoryError("full"), lambda _, row: row)
+    fails_for_the_bad(patch, Batch, "claim", MemoryError("full"), lambda _, row: row)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_device_that_has_failed_is_found_out(client: Client, monkeypatch: pyte
         raise RuntimeError("the GPU has fallen off the bus")
 
     broken = RuntimeError("illegal access")
-    fails_for_the_bad(monkeypatch, Batch, "admit", broken, lambda _, row: row)
+    fails_for_the_bad(monkeypatch, Batch, "claim", broken, lambda _, row: row)
     assert client.ask(PATH, body(BAD)).status_code == 500
     assert client.ask("/health").status_code == 200  # the device answers: it was that request
     with monkeypatch.context() as patch:
@@ -218,7 +219,7 @@ def serving(client: Client, talk: Callable[[str], None]) -> list[BaseException]:
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    with run.listen(client.server.settings) as made:
+    with listen(client.server.settings) as made:
         run.serve(client.server, made, ready)
     threads[0].join()
     return errors
@@ -242,6 +243,33 @@ def test_sigterm_lets_running_answers_finish() -> None:
         assert serving(client, talk) == []
         assert free(client)
     assert [line for line in said if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_a_second_interrupt_or_the_end_of_the_grace_time_cuts_answers_off(
+    grace: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    step = Engine.step
+
+    def talk(address: str) -> None:
+        with (
+            httpx.Client(base_url=address, timeout=30) as http,
+            http.stream("POST", PATH, json=body(64, stream=True)) as got,
+            pytest.raises(httpx.TransportError),
+        ):
+            for line in got.iter_lines():
+                said.append(line)
+                if len(said) == 1 or grace:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.1), step(engine))[1])
+    with served(Settings(port=0, grace=grace)) as client:
+        assert serving(client, talk) == []
+        assert free(client)
+    assert said and "data: [DONE]" not in said
+    assert "complete or not" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +319,9 @@ def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_server_alone_listens_at_an_address() -> None:
-    with run.listen(Settings(port=0)) as other:
+    with listen(Settings(port=0)) as other:
         port = other.getsockname()[1]
-        with served(Settings(port=port)) as client, run.listen(client.server.settings) as made:
+        with served(Settings(port=port)) as client, listen(client.server.settings) as made:
             other.listen()
             with pytest.raises(OSError, match=rf"port={port}: Address already in use. Choose another port"):
                 run.serve(client.server, made, lambda address: None)
@@ -304,7 +332,7 @@ def test_a_server_that_cannot_say_where_it_is_ends() -> None:
         raise OSError(28, "No space left on device")
 
     with (
-        served(Settings(port=0)) as client, run.listen(client.server.settings) as made,
+        served(Settings(port=0)) as client, listen(client.server.settings) as made,
         pytest.raises(OSError, match="No space left"),
     ):  # fmt: skip
         run.serve(client.server, made, full)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-COMPILED: list[str] = []  # the thread that compiled each kernel
+COMPILED: list[tuple[str, str]] = []  # each kernel, and the thread that compiled it
 LOADED: list[object] = []
 BROKEN: list[bool] = []  # not empty: the compiler fails
 
@@ -49,8 +53,13 @@ class Compiled:
 def compiled(source: Any, **options: Any) -> Compiled:
     if BROKEN:
         raise RuntimeError("ptxas is gone")
-    COMPILED.append(threading.current_thread().name)
+    COMPILED.append((source.name, threading.current_thread().name))
     return Compiled()
+
+
+def interrupted(*given: object) -> None:
+    """Stands for the end of Triton 3.6's mode if Ctrl-C comes there: the mode stays on."""
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -81,7 +90,11 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def note(name: str) -> None:
-        found[name] = {"kernels": len(COMPILED), "loaded": len(LOADED), "threads": sorted({*COMPILED})}
+        noted = len([*Path(triton.knobs.cache.dir).glob("dinfer-*")])
+        found[name] = {
+            "kernels": [kernel for kernel, _ in COMPILED], "threads": sorted({thread for _, thread in COMPILED}),
+            "loaded": len(LOADED), "noted": noted,
+        }  # fmt: skip
         COMPILED.clear()
         LOADED.clear()
 
@@ -96,13 +109,27 @@ def main() -> None:
         note("next start")
         KernelCompiler(recipe, alloc, 65).compile(shape)
         note("other sizes")
+        KernelCompiler(recipe, alloc, 64).compile(replace(shape, lanes=2))
+        note("two rows")
         wider = replace(shape, lanes=40)
+        affinity, os.sched_getaffinity = os.sched_getaffinity, lambda pid: {0}  # type: ignore[assignment]
+        KernelCompiler(recipe, alloc, 64).compile(wider)
+        os.sched_getaffinity = affinity  # type: ignore[assignment]
+        note("one core")
         BROKEN.append(True)
         KernelCompiler(recipe, alloc, 64).compile(wider)
         BROKEN.clear()
         note("broken")
+        found["switch interval"] = sys.getswitchinterval()
         KernelCompiler(recipe, alloc, 64).compile(wider)
         note("mended")
+        leave = triton.AsyncCompileMode.__exit__
+        triton.AsyncCompileMode.__exit__ = interrupted
+        with suppress(KeyboardInterrupt):
+            KernelCompiler(recipe, alloc, 66).compile(wider)
+        triton.AsyncCompileMode.__exit__ = leave
+        KernelCompiler(recipe, alloc, 66).compile(wider)
+        note("after an interrupt")
         twin = on_meta(recipe)
         state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
         with compiled_beside(torch.device("cuda", 0)):  # what the steps launch

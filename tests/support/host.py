@@ -11,7 +11,7 @@ from dinfer.core.kv import RESERVED
 from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.speculation import deciding
-from dinfer.core.state import BatchState
+from dinfer.core.state import BatchState, Entry
 from dinfer.core.step import denoise_step
 from dinfer.engine.request import Request
 
@@ -37,15 +37,12 @@ class Host:
         for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
             need = -(-length // page)
             twin = [free.pop() for _ in range(need * recipe.guided(request.options))]
-            self.state.kv.assign(slot, [free.pop() for _ in range(need)], twin)
-            self._admit(slot, request)
-
-    def _admit(self, slot: int, request: Request) -> None:
-        tokens = request.prompt + [0] * (request.length - len(request.prompt))
-        self.state.admit(
-            self.recipe, slot, tokens, request.masked,
-            prompt=request.start, options=request.options, stops=request.stops,
-        )  # fmt: skip
+            tokens = request.prompt + [0] * (request.length - len(request.prompt))
+            entry = Entry(
+                slot, tokens, request.masked, request.start, request.options, request.stops,
+                pages=[free.pop() for _ in range(need)], twin=twin,
+            )  # fmt: skip
+            self.state.admit(recipe, [entry])
 
     def step(
         self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None,

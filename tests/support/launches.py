@@ -16,6 +16,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402 (only where there is Triton)
 
 HOPPER = 90
 TYPES = {
@@ -52,12 +53,16 @@ def recorded_launches(monkeypatch: Any) -> Iterator[set[str]]:
         for name, module in [*sys.modules.items()]:
             if name.startswith("dinfer.") and "use_triton" in vars(module):
                 patch.setattr(module, "use_triton", lambda tensor, group, head_dim=16: head_dim >= 16)
+            if name.startswith("dinfer.") and "on_hopper" in vars(module):
+                patch.setattr(module, "on_hopper", lambda tensor: True)
         yield launches
 
 
 def type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{[*value.block_shape]}>"
     if isinstance(value, float):
         return "fp32"
     return "i1" if isinstance(value, bool) else "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -15,8 +15,9 @@ import uvicorn
 
 import dinfer
 from dinfer.core.recipe import Recipe, compose
+from dinfer.serving.address import listen
 from dinfer.serving.app import application
-from dinfer.serving.run import configured, listen
+from dinfer.serving.run import configured
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings

@@ -16,7 +16,7 @@ from dinfer.core.canvas import Cursors, Phase
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.request import Request, Update
-from dinfer.kernels.compact import compact
+from dinfer.kernels.positions import compact
 
 PROMPT, NEW, BLOCK = 11, 21, 8
 LENGTH = PROMPT + NEW

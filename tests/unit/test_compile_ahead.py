@@ -29,12 +29,17 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found["first"]["kernels"] > 10 and found["first"]["loaded"] == found["first"]["kernels"]
+    assert len(found["first"]["kernels"]) == found["first"]["loaded"] > 10
     assert "MainThread" not in found["first"]["threads"]
-    assert found["again"]["kernels"] == 0
-    assert found["next start"]["loaded"] == 0, "the cache has them"
-    assert found["other sizes"]["loaded"] > 0
-    assert found["broken"]["kernels"] == 0 < found["mended"]["kernels"], "one error spoils nothing that comes later"
+    assert found["again"]["kernels"] == []
+    assert (found["first"]["noted"], found["next start"]["noted"], found["other sizes"]["noted"]) == (1, 1, 2)
+    assert found["one core"]["kernels"] == [], "it gains nothing"
+    cursors = {"_lane_columns", "_option_columns", "_window_positions", "_active_rows", "_commit", "_finish"}
+    assert cursors <= {*found["first"]["kernels"]}
+    assert not cursors & {*found["two rows"]["kernels"]}, "what reads cursors is one kernel for any number of rows"
+    assert found["broken"]["kernels"] == [] != found["mended"]["kernels"], "one error spoils nothing that comes later"
+    assert found["after an interrupt"]["noted"] == found["mended"]["noted"] + 1
+    assert found["switch interval"] == sys.getswitchinterval()
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 
 

@@ -82,8 +82,8 @@ def fails_for_one(patch: pytest.MonkeyPatch, owner: Any, name: str, concerns: Ca
 
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "shared pages": (Batch, "admit", lambda batch, row: row.request.length == BAD),
-    "admission": (BatchState, "admit", lambda state, recipe, slot, tokens, *masked, **named: len(tokens) == BAD),
+    "shared pages": (Batch, "claim", lambda batch, row: row.request.length == BAD),
+    "admission": (BatchState, "admit", lambda state, recipe, entries: BAD in [len(e.tokens) for e in entries]),
     "plan": (Scheduler, "update", lambda scheduler, row: row.request.length == BAD),
     "plan ahead": (Scheduler, "prepare", lambda scheduler, row: row.request.length == BAD),
     "publication": (Batch, "publish", lambda batch, row: row.request.length == BAD),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -208,20 +211,50 @@ def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.use_native(torch.randn(2, 64), "linear") and not native.use_native(torch.randn(2, 64), "packed")
 
 
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As if this process had no kernels yet, and no cache on the disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for known in (native.library, native.built):
+        known.cache_clear()
+    yield
+    for known in (native.library, native.built):
+        known.cache_clear()
+
+
+@pytest.mark.usefixtures("not_compiled")
 def test_without_a_compiler_torch_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, made = torch.randn(2, 64), round_rows(torch.randn(5, 64), torch.int8)
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            got = scaled_linear(x, made.values, made.scale)
-        assert "no-such-compiler" in caplog.text and not [*tmp_path.rglob("*.so")]
-        assert torch.equal(got, torch.nn.functional.linear(x, made.values.float()) * made.scale)
-    finally:
-        native.library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        got = scaled_linear(x, made.values, made.scale)
+    assert "no-such-compiler" in caplog.text and not [*tmp_path.rglob("*.so")]
+    assert torch.equal(got, torch.nn.functional.linear(x, made.values.float()) * made.scale)
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_what_the_thread_of_the_load_compiles_no_other_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where nothing can be kept, such as a home that nobody may write to."""
+    began, go_on, runs = threading.Event(), threading.Event(), list[str]()
+
+    def compiler(*given: Any, **named: Any) -> None:
+        runs.append(threading.current_thread().name)
+        began.set()
+        go_on.wait(10)
+        raise OSError("nothing was kept")
+
+    monkeypatch.setattr(native.subprocess, "run", compiler)
+    threads = [threading.Thread(target=native.library) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    time.sleep(0.05)  # in which the second comes to wait
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert runs == [threads[0].name] and native.library() is None
 
 
 def test_16_bits_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from support.models import VOCAB, tiny_model
 from torch import Tensor
 
 from dinfer.caches.d2cache import D2Cache
-from dinfer.core.canvas import Canvas, Phase
+from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_received
@@ -60,7 +60,9 @@ def test_the_rollout_is_the_column_sum_of_the_product_over_layers(computed: list
         whole[computed] = layer
         rollout = (whole + torch.eye(length)) / 2 @ rollout
     cache, canvas = D2Cache(), Canvas.alloc(1, length, 1, (), torch.device("cpu"))
-    canvas.admit(0, [1] * length, [False] * 3 + [True] * 3, prompt=3, region=(3, 6), blank_S=0)
+    tokens_AS, masked_AS = torch.tensor([[1, 1, 1, 0, 0, 0, 0]]), torch.tensor([[False] * 3 + [True] * 3 + [False]])
+    now = Cursors(Phase.FULL, 3, length, 3, 6)
+    canvas.admit(torch.tensor([0]), [now], tokens_AS, masked_AS, torch.tensor([length]))
     lanes = canvas.lanes(torch.tensor([0]), Phase.FULL)
     spec = tiny_model().spec
     state = {name: tensor.expand(1, *tensor.shape).clone() for name, tensor in cache.fresh_state(spec, length).items()}

@@ -159,7 +159,7 @@ def test_a_window_over_the_encoders_keys_equals_the_full_forward(page: int) -> N
     kv = KVPool.alloc(spec, 2, length, 2 * length, page, dtype=torch.float64, device="cpu")
     pages = -(-length // page)
     for row in range(2):
-        kv.assign(row, [RESERVED + row + 2 * i for i in range(pages)])
+        kv.assign({row: [RESERVED + row + 2 * i for i in range(pages)]})
 
     def hidden(start: int, end: int, first: int, stop: int) -> torch.Tensor:
         """The positions `[first, stop)` while `[start, end)` is decoded."""

@@ -41,7 +41,7 @@ def test_a_window_over_kept_keys_equals_the_full_forward(name: str) -> None:
     pages = -(-length // page)
     kv = KVPool.alloc(spec, rows, length, rows * pages, page, dtype=model.dtype, device="cpu")
     for row in range(rows):
-        kv.assign(row, [RESERVED + row + rows * i for i in range(pages)])
+        kv.assign({row: [RESERVED + row + rows * i for i in range(pages)]})
     end_B = torch.tensor([length, 9])
 
     def hidden(pos_BW: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dinfer.core.kv import NULL, RESERVED, SCRATCH, KVPool
 from dinfer.kernels import dispatch
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.norm import add_rms_norm, swiglu
-from dinfer.kernels.rank import descending_rank
+from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
@@ -181,8 +181,8 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
     need = [-(-n // page) for n in lengths]
     kv = KVPool.alloc(spec, 2, capacity, sum(need), page, dtype=torch.float64, device="cpu")
     order = (torch.randperm(sum(need), generator=generator) + RESERVED).tolist()
-    kv.assign(0, order[: need[0]])
-    kv.assign(1, order[need[0] :])
+    kv.assign({0: order[: need[0]]})
+    kv.assign({1: order[need[0] :]})
     k, v = (torch.randn(2, 12, groups, spec.head_dim, generator=generator, dtype=torch.float64) for _ in range(2))
     q = torch.randn(2, 12, heads, spec.head_dim, generator=generator, dtype=torch.float64)
     slot_B, pages = torch.tensor([0, 1]), -(-max(lengths) // page)
@@ -206,7 +206,7 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
 def test_padding_and_scratch_lanes_write_to_the_scratch_page_alone() -> None:
     spec = tiny_spec()
     kv = KVPool.alloc(spec, 1, 8, 2, 4, dtype=torch.float64, device="cpu")
-    kv.assign(0, [RESERVED])  # four of eight positions have a page
+    kv.assign({0: [RESERVED]})  # four of eight positions have a page
     pos_BW = torch.tensor([[-1, 6], [0, 1]])
     interval = attention_interval(pos_BW, torch.tensor([0, 0]), torch.tensor([4, 0]), None)
     qkv = torch.full((2, 2, spec.heads + 2 * spec.kv_heads, spec.head_dim), math.nan, dtype=torch.float64)

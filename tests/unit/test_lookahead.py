@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count, cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import (
@@ -22,8 +25,9 @@ from support.matrix import (
 from support.models import tiny_model
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, Cursors
-from dinfer.core.protocols import CachePolicy
+from dinfer.caches.adaptive import AdaptiveCache
+from dinfer.core.canvas import Canvas, Cursors, Phase
+from dinfer.core.protocols import CachePolicy, WindowPlan
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
@@ -48,10 +52,10 @@ class Watch:
         self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
-        def asked(reader: CanvasReader, *, blocks: bool, drafts: bool) -> None:
+        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> None:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
-            request(reader, blocks=blocks, drafts=drafts)
+            request(reader, slots, blocks=blocks, drafts=drafts)
 
         def seen(reader: CanvasReader) -> Any:
             found = read(reader)
@@ -128,6 +132,30 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
     assert running == [1, 2]  # when the host begins to wait
 
 
+def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in two phases take two steps a round. Answers are read when the next round is under way."""
+    log, launch, rows = list[str](), Worker.launch, Canvas.rows
+
+    def logged(name: str, work: Any) -> Any:
+        return lambda *given: (log.append(name), work(*given))[1]
+
+    monkeypatch.setattr(Worker, "launch", logged("launch", launch))
+    monkeypatch.setattr(Canvas, "rows", logged("answer", rows))
+    recipe = compose(
+        tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
+        decoder={"name": "fixed", "steps": 4},
+    )  # fmt: skip
+    requests = [Request([5, 6, 7], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
+    want = run(engine_for(recipe), requests)
+    log.clear()
+    device = SimpleNamespace(record=lambda: None, synchronize=logged("wait", lambda: None))
+    monkeypatch.setattr(Worker, "event", lambda worker: device)
+    assert run(launched_ahead(engine_for(recipe)), requests) == want
+    assert log.count("wait") == log.count("launch")
+    assert any(log[i : i + 4] == ["launch", "launch", "wait", "wait"] for i in range(len(log)))
+    assert log[log.index("answer") - 1] == "launch"
+
+
 def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, width, planned = recipe_of(name="fixed", steps=BLOCK), CachePolicy.width, list[tuple[int, ...]]()
 
@@ -138,6 +166,36 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(CachePolicy, "width", noted)
     run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
     assert 0 < len(planned) == len({*planned})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstWide(AdaptiveCache):
+    """Keeps a prompt as the block cache does. A request without a whole block begins with a wide window."""
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        return WindowPlan(None, None, keeps=True) if phase == Phase.PREFILL else super().plan(phase)
+
+
+def test_a_row_that_enters_meanwhile_is_planned_for_its_first_step() -> None:
+    """The rows that run need narrow steps, and it alone a wide one."""
+    cache = FirstWide(response_interval=1000, ratio=0.0, prompt_interval=0)
+    recipe = compose(
+        tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
+        decoder={"name": "fixed", "steps": 2}, cache=cache,
+    )  # fmt: skip
+    engine = launched_ahead(engine_for(recipe, rows=2, max_length=64))
+    engine.add(Request([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
+    engine.step()
+    late = engine.add(Request([8], 2 * BLOCK - 1, recipe.resolve({})))
+    first = next(update for _ in range(9) for update in engine.step() if update.index == late)
+    assert first.forwards == 1 and first.error is None
+
+
+def test_a_cpu_needs_nothing_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's context of a stream starts CUDA, even without a stream. A card may be full or broken."""
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    monkeypatch.setattr(torch.cuda, "stream", fails)
+    assert run(engine_for(recipe), [Request([5, 6], BLOCK, recipe.resolve({}))])
 
 
 def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:

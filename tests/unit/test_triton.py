@@ -306,8 +306,12 @@ def test_token_stats_without_a_mask_token(reference: None) -> None:
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
-    "config", [None, triton_linear.Config(16, 64, 32, 4, 2), triton_linear.Config(32, 32, 32, 2, 2, late=True)]
-)
+    "config",
+    [
+        None, triton_linear.Config(16, 64, 32, 4, 2), triton_linear.Config(32, 32, 32, 2, 2, late=True),
+        triton_linear.Config(32, 64, 64, 4, 2, copied=True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 128), (70, 200, 96), (33, 64, 256)])
 def test_linear(
     reference: None, dtype: torch.dtype, quantized: bool, config: triton_linear.Config | None,

@@ -12,6 +12,11 @@ from support.launches import failures, recorded_launches
 from support.matrix import LEGAL, SAMPLE, Combination
 from support.models import UNIFORM, tiny_model
 
+from dinfer.kernels.types import FLOAT8, Matrices, Plan, Rounded
+
+triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
+triton_moe = pytest.importorskip("dinfer.kernels.triton.moe")
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels there")
 
 
@@ -21,9 +26,35 @@ def on_meta(variant: str) -> Any:
     return tiny_model(variant, dtype=torch.bfloat16, **sizes).to("meta")
 
 
+def maps_of_more_rows() -> None:
+    """Linear maps whose tiles the copy engine of a Hopper card fetches, in bfloat16 and in float8."""
+    for rows, outputs in ((64, 4096), (64, 12288), (64, 24576), (96, 4096), (128, 4096)):
+        x, weight_OK = (torch.empty(many, 4096, dtype=torch.bfloat16, device="meta") for many in (rows, outputs))
+        triton_linear.linear(x, weight_OK, None, None, split=True)
+    x, weight_OK = x.to(FLOAT8), weight_OK.to(FLOAT8)
+    x_scale_R, scale_O = (torch.empty(len(many), device="meta") for many in (x, weight_OK))
+    triton_linear.linear(Rounded(x, x_scale_R, torch.bfloat16), weight_OK, None, scale_O)
+
+
+def experts_of_more_tokens() -> None:
+    """Products with experts whose tiles the copy engine fetches, in bfloat16 and, the second one, in float8."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    plan = Plan(empty(4, 512, dtype=torch.int32), empty(12, 4, dtype=torch.int32), rows=128, pairs=1024)
+    x_PM, weight_XOM = empty(1024, 256, dtype=torch.bfloat16), empty(4, 256, 256, dtype=torch.bfloat16)
+    triton_moe.gated_linear(x_PM[:512], Matrices(weight_XOM), plan, "silu")
+    triton_moe.expert_linear(x_PM, Matrices(weight_XOM), plan)
+    rounded = Rounded(x_PM.to(FLOAT8), empty(2, 1024, dtype=torch.float32).mT, torch.bfloat16)
+    triton_moe.expert_linear(rounded, Matrices(weight_XOM.to(FLOAT8), empty(4, 256, dtype=torch.float32)), plan)
+
+
 @torch.inference_mode()
 def failed(combinations: list[Combination], monkeypatch: pytest.MonkeyPatch, *kernels: str) -> list[str]:
     with recorded_launches(monkeypatch) as launches:
+        maps_of_more_rows()
+        experts_of_more_tokens()
         for combination in combinations:
             meta_steps(combination.recipe(on_meta(combination.variant)))
     wanted = {launch for launch in launches if not kernels or any(kernel in launch for kernel in kernels)}
@@ -35,7 +66,7 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
     """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
     names = [f"block_causal-block_diffusion-{decoder}-block" for decoder in ("s2d2", "fixed", "joint_threshold")]
     combinations = [c for c in LEGAL if str(c) in names]
-    assert failed(combinations, monkeypatch, "_attend", "_confident") == []
+    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles") == []
 
 
 @pytest.mark.matrix

@@ -32,13 +32,16 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 40), (20, 128)])
-def test_a_linear_map_in_parts(dtype: torch.dtype, quantized: bool, parts: int, rows: int, outputs: int) -> None:
+def test_a_linear_map_in_parts(
+    dtype: torch.dtype, quantized: bool, parts: int, copied: bool, rows: int, outputs: int
+) -> None:
     x, weight_OK = draw(2, rows, 128, dtype=dtype), draw(outputs, 128, dtype=dtype) / 11
     bias_O, scale_O = draw(outputs).to(dtype), None
     if quantized:
         weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
-    config = triton_linear.Config(16, 64, 32, 4, 2, parts=parts)
+    config = triton_linear.Config(16, 64, 32, 4, 2, parts=parts, copied=copied)
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
     assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
@@ -60,14 +63,62 @@ def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
 
 
 @given(
-    st.integers(1, 64), st.integers(1, 200_000), st.integers(1, 20_000), st.sampled_from([(1, 1), (1, 2), (2, 2)]),
-    st.booleans(),
+    st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 20_000), st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_parts_are_whole_numbers_of_depths(
-    rows: int, outputs: int, width: int, sizes: tuple[int, int], split: bool
+    rows: int, outputs: int, width: int, sizes: tuple[int, int], split: bool, copied: bool
 ) -> None:
-    config = triton_linear.config_for(rows, outputs, width, *sizes, split)
+    config = triton_linear.config_for(rows, outputs, width, *sizes, split, copied)
     assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "parts", "kernel_on"),
+    [
+        (32, 40, False, "any"), (33, 40, False, "hopper"), (64, 5000, True, "hopper"), (65, 40, False, "none"),
+        (128, 4096, True, "hopper"), (128, 5000, True, "none"), (129, 40, True, "none"),
+    ],
+)  # fmt: skip
+def test_which_maps_take_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, parts: bool, kernel_on: str
+) -> None:
+    x, weight_OK = torch.zeros(rows, 16, dtype=torch.float16), torch.zeros(outputs, 16, dtype=torch.float16)
+    taken: list[bool] = []
+    monkeypatch.setattr(linear, "use_triton", lambda *_: True)
+    monkeypatch.setattr(triton_linear, "linear", lambda *_, split: taken.append(split))
+    for hopper in (False, True):
+        monkeypatch.setattr(linear, "on_hopper", lambda _, hopper=hopper: hopper)
+        linear.linear(x, weight_OK, parts=parts)
+    assert taken == [parts] * {"any": 2, "hopper": 1, "none": 0}[kernel_on]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "dtype", "torchs"),
+    [(48, torch.float16, False), (40, torch.bfloat16, False), (48, torch.bfloat16, True)],
+)
+def test_large_products_of_float8_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, dtype: torch.dtype, torchs: bool
+) -> None:
+    """Only in bfloat16, and of whole pieces of 16."""
+    x, weight_OK, bias_O = draw(2, 5, 64, dtype=dtype), draw(outputs, 64, dtype=dtype), draw(outputs, dtype=dtype)
+    rows, (weight_OK, scale_O, *_) = linear.round_rows(x), linear.round_rows(weight_OK)
+    want = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    monkeypatch.setattr(linear, "LARGE", 10 * outputs)
+    monkeypatch.setattr(linear, "on_hopper", lambda _: True)
+    monkeypatch.setattr(linear, "use_triton", lambda *_: True)
+    monkeypatch.setattr(triton_linear, "linear", lambda *_: want)
+    got = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    assert (got is not want) == torchs
+    torch.testing.assert_close(got, want, atol=0.1, rtol=2e-2)
+
+
+def test_the_copy_engine_takes_whole_pieces_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_linear, "on_hopper", lambda _: True)
+    x_RK, flat = torch.zeros(4, 16, dtype=SHORT), torch.zeros(4 * 16 + 1, dtype=SHORT)
+    assert triton_linear.copyable(x_RK, flat[:-1].view(4, 16))
+    assert not triton_linear.copyable(x_RK, flat[1:].view(4, 16))
+    assert not triton_linear.copyable(x_RK[:, :12].contiguous(), x_RK[:, :12].contiguous())
 
 
 def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> Parts:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.kernels import CLOSE, CUDA, DEVICE, draw, expert_mlps, in_8_bits, shared_of
+from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw, expert_mlps, in_8_bits, shared_of
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 from dinfer.kernels import moe, norm, packed  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
-from dinfer.kernels.types import Dealt, Matrices  # noqa: E402
+from dinfer.kernels.types import FLOAT8, Dealt, Matrices, Rounded  # noqa: E402
 
 
 @pytest.fixture
@@ -63,3 +63,46 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
             lambda both, _: in_8_bits(norm.swiglu(both), 32), scales, dealt=Dealt(first, experts),
         )  # fmt: skip
         torch.testing.assert_close(triton_moe.combine(out_PD, own_weights_NC), want_ND, **CLOSE[torch.float32])
+
+
+@pytest.fixture
+def uneven_NC() -> torch.Tensor:
+    """All of 150 tokens choose expert 1, 40 choose expert 2 and the others 3: whole tiles of 128 rows and parts."""
+    token = torch.arange(150, device=DEVICE)
+    return torch.stack((torch.ones_like(token), torch.where(token < 40, 2, 3)), 1)
+
+
+def test_tiles_that_the_copy_engine_fetches(
+    nothing_uninitialised: None, uneven_NC: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the rows nor the widths fill the last tile, and the rows behind a tile's are those of another expert."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")  # what the kernels are compared with
+    monkeypatch.setattr(triton_moe, "copyable", lambda *matrices: True)
+    torch.manual_seed(0)
+    hidden, width = 72, 40
+    x_ND, weights_NC = draw(150, hidden, dtype=SHORT), torch.rand(150, 2, device=DEVICE)
+    gate_up_XMD, down_XDM = (draw(4, 2 * width, hidden) / 8).to(SHORT), (draw(4, hidden, width) / 6).to(SHORT)
+    plan = triton_moe.plan(uneven_NC, 4, 128)
+    hidden_PM = triton_moe.gated_linear(x_ND, Matrices(gate_up_XMD), plan, "silu")
+    got_ND = triton_moe.combine(triton_moe.expert_linear(hidden_PM, Matrices(down_XDM), plan), weights_NC)
+    want_ND = expert_mlps(x_ND.float(), uneven_NC, weights_NC, gate_up_XMD.float(), down_XDM.float())
+    torch.testing.assert_close(got_ND.float(), want_ND, **CLOSE[SHORT])
+
+
+def test_rows_in_8_bits_take_half_a_tile_each(
+    nothing_uninitialised: None, uneven_NC: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers up to 8 are exact in float8, and in int8, which the interpreter multiplies with instead."""
+    monkeypatch.setattr(triton_moe, "copyable", lambda *matrices: True)
+    torch.manual_seed(0)
+    eight = FLOAT8 if CUDA else torch.int8
+    x_PM, weight_XDM = (torch.randint(-8, 9, shape, device=DEVICE) for shape in ((300, 64), (4, 24, 64)))
+    scale_PG, scale_XD = (torch.rand(shape, device=DEVICE) + 0.5 for shape in ((2, 300), (4, 24)))
+    plan = triton_moe.plan(uneven_NC, 4, 128)
+    down = Matrices(weight_XDM.float().to(eight), scale_XD)
+    got_PD = triton_moe.expert_linear(Rounded(x_PM.float().to(eight), scale_PG.mT, torch.float32), down, plan)
+    pair_P = uneven_NC.flatten().argsort(stable=True)
+    wide_PM = (x_PM.float().unflatten(1, (2, -1)) * scale_PG.mT[..., None]).flatten(1)
+    wide_PDM = (weight_XDM * scale_XD[..., None])[uneven_NC.flatten()[pair_P]]
+    want_PD = torch.empty_like(got_PD).index_copy(0, pair_P, (wide_PDM @ wide_PM[..., None])[..., 0])
+    torch.testing.assert_close(got_PD, want_PD, atol=1e-3, rtol=1e-5)

@@ -56,11 +56,13 @@ def serve(config: dict[str, Any], text: str | None) -> None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
-    from dinfer.serving.log import log_as_json
-    from dinfer.serving.run import listen, serve, tuned
+    from dinfer.serving.address import listen
 
     with listen(settings) as socket:
         server = made(config, others, settings)
+        from dinfer.serving.log import log_as_json
+        from dinfer.serving.run import serve, tuned
+
         log_as_json()
         check_interrupted()
         with tuned():
@@ -91,10 +93,11 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
     """The server of one process. Ray calls it in the process of each replica."""
-    from dinfer.serving.server import Server
+    pipe = fitted(pipeline(config))
+    from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
     from dinfer.serving.warm_up import warm_up
 
-    server = Server(served(config, others, fitted(pipeline(config))), settings)
+    server = Server(served(config, others, pipe), settings)
     if settings.warm_up:
         warm_up(server.catalogue, settings.warm_up)
     return server

@@ -1,5 +1,6 @@
 """Which rows share a step, and how wide it is. Host side; no token depends on it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,29 +45,28 @@ def grouped(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, u
     if phase == Phase.PREFILL:
         return [_prefill(needs, max(limit // unit * unit, unit))]
     widths = {slot: need.width for slot, need in needs.items()}
-    widest = max(widths.values())
-    narrow = [need.narrow for need in needs.values() if need.narrow is not None]
-    if len(narrow) == len(needs) and max(narrow) < widest and settling_pays(list(widths.values()), max(narrow), free):
-        return _cut(list(needs), max(narrow), limit, settles=True)
-    return [group for slots in groups(widths, free) for group in _cut(slots, max(widths[s] for s in slots), limit)]
+    if all(need.narrow is not None for need in needs.values()):
+        narrow = max(need.narrow or 0 for need in needs.values())
+        if narrow < max(widths.values()) and settling_pays(list(widths.values()), narrow, free):
+            return _cut(list(needs), narrow, limit, settles=True)
+    return [group for width, slots in by_width(widths, free) for group in _cut(slots, width, limit)]
 
 
-def groups(widths: Mapping[int, int], free: int) -> list[list[int]]:
-    """Slots by step, given the width that each needs: one step for all, or one for narrow rows and one for wide ones.
+def by_width(widths: Mapping[int, int], free: int) -> list[tuple[int, list[int]]]:
+    """Steps, given the width that each slot needs: one step for all, or one for narrow rows and one for wide ones.
 
     A step computes as many positions for each row as for its widest one. A row that enters a block may need twice the
     width of the others. Few rows share a step anyway; many do not.
     """
-    narrow, widest = min(widths.values()), max(widths.values())
-    if (widest - narrow) * len(widths) <= free:
-        return [list(widths)]
-    order = sorted(widths, key=widths.__getitem__)
-    saved = [count * (widest - widths[order[count - 1]]) for count in range(len(order))]
-    count = max(range(len(order)), key=saved.__getitem__)
-    if saved[count] <= free:
-        return [list(widths)]
-    few = set(order[:count])
-    return [[slot for slot in widths if slot in few], [slot for slot in widths if slot not in few]]
+    widest, most, narrow, count = max(widths.values()), free, 0, 0
+    for width, rows in sorted(Counter(widths.values()).items()):
+        count += rows
+        if (saved := count * (widest - width)) > most:
+            most, narrow = saved, width
+    if not narrow:
+        return [(widest, list(widths))]
+    few = [slot for slot, width in widths.items() if width <= narrow]
+    return [(narrow, few), (widest, [slot for slot, width in widths.items() if width > narrow])]
 
 
 def settling_pays(widths: list[int], narrow: int, free: int) -> bool:

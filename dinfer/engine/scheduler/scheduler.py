@@ -1,6 +1,6 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dinfer.core.canvas import Cursors, Phase
@@ -47,6 +47,8 @@ class Scheduler:
     def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
         """The steps of the next round, for rows in order of admission that have been through `update`.
 
+        The step with most rows comes first: the host looks at them while the device is at the others.
+
         `in_flight`: a round is under way, and the host does not know yet where it leaves the rows. Then the plan is to
         repeat its steps if they will most likely be needed, else none. A step does not change rows that it does not
         fit, so a wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
@@ -59,20 +61,19 @@ class Scheduler:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
-        self._steps = [
+        steps = [
             step
             for phase in phases
             for some in self._apart(phase, phases[phase])
             for step in self._grouped(phase, some)
         ]
+        self._steps = sorted(steps, key=lambda step: -len(step.slots))
         return self._steps
 
-    def changed(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that are elsewhere than they were when their plan was made."""
-        return [row for row in rows if row.need_at != row.cursors[: self._deciding]]
-
     def update(self, row: Row) -> None:
-        """Works out what a row needs now."""
+        """Works out what a row needs now. It has just moved, and may have ended."""
+        if row.cursors.phase == Phase.IDLE or (row.steady and not self._counts_forwards):
+            return
         self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
         self._plan(row, row.cursors)
 
@@ -111,15 +112,18 @@ class Scheduler:
         return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
+        if not rows:
+            return []
         by_slot = {row.slot: row for row in rows if row.slot is not None}
         needs = {slot: row.need for slot, row in by_slot.items()}
         spec = self.recipe.model.spec
-        unit = max((row.need.width for row in rows), default=1) if spec.prompt_block else spec.causal_block or 1
+        unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
         groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots]) for group in groups]
 
     def _step(self, phase: Phase, group: Group, rows: list[Row]) -> Step:
-        blocks, guided, pages = self.recipe.iteration.blocks, any(r.guided for r in rows), max(r.visible for r in rows)
+        asks = {row.asks for row in rows}
+        blocks, guided, pages = self.recipe.iteration.blocks, any(a.guided for a in asks), max(r.visible for r in rows)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
             return Step(prefill, group.slots)
@@ -128,14 +132,14 @@ class Scheduler:
             candidates = self._candidates(phase, group.width, rows)
             for row in rows:
                 row.tried = candidates
-        sampled, told = any(row.sampled for row in rows), max(row.told for row in rows)
+        sampled, told = any(a.sampled for a in asks), max(a.told for a in asks)
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
         if positions >= MANY and plain and self.recipe.scores_open:
             scored = sum(row.left for row in rows)
         shape = StepShape(
             phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
-            settles=group.settles, top_candidates=max(row.top_candidates for row in rows),
+            settles=group.settles, top_candidates=max(a.top_candidates for a in asks),
             scored=scored if 0 < scored < positions else 0, told=told,
             candidates=candidates,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-/* Blocks of weights in few bits: how each kind lies in memory, and its decoding to integers, scales and minima.
+/* Blocks of weights in few bits: the memory layout of each kind, and its decoding to integers, scales and minima.
 
    A weight is d * u + m. Kinds of up to 6 bits have u from 0 and a d and an m for each group of 16 or 32 inputs. Kinds of 8
    bits have u around 0, a d for each 32 inputs and no m. The layouts are those of the GGUF specification (ggml-common.h in
-   ggml), and our own two: an int8 weight with a scale an output, and an int4 weight as `dinfer.kernels.packed.pack` has it. */
+   ggml), and our own two: an int8 weight with a scale an output, and an int4 weight of `dinfer.kernels.packed.pack`. */
 
 #include "vectors.h"
 
@@ -26,7 +26,7 @@ static inline void nibbles(const uint8_t *from, uint8_t *u, int n) {
     for (int i = 0; i < n; i++) u[i] = from[i] & 15, u[n + i] = from[i] >> 4;
 }
 
-/* VNNI multiplies unsigned by signed bytes, so there values are from 0 on, as those of fewer bits are. */
+/* VNNI multiplies unsigned by signed bytes, so for VNNI values are from 0 on, like those of fewer bits. */
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
 #define Q8_0_BITS 7
 #else

@@ -1,11 +1,11 @@
-/* Float32 on a CPU: linear maps, and what stands between them in a block: attention, norms, rotation, activation.
+/* Float32 on a CPU: linear maps, and the rest of a block: attention, norms, rotation, activation.
 
-   Torch takes several passes over its tensors for each of the latter, and copies keys. Here each is one pass.
+   For each of the latter torch takes several passes over its tensors, and copies keys. Here each is one pass.
 
    A tile of a matrix is WIDE columns and up to DEEP rows, in the first-level cache. Rows of inputs pass over it, TALL at a
    time. Results of a row do not depend on its neighbours.
 
-   Functions return 0, or 1 where there is no memory.
+   Functions return 0, or 1 without memory.
 
    Shapes: R rows, K inputs, O outputs; B lanes, W queries, H query heads, G key heads, E head size, P pages of T keys. */
 
@@ -46,8 +46,8 @@ INLINE void arrange(const float *const *rows, int64_t n, float *tile) {
 
 /* TALL rows times WIDE columns over n inputs, of which `rows` times `lanes` products are stored.
 
-   Input k of row r is x[r][at[k]], or x[r][k] without `at`; the matrix is w[n][WIDE]. The products are added to what is there,
-   unless they are the `first`. */
+   Input k of row r is x[r][at[k]], or x[r][k] without `at`; the matrix is w[n][WIDE]. The products are added to `out`, or
+   written there if they are the `first`. */
 INLINE void multiply(const float *const *x, const int64_t *at, const float *w, int64_t n, float *out, int64_t step,
                      int64_t rows, int64_t lanes, int first) {
     Floats low[TALL], high[TALL];
@@ -197,7 +197,7 @@ int dinfer_attention(const float *q, const float *k, const float *v, const int64
     return failed;
 }
 
-/* What a vector is multiplied with to have a mean square of 1. */
+/* The factor that gives a vector a mean square of 1. */
 INLINE float inverse_rms(const float *x, int64_t n, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -222,7 +222,7 @@ int dinfer_add_rms_norm(const float *x, const float *delta, const float *weight,
     return 0;
 }
 
-/* out[R, M] = silu(gate) * up of x[R, 2 M], whose halves they are. */
+/* out[R, M] = silu(gate) * up, the halves of x[R, 2 M]. */
 int dinfer_swiglu(const float *x, float *out, int64_t R, int64_t M, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < R; r++) {

@@ -1,7 +1,7 @@
-/* Linear maps with weights in few bits, on x86 CPUs with AVX2, and with AVX-512 and VNNI where the compiler finds them.
+/* Linear maps with weights in few bits, on x86 CPUs with AVX2, and with AVX-512 and VNNI if the compiler finds them.
 
    Products are of integers. With weights in 8 bits, each row of the inputs is rounded to 16 bits, which is more than
-   bfloat16 has. With weights in fewer bits, each group of 16 or 32 inputs is rounded to 8 bits, at a scale of its own.
+   bfloat16 has. With weights in fewer bits, each group of 16 or 32 inputs is rounded to 8 bits, at its own scale.
 
    A tile is LANES outputs. Its weights are decoded to the first-level cache, where each 32-bit lane of a vector belongs to
    one output, and all rows pass over it. So each weight is read from memory and decoded once, and no sum crosses lanes.
@@ -51,13 +51,13 @@ typedef __m256i Ints;
 #define DEEP 1024 /* inputs of a tile of weights in 8 bits; of one in 16 bits, half as many */
 #define SMALLEST 1e-30f
 
-/* One weight, or one for each segment, some of whose outputs are of one kind. As `dinfer.kernels.cpu.linear` fills it. */
+/* Outputs of one kind, of one weight or of one for each segment. `dinfer.kernels.cpu.linear` fills it. */
 typedef struct {
     int64_t kind, outputs, values, row_bytes, segment_bytes;
     int64_t scale, scale_type, by_output, by_group, by_segment, group; /* of INT8 and INT4: scales in elements */
 } Part;
 
-/* Inputs as the tiles want them: ROWS rows side by side, whose values for one lane of weights are neighbours. */
+/* Inputs for the tiles: ROWS rows side by side. Their values for one lane of weights are neighbours. */
 typedef struct {
     void *values;
     float *scale, *total; /* of each row, or of each group: `total` is the sum of its rounded values */
@@ -76,16 +76,16 @@ static float largest(const float *x, int64_t n) {
     return most;
 }
 
-/* What values are multiplied with to be integers up to `top`; 0 for those that are too small, or no numbers. */
+/* The factor that makes values integers up to `top`; 0 for values that are too small, infinite or NaN. */
 static float factor(float most, float top) { return most > SMALLEST && most <= FLT_MAX ? top / most : 0; }
 
-/* The scale of these integers. That of values which are no numbers is none either, and so is what they give. */
+/* The scale of these integers; NaN for infinite values and NaN, so that their results are NaN too. */
 static float scale_for(float most, float top) { return most <= FLT_MAX ? most / top : NAN; }
 
-/* A product that is no number gives 0. */
+/* The rounded product; 0 without a factor. */
 static int32_t rounded(float x, float by) { return by > 0 ? (int32_t)nearbyintf(x * by) : 0; }
 
-/* Rounds `rows` rows to 16 bits, each at one scale, and fills up with zeros to ROWS. */
+/* Rounds `rows` rows to 16 bits, each at one scale, and fills the rest of ROWS with zeros. */
 static void round_16(const float *x, int64_t rows, int64_t K, int16_t *to, float *scale) {
     for (int64_t r = 0; r < ROWS; r++, x += K) {
         float most = r < rows ? largest(x, K) : 0, by = factor(most, INT16_MAX);
@@ -109,7 +109,7 @@ static void round_8(const float *x, int64_t rows, int64_t K, int64_t group, int8
         }
 }
 
-/* Adds what a tile has found to the outputs; `first`: they are not there yet. */
+/* Adds the sums of a tile to the outputs, or writes them if they are the `first`. */
 INLINE void add_to(float *out, int64_t O, int64_t rows, int64_t lanes, int first, const Floats *sum) {
     for (int64_t r = 0; r < rows; r++, out += O) {
         if (lanes == LANES) {
@@ -145,7 +145,7 @@ INLINE void tile_16(const int32_t *x, const int16_t *w, const float *d, int64_t 
 }
 
 /* ROWS rows times a tile of weights in fewer bits: x[n / 4][ROWS] and w[n / 4][LANES] are four values each.
-   `group`: of inputs; `run`: so many products, of pairs, fit 16 bits when they are added. */
+   `group`: inputs that share a scale. `run`: products of pairs whose sum fits 16 bits. */
 INLINE void tile_8(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, int group, int run,
                    const float *scale, const float *total, Floats *sum) {
 #pragma GCC unroll 8

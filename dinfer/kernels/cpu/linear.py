@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ KINDS = (
 )  # fmt: skip
 """Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
+COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
@@ -77,9 +79,14 @@ def wanted(group: Group) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles the kernels if `device` is a CPU, so that no request waits for it."""
-    if device.type == "cpu":
-        library()
+    """Starts to compile the kernels if `device` is a CPU, while a model loads, so that no request waits for it."""
+    if device.type == "cpu" and wanted("linear"):
+        _begin()
+
+
+@cache
+def _begin() -> None:
+    threading.Thread(target=library, name="dinfer-compile").start()
 
 
 def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = None) -> Tensor:
@@ -112,6 +119,13 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
 
 @cache
 def library() -> ctypes.CDLL | None:
+    """What `built` returns. One thread compiles, and the others wait for it."""
+    with COMPILING:
+        return built()
+
+
+@cache
+def built() -> ctypes.CDLL | None:
     """The compiled kernels; None if this CPU or system cannot have them. A log line says why."""
     cpu = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or not cpu.startswith("AVX"):

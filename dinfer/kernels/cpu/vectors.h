@@ -1,4 +1,4 @@
-/* Vectors of floats: AVX-512 where the compiler finds it, else AVX2. */
+/* Vectors of floats: AVX-512 if the compiler finds it, otherwise AVX2. */
 
 #ifndef DINFER_VECTORS
 #define DINFER_VECTORS

@@ -65,7 +65,7 @@ def leave_blocks(
     return enters_B, done_B, out_start_B, out_end_B, out_block_B
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes", "refreshed", "hit"])  # one kernel for all batches
 def _finish(
     rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, left_ptr,
     done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed, hit,

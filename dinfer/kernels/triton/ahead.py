@@ -5,22 +5,44 @@ step, one after the other.
 """
 
 import hashlib
+import importlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import compiling_for
 
 THREADS = 32  # at most; a step has some dozens of kernels
+PATIENCE = 0.0005  # seconds that a thread waits for one that runs Python; usually 5 ms
 _TURN = threading.Lock()
+
+
+class _Compiler(ThreadPoolExecutor):
+    """Compiles a kernel, and does what its first launch does: loads its code and compiles a launcher in C."""
+
+    def submit(self, compile: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        def loaded() -> Any:
+            kernel = compile(*args, **options)
+            _ = kernel.run
+            return kernel
+
+        return super().submit(loaded)
+
+
+def cores() -> int:
+    """The number of kernels that this process can compile at a time."""
+    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
@@ -39,21 +61,39 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
             kernels[call] = run(self, *args, grid=grid, warmup=True, **options)
         return kernels[call]
 
-    threads = min(len(os.sched_getaffinity(0)), THREADS)
-    with _TURN, ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    with _TURN, _Compiler(min(cores(), THREADS), initializer=torch.cuda.set_device, initargs=(device,)) as compiler:
+        _prepare()
+        patience = sys.getswitchinterval()
+        sys.setswitchinterval(PATIENCE)
         JITFunction.run = compile_or_run
         try:
-            # If the mode raised errors, it would stay on. `_load` raises those that it ignores.
-            with compiling_for(device), triton.AsyncCompileMode(pool, ignore_errors=True):
+            # If the mode raised errors, it would stay on. `result` raises those that it ignores.
+            with compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
                 yield
         finally:
             JITFunction.run = run
-        for _ in pool.map(_load, {id(kernel): kernel for kernel in kernels.values()}.values()):
-            pass
+            sys.setswitchinterval(patience)
+        for kernel in kernels.values():
+            if isinstance(kernel, triton.FutureKernel):
+                kernel.result()
+
+
+def _prepare() -> None:
+    """Imports torch's compiler, which the meta device needs, while another core compiles Triton's driver.
+
+    Both come before the first kernel. An import beside threads that compile takes far longer, since it waits for the
+    interpreter after each file.
+    """
+    with ThreadPoolExecutor(1) as other:
+        made = other.submit(lambda: driver.active)
+        importlib.import_module("torch._dynamo")
+    made.result()
 
 
 def _special(value: Any) -> Any:
     """What a kernel may be specialised for. Triton looks at no more of an argument."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
@@ -67,9 +107,3 @@ def compiled_before(what: str, device: torch.device) -> Path:
         sha.update(source.read_bytes())
     sha.update("|".join((what, triton.__version__, torch.__version__, torch.cuda.get_device_name(device))).encode())
     return Path(triton.knobs.cache.dir) / f"dinfer-{sha.hexdigest()}"
-
-
-def _load(kernel: Any) -> None:
-    """Does the rest of a first launch: loads the code and, in Triton 3.6, compiles a launcher in C."""
-    compiled = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
-    _ = compiled.run

@@ -141,6 +141,11 @@ def paged_attention(
 
 def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: int) -> Tiles:
     """The fastest on an H200, for `groups` in all rows, each with `share` queries, and `keys` a row."""
+    few = 264 // (groups * triton.cdiv(share, 16))
+    if few and keys <= 512 and bytes == 2 and size <= 128:  # small tiles, whose keys are read all at once
+        splits = min(1 << few.bit_length() - 1, triton.next_power_of_2(triton.cdiv(keys, 64)))
+        if keys <= 128 * splits:
+            return Tiles(16, 64 if keys <= 64 * splits else 128, splits, 4, 1)
     tile = min(max(triton.next_power_of_2(share), 16), 64)
     # Enough programs for every multiprocessor, but at least 64 keys each.
     want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)

@@ -8,48 +8,58 @@ from torch import Tensor
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes", "stride", "first"])  # one kernel for batches of all sizes
 def _lane_columns(
-    rows_ptr, slot_ptr, out_ptr, flag_ptr, lanes, columns, first, PIECE: tl.constexpr, EARLY: tl.constexpr
+    rows_ptr, slot_ptr, out_ptr, flag_ptr, lanes, stride, columns, first, PIECE: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     follow(EARLY)
     column, lane = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = lane < lanes
     slot = tl.load(slot_ptr + lane, mask=inside, other=0)
-    value, at = tl.load(rows_ptr + slot * columns + column, mask=inside), column * lanes + lane
+    value, at = tl.load(rows_ptr + slot * columns + column, mask=inside), column * stride + lane
     tl.store(out_ptr + at, value, mask=inside)
     tl.store(flag_ptr + at, value == first, mask=inside & (at < lanes))
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
     lanes, columns = slot_B.shape[0], rows_NC.shape[1]
-    out_CB, flag_B = rows_NC.new_empty(columns, lanes), rows_NC.new_empty(lanes, dtype=torch.bool)
+    out_CB, flag_B = aligned_columns(rows_NC, columns, lanes), rows_NC.new_empty(lanes, dtype=torch.bool)
     _lane_columns[(columns, triton.cdiv(lanes, PIECE))](
-        rows_NC, slot_B, out_CB, flag_B, lanes, columns, first, PIECE=PIECE, num_warps=WARPS, **early(rows_NC)
-    )
+        rows_NC, slot_B, out_CB, flag_B, lanes, out_CB.stride(0), columns, first,
+        PIECE=PIECE, num_warps=WARPS, **early(rows_NC),
+    )  # fmt: skip
     return out_CB, flag_B
 
 
-@triton.jit
+def aligned_columns(like: Tensor, columns: int, rows: int) -> Tensor:
+    """Columns of 8-byte values, [columns, rows], each aligned to 16 bytes.
+
+    Triton specialises kernels by alignment: otherwise it would compile a kernel that reads a column twice.
+    """
+    return like.new_empty(columns, rows + rows % 2)[:, :rows]
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
 def _option_columns(
-    values_ptr, slot_ptr, out_ptr, whole_ptr, rows, columns, repeat, PIECE: tl.constexpr, EARLY: tl.constexpr
+    values_ptr, slot_ptr, out_ptr, whole_ptr, rows, stride, columns, repeat, PIECE: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     follow(EARLY)
     column, row = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = row < rows
     slot = tl.load(slot_ptr + row // repeat, mask=inside, other=0)
     value = tl.load(values_ptr + slot * columns + column, mask=inside, other=0.0)
-    tl.store(out_ptr + column * rows + row, value, mask=inside)
-    tl.store(whole_ptr + column * rows + row, value.to(tl.int64), mask=inside)
+    tl.store(out_ptr + column * stride + row, value, mask=inside)
+    tl.store(whole_ptr + column * stride + row, value.to(tl.int64), mask=inside)
 
 
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
     rows, columns = slot_B.shape[0] * repeat, values_NO.shape[1]
-    out_OR, whole_OR = values_NO.new_empty(columns, rows), slot_B.new_empty(columns, rows)
+    out_OR, whole_OR = aligned_columns(values_NO, columns, rows), aligned_columns(slot_B, columns, rows)
     if columns:
         _option_columns[(columns, triton.cdiv(rows, PIECE))](
-            values_NO, slot_B, out_OR, whole_OR, rows, columns, repeat, PIECE=PIECE, num_warps=WARPS, **early(slot_B)
-        )
+            values_NO, slot_B, out_OR, whole_OR, rows, out_OR.stride(0), columns, repeat,
+            PIECE=PIECE, num_warps=WARPS, **early(slot_B),
+        )  # fmt: skip
     return out_OR, whole_OR
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
-from dinfer.kernels.dispatch import card
+from dinfer.kernels.dispatch import card, on_hopper
 
 
 @triton.jit
@@ -60,8 +60,7 @@ def let_next(EARLY: tl.constexpr):
 
 def early(tensor: Tensor) -> dict[str, Any]:
     """Launch options of a kernel that calls `follow`. `DINFER_EARLY=0` in the environment turns early starts off."""
-    device = card(tensor.device)
-    if os.environ.get("DINFER_EARLY", "1") != "0" and device is not None and _hopper(device):
+    if os.environ.get("DINFER_EARLY", "1") != "0" and on_hopper(tensor):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 
@@ -82,8 +81,3 @@ def _shared(device: torch.device | None) -> int:
         return SHARED
     index = torch.cuda.current_device() if device.index is None else device.index
     return min(max_shared_mem(index) * 7 // 8, SHARED)
-
-
-@cache
-def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dinfer.kernels.dispatch import on_hopper
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 from dinfer.kernels.types import FLOAT8, LARGEST, Parts, Rounded
 
@@ -63,12 +65,13 @@ def round_rows(x: Tensor) -> Rounded:
 
 @triton.jit
 def _linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, outputs, width,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, x_tiles, weight_tiles, rows, outputs, width,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, LATE: tl.constexpr,
     SPLIT: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Programs next to each other share their weights through the L2 cache.
+    row_tile, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = width // SPLIT
     first = part * share
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -94,7 +97,10 @@ def _linear(
     if X_SCALE:
         x_scale = tl.load(x_scale_ptr + row, mask=seen, other=0.0)
     for k in range(first, first + share, DEPTH):
-        if EXACT:
+        if weight_tiles is not None:
+            weight = weight_tiles.load([tile * OUTPUTS, k])
+            x = x_tiles.load([row_tile * ROWS, k]).T
+        elif EXACT:
             weight = tl.load(weight_ptrs + k)
             x = tl.load(x_ptrs + k, mask=seen[None, :], other=0.0)
         else:
@@ -127,6 +133,7 @@ class Config(NamedTuple):
     stages: int
     late: bool = False
     parts: int = 1  # that the width is cut into, each a whole number of depths
+    copied: bool = False  # whether the copy engine of Hopper (TMA) fetches the tiles
 
 
 def linear(
@@ -136,16 +143,20 @@ def linear(
     """See `dinfer.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of what comes out, if not that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
-    rows, size = values.numel() // width, weight_OK.dtype.itemsize
-    dtype = dtype or x.dtype
-    config = config or config_for(rows, outputs, width, size, values.dtype.itemsize, split)
-    many, tall, depth, warps, most, late, parts = config
+    values_RK, size = values.view(-1, width), weight_OK.dtype.itemsize
+    rows, dtype = len(values_RK), dtype or x.dtype
+    config = config or config_for(
+        rows, outputs, width, size, values.dtype.itemsize, split, copyable(values_RK, weight_OK)
+    )
+    many, tall, depth, warps, most, late, parts, copied = config
     shape = (*values.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if parts > 1 else shape), dtype=dtype if parts == 1 else torch.float32)
     each = (tall * size + many * values.dtype.itemsize) * depth
-    _linear[(triton.cdiv(outputs, tall), triton.cdiv(rows, many), parts)](
+    _linear[(triton.cdiv(rows, many), triton.cdiv(outputs, tall), parts)](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,
-        out if bias_O is None else bias_O, out, rows, outputs, width,
+        out if bias_O is None else bias_O, out,
+        TensorDescriptor.from_tensor(values_RK, [many, depth]) if copied else None,
+        TensorDescriptor.from_tensor(weight_OK, [tall, depth]) if copied else None, rows, outputs, width,
         ROWS=many, OUTPUTS=tall, DEPTH=depth, EXACT=width % depth == 0 and outputs % tall == 0, LATE=late,
         SPLIT=parts, X_SCALE=x_scale is not None, SCALE=scale_O is not None, BIAS=bias_O is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
@@ -154,29 +165,65 @@ def linear(
     return out if parts == 1 else Parts(out, dtype)
 
 
-def config_for(rows: int, outputs: int, width: int, size: int, x_size: int, split: bool) -> Config:
-    """By measurements on an H200 with the shapes of LLaDA-8B and LLaDA2-mini.
+def copyable(x_RK: Tensor, weight_OK: Tensor) -> bool:
+    """Whether the card's copy engine can fetch tiles of both. It counts in pieces of 16 bytes."""
+    aligned = all(
+        matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.dtype.itemsize % 16 == 0 and matrix.stride(1) == 1
+        for matrix in (x_RK, weight_OK)
+    )
+    return aligned and on_hopper(x_RK)
 
-    `size`, `x_size`: bytes of a weight and of an input.
+
+def config_for(
+    rows: int, outputs: int, width: int, size: int, x_size: int, split: bool, copied: bool = False
+) -> Config:
+    """By measurements on an H200 with the shapes of LLaDA-8B, LLaDA2-mini and SDAR-4B, and with half of their widths.
+
+    `size`, `x_size`: bytes of a weight and of an input. `copied`: whether the copy engine can fetch the tiles.
     """
+    if copied and size == x_size and rows > (32 if size == 2 else 64):
+        return _copied(rows, outputs, width, size, split)
     if rows > 64:
         return Config(128, 128, 128 // x_size, 8, 3)
     many = max(16, triton.next_power_of_2(rows))
     if x_size > 2:
         return Config(many, 64, 64, 4, 4)
-    if outputs <= 8192 and size == 2 and width >= 4096:  # a program for each multiprocessor, of half as many outputs
+    if split and size == 2:
+        # More parts take longer: what is saved here, whoever adds them up loses.
+        if outputs <= 512 and width % (4 * 256) == 0:
+            return Config(many, 32, 256, 2, 3, parts=4)
+        if outputs <= 4096 and width % (2 * 256) == 0:
+            return Config(many, 64, 256, 4, 4, late=width < outputs, parts=2)
+    if outputs <= 132 * 32 and size == 2 and width >= 4096:  # a program for each multiprocessor
         return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
-        # More parts take longer: what is saved here, whoever adds them up loses.
-        if split and size == 2 and outputs <= 512 and width % (4 * 256) == 0:
-            return Config(many, 32, 256, 2, 3, parts=4)
-        if split and size == 2 and outputs <= 4096 and width % (2 * 256) == 0:
-            return Config(many, 64, 256, 4, 4, parts=2)
-        return Config(many, 64, _divisor(width, 512 // size), 4, 4)
+        return Config(many, 64, _divisor(width, 512 // size), 4, 4, late=outputs > 4096 and size == 2)
+    if outputs <= 132 * 128 and size == 2 and width % 128 == 0:  # tall tiles read the rows less often
+        return Config(many, 128, 128, 4, 4)
     depth = _divisor(width, 256 if size == 1 else 128)
     if outputs <= 16384:  # one or two for each
         return Config(many, 64, depth, 4, 4 if size == 1 else 3, late=True)
-    return Config(many, 64, depth, 4, 3)
+    return Config(many, 64, depth, 4, 3, late=size == 2)
+
+
+def _copied(rows: int, outputs: int, width: int, size: int, split: bool) -> Config:
+    """The tiles of more rows, where the copy engine fetches them. Few outputs need small tiles to busy the card."""
+    if size == 1:
+        if outputs <= 8192 and rows <= 256:
+            return Config(64, 64, 256, 4, 4, copied=True) if rows <= 128 else Config(64, 128, 128, 4, 6, copied=True)
+        waves = rows * outputs // (128 * 128 * 132)  # two tiles fit on a multiprocessor, if their pipelines are short
+        return Config(128, 128, 128, 8, 3 if waves > 3 or (rows <= 128 and waves) else 6, copied=True)
+    if split and outputs <= 4096 and width % (4 * 64) == 0:
+        if rows <= 64:
+            return Config(64, 64, 128, 4, 4, parts=2, copied=True)
+        if rows <= 96:  # a tile with fewer rows than it has room for takes longer
+            return Config(64, 128, 64, 4, 6, parts=2, copied=True)
+        return Config(128, 64, 64, 4, 8, parts=2, copied=True)
+    if outputs <= 8192:
+        return Config(64, 64, 128, 4, 6, copied=True)
+    if outputs <= 16384:
+        return Config(64, 128, 64, 4, 6, late=True, copied=True)
+    return Config(64, 64, 64, 4, 4, copied=True)
 
 
 def _divisor(width: int, depth: int) -> int:

@@ -5,6 +5,9 @@ and expert into tiles of one expert each, and a program multiplies a tile with s
 then are one tile, whose weights are read once; those that many tokens choose are divided among many programs. There is
 room for the most tiles there can be, so the grid does not depend on the choice, and programs without one leave at once.
 The weights are the tall operand, as in `linear`. Each output has one writer and sums are in a fixed order.
+
+With more tokens the products take the time, and the rows are the tall operand. The copy engine of Hopper (TMA) fetches
+the weights and the rows of the second product. Those of the first product are scattered, which it cannot fetch.
 """
 
 from typing import NamedTuple
@@ -13,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.triton.deferred import added
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.linear import scaled
+from dinfer.kernels.triton.linear import copyable, scaled
 from dinfer.kernels.types import FLOAT8, LARGEST, Matrices, Plan, Rounded
 
 
@@ -91,24 +95,48 @@ def _gelu(x):
 
 
 @triton.jit
+def _by_row(x, TALL: tl.constexpr):
+    return x[None, :] if TALL else x[:, None]
+
+
+@triton.jit
+def _by_output(x, TALL: tl.constexpr):
+    return x[:, None] if TALL else x[None, :]
+
+
+@triton.jit
+def _multiplied(weight, x, total, TALL: tl.constexpr, PRECISION: tl.constexpr):
+    if TALL:
+        product = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
+    else:
+        product = tl.dot(x, weight.T, total, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def _tile(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+    x_ptr, x_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
     pairs, width, outputs, expert, column, place, count,
     PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    TALL: tl.constexpr = weight_tiles is None
+    EACH: tl.constexpr = 1 if GATE is None else 2
     slot = tl.arange(0, ROWS)
     there = slot < count
-    place = place.to(tl.int64) + slot
-    row = place if GATE is None else tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64) // PER
+    rank = place.to(tl.int64) + slot
+    row = rank if GATE is None else tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64) // PER
     output, depth = column * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, DEPTH)
     inside = output < outputs
-    source = expert * outputs * (1 if GATE is None else 2) + output
-    x_ptrs = x_ptr + row[None, :] * width + depth[:, None]
-    weight_ptrs = weight_ptr + source[:, None] * width + depth[None, :]
-    up = outputs.to(tl.int64) * width  # from a gate's weights to those of what it gates
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    gated = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    source = expert * outputs * EACH + output
+    x_ptrs = x_ptr + _by_row(row, TALL) * width + _by_output(depth, TALL)
+    if TALL:
+        weight_ptrs = weight_ptr + source[:, None] * width + depth[None, :]
+        up = outputs.to(tl.int64) * width  # from a gate's weights to those of what it gates
+        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        gated = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    else:
+        total = tl.zeros((ROWS, EACH * OUTPUTS), tl.float32)
     if PARTS:
         scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
     if SCALE:
@@ -116,74 +144,84 @@ def _tile(
         if GATE is not None:
             up_scale = tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)
     for k in range(0, width, DEPTH):
-        if EXACT:
-            x = tl.load(x_ptrs + k, mask=there[None, :], other=0.0)
+        deep = k + depth < width
+        if x_tiles is not None:
+            x = x_tiles.load([place, k])  # rows beyond the tile's are those of other tiles, and nothing stores theirs
+        elif EXACT:
+            x = tl.load(x_ptrs + k, mask=_by_row(there, TALL), other=0.0)
+        else:
+            x = tl.load(x_ptrs + k, mask=_by_row(there, TALL) & _by_output(deep, TALL), other=0.0)
+        mask = inside[:, None] & deep[None, :]
+        if not TALL:
+            weight = weight_tiles.load([expert.to(tl.int32) * EACH, column * OUTPUTS, k])
+            weight = weight.reshape(EACH * OUTPUTS, DEPTH)
+        elif EXACT:
             weight = tl.load(weight_ptrs + k)
         else:
-            deep = k + depth < width
-            mask = inside[:, None] & deep[None, :]
-            x = tl.load(x_ptrs + k, mask=there[None, :] & deep[:, None], other=0.0)
             weight = tl.load(weight_ptrs + k, mask=mask, other=0.0)
         if PARTS > 1:  # the scales of the next piece come while this one is multiplied
             next = tl.load(x_scale_ptr + tl.minimum(k // DEPTH + 1, PARTS - 1) * pairs + row, mask=there, other=0.0)
-            total += tl.dot(weight.to(x.dtype), x, input_precision=PRECISION) * scale[None, :]
+            total += _multiplied(weight, x, None, TALL, PRECISION) * _by_row(scale, TALL)
             scale = next
         else:
-            total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
-        if GATE is not None:
+            total = _multiplied(weight, x, total, TALL, PRECISION)
+        if TALL and GATE is not None:
             more = weight_ptrs + up + k
             weight = tl.load(more) if EXACT else tl.load(more, mask=mask, other=0.0)
-            gated = tl.dot(weight.to(x.dtype), x, gated, input_precision=PRECISION)
+            gated = _multiplied(weight, x, gated, TALL, PRECISION)
+    if GATE is not None and not TALL:
+        total, gated = total.reshape(ROWS, 2, OUTPUTS).permute(0, 2, 1).split()
     if SCALE:
-        total *= weight_scale[:, None]
+        total *= _by_output(weight_scale, TALL)
         if GATE is not None:
-            gated *= up_scale[:, None]
+            gated *= _by_output(up_scale, TALL)
     if PARTS == 1:
-        total *= scale[None, :]
+        total *= _by_row(scale, TALL)
         if GATE is not None:
-            gated *= scale[None, :]
+            gated *= _by_row(scale, TALL)
     if GATE is None:
-        row = tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64)
+        rank = tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64)
     else:
-        row = place
         total = (_silu(total) if GATE == "silu" else _gelu(total)) * gated
     if LARGEST:
-        total, scale = scaled(total, 0, LARGEST)
-        tl.store(out_scale_ptr + column * pairs + row[None, :], scale, mask=there[None, :])
-    out = out_ptr + row[None, :] * outputs + output[:, None]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & inside[:, None])
+        total, scale = scaled(total, 0 if TALL else 1, LARGEST)
+        tl.store(out_scale_ptr + column * pairs + _by_row(rank, TALL), scale, mask=_by_row(there, TALL))
+    out = out_ptr + _by_row(rank, TALL) * outputs + _by_output(output, TALL)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=_by_row(there, TALL) & _by_output(inside, TALL))
 
 
 @triton.jit
 def _expert_linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, shared_ptr, shared_scale_ptr, pairs_ptr, tile_ptr, out_ptr,
-    out_scale_ptr, tokens, pairs, width, outputs, experts,
+    x_ptr, x_tiles, few_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, shared_ptr, shared_scale_ptr,
+    pairs_ptr, tile_ptr, out_ptr, out_scale_ptr, tokens, pairs, width, outputs, experts,
     PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
-    SHARED: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     # Programs next to each other share their rows, and those of one expert its weights, through the L2 cache.
     columns = tl.cdiv(outputs, OUTPUTS)
-    column, tile_ptr = tl.program_id(0) % columns, tile_ptr + tl.program_id(0) // columns * 4
-    expert = tl.load(tile_ptr).to(tl.int64)
-    if expert < 0:
+    column, turn = tl.program_id(0) % columns, tl.program_id(0) // columns
+    tile_ptr += turn // SPLIT * 4
+    before = turn % SPLIT * ROWS
+    expert, count = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 3) - before
+    if count <= 0:
         return
-    pairs_ptr += expert * tokens + tl.load(tile_ptr + 1)
-    place, count = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    pairs_ptr += expert * tokens + tl.load(tile_ptr + 1) + before
+    place = tl.load(tile_ptr + 2) + before
     if SHARED:  # noqa: SIM102 (known when it is compiled, the next one is not)
         if expert == experts:
             expert, weight_ptr, scale_ptr = expert * 0, shared_ptr, shared_scale_ptr
     if FEW < ROWS:  # noqa: SIM102 (likewise)
         if count <= FEW:
             _tile(
-                x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+                x_ptr, few_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
                 pairs, width, outputs, expert, column, place, count,
                 PARTS, SCALE, PER, GATE, LARGEST, FEW, OUTPUTS, DEPTH, EXACT, PRECISION,
             )  # fmt: skip
             return
     _tile(
-        x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
+        x_ptr, x_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
         pairs, width, outputs, expert, column, place, count,
         PARTS, SCALE, PER, GATE, LARGEST, ROWS, OUTPUTS, DEPTH, EXACT, PRECISION,
     )  # fmt: skip
@@ -194,6 +232,8 @@ class Shape(NamedTuple):
     depth: int
     warps: int
     stages: int  # at most
+    rows: int  # of a program, which takes a tile or a part of it
+    copied: bool = False  # whether the copy engine of Hopper (TMA) fetches weights, and rows of the second product
 
 
 def gated_linear(
@@ -220,24 +260,33 @@ def _product(
     x: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str | None, piece: int | None
 ) -> tuple[Tensor, Tensor | None]:
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
-    (experts, outputs, width), rows, pairs = weight.each.shape, plan.rows, plan.pairs
+    (experts, outputs, width), pairs = weight.each.shape, plan.pairs
     outputs = outputs // 2 if gate else outputs
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
-    many, depth, warps, most = _shape(rows, values.dtype.itemsize, gate is not None)
+    plain = weight.shared is None and weight.each.is_contiguous() and values.dtype == weight.each.dtype
+    copied = plain and not piece and copyable(values, weight.each[0])
+    many, depth, warps, most, rows, copied = _shape(plan.rows, values.dtype.itemsize, gate is not None, copied)
     many, depth = piece or many, width // parts if parts > 1 else depth
-    each = (many * (2 if gate else 1) * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
+    few, copies = rows // 2 if rows >= (128 if copied else 64) else rows, 2 if gate else 1
+    each = (many * copies * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
     # A gate's rows are read by tiles alone. Those of the second product are added up, whoever has written them.
     make = values.new_empty if gate or plan.whole else values.new_zeros
     out = make(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
     out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
-    _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0],)](
-        values, out if x_scale is None else x_scale, *(out if part is None else part for part in weight),
-        plan.pairs_XN, plan.tile_I4, out, out if out_scale is None else out_scale,
+    x_tiles, few_tiles, weight_tiles = None, None, None
+    if copied:
+        by_matrix = weight.each.view(experts * copies, outputs, width)
+        weight_tiles = TensorDescriptor.from_tensor(by_matrix, [copies, many, depth])
+    if copied and not gate:
+        x_tiles, few_tiles = (TensorDescriptor.from_tensor(values, [count, depth]) for count in (rows, few))
+    _, scale, shared, shared_scale = (out if part is None else part for part in weight)
+    _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0] * (plan.rows // rows),)](
+        values, x_tiles, few_tiles, out if x_scale is None else x_scale, weight.each, weight_tiles, scale, shared,
+        shared_scale, plan.pairs_XN, plan.tile_I4, out, out if out_scale is None else out_scale,
         plan.pairs_XN.shape[1], pairs, width, outputs, experts,
         PARTS=parts, SCALE=weight.scale is not None, PER=pairs // values.shape[0], GATE=gate,
-        LARGEST=LARGEST[FLOAT8] if piece else 0, SHARED=weight.shared is not None,
-        ROWS=rows, FEW=rows // 2 if rows >= 64 else rows, OUTPUTS=many, DEPTH=depth,
-        EXACT=width % depth == 0 and outputs % many == 0,
+        LARGEST=LARGEST[FLOAT8] if piece else 0, SHARED=weight.shared is not None, SPLIT=plan.rows // rows,
+        ROWS=rows, FEW=few, OUTPUTS=many, DEPTH=depth, EXACT=width % depth == 0 and outputs % many == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=stages(values.device, each, most), **early(values),
     )  # fmt: skip
@@ -251,16 +300,20 @@ def rows_of_tile(pairs_per_expert: float, size: int) -> int:
     return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
 
 
-def _shape(rows: int, size: int, gated: bool) -> Shape:
+def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
     if size > 2:
-        return Shape(64, 32, 4, 3)
+        return Shape(64, 32, 4, 3, rows)
+    if copied and rows == 128:  # of 8 bits, smaller tiles wait less for their scales
+        return Shape(128, 128 // size, 8, 4, rows, True) if gated else Shape(128, 128 // size, 4, 3, 64 * size, True)
+    if size == 1 and gated:
+        return Shape(128, 128, 4 if 16 < rows < 128 else 8, 4 if rows == 128 else 3, rows)
     if size == 1:
-        return Shape(128, 128, 4 if 16 < rows < 128 else 8, 4 if rows == 128 else 3) if gated else Shape(64, 128, 4, 3)
+        return Shape(64, 128, 4, 3, rows)
     if rows == 128:
-        return Shape(128, 64, 8, 4) if gated else Shape(128, 64, 4, 3)
+        return Shape(128, 64, 8, 4, rows) if gated else Shape(128, 64, 4, 3, rows)
     if rows == 64:
-        return Shape(64 if gated else 128, 64, 4, 3)
-    return Shape(64, 128, 4, 3) if gated else Shape(64, 64, 4, 4)
+        return Shape(64 if gated else 128, 64, 4, 3, rows)
+    return Shape(64, 128, 4, 3, rows) if gated else Shape(64, 64, 4, 4, rows)
 
 
 @triton.jit

@@ -103,7 +103,7 @@ def _size(width: int) -> dict[str, int]:
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
-    """See `dinfer.kernels.norm.add`; with an `exchange`, `delta_BWD` is one of two addends."""
+    """See `dinfer.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
@@ -116,7 +116,7 @@ def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = No
 
 
 def _places(exchange: Exchange | None, x: Tensor) -> tuple[tuple[Tensor, ...], int, int]:
-    """What a kernel reads and writes of an exchange, its rows and their width; without one, anything and 0."""
+    """A kernel's tensors of an exchange, its rows and their width; without an exchange, any tensors and 0."""
     return ((x,) * 3, 0, 0) if exchange is None else (exchange, *exchange.mine.shape[1:])
 
 
