@@ -1,8 +1,8 @@
 """Takes requests, runs them together, and returns updates of each.
 
 Requests enter and leave between steps. A round admits the requests that fit, launches the steps that the scheduler
-plans, and reads one small tensor of cursors. Everything else stays on the device. With CUDA graphs it launches the next
-round as soon as it has the cursors, so that the round overlaps the host's work on the last one.
+plans, and reads a small tensor of cursors after each. Everything else stays on the device. With CUDA graphs it launches
+the next round as soon as it has the cursors, so that the round overlaps the host's work on the last one.
 """
 
 import threading

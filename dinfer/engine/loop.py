@@ -158,7 +158,7 @@ class Loop:
         while self.batch is not None and self._flights and (flight := self._flights[0]):
             try:
                 seen = self.batch.reader.read()
-                if self.runtime.check_ranks:
+                if self.runtime.check_ranks and len(flight) == 1:
                     self.worker.compare_ranks()
             except Exception as error:  # the device has failed, and nothing on it is reliable
                 self._blame(self.running, error)
