@@ -3,8 +3,9 @@
     python -m benchmarks.peers.int4 --out benchmarks/results/int4-libraries-h200.json
 
 Times of one product in a CUDA graph that goes through several weights, so that none is still in the cache. GemLite
-(`pip install gemlite`) tunes itself first, by its own rules; torch's is `_weight_int4pack_mm` ("tinygemm"). A library
-that is not there or fails is named with its reason.
+(`pip install gemlite`) tunes itself first, by its own rules; torch's is `_weight_int4pack_mm` ("tinygemm").
+`humming-kernels` compiles its kernels first, with NVRTC. Where inputs are rounded, that counts too. A library that is
+not there or fails is named with its reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.provenance import provenance, save
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
-from dinfer.kernels.packed import pack, packed_linear
+from dinfer.kernels.packed import pack, packed_linear, tiled
 from dinfer.kernels.types import FLOAT8
 
 MATRICES = {"qkv": (12288, 4096), "out": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288),
@@ -56,7 +57,7 @@ def timed(products: list[Callable[[], Any]], rounds: int = 5) -> float:
 
 def ours(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
     weights = [pack(torch.randn(outputs, x.shape[1], device=x.device, dtype=x.dtype)) for _ in range(COPIES)]
-    return [partial(packed_linear, x, *w) for w in weights]
+    return [partial(packed_linear, x, tiled(values, scale), scale) for values, scale in weights]
 
 
 def bfloat16(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
@@ -65,9 +66,13 @@ def bfloat16(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
 
 
 def float8(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
-    rows, scale = round_rows(x), torch.ones(outputs, device=x.device)
+    scale = torch.ones(outputs, device=x.device)
     weights = [torch.randn(outputs, x.shape[1], device=x.device).to(FLOAT8) for _ in range(COPIES)]
-    return [partial(scaled_linear, rows, w, scale) for w in weights]
+
+    def product(weight: Tensor) -> Tensor:
+        return scaled_linear(round_rows(x), weight, scale)
+
+    return [partial(product, weight) for weight in weights]
 
 
 def gemlite(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
@@ -97,9 +102,30 @@ def tinygemm(x: Tensor, outputs: int) -> list[Callable[[], Any]]:
     return [partial(torch.ops.aten._weight_int4pack_mm, x, w, GROUP, scales) for w in values]
 
 
-SIDES = {"bfloat16": bfloat16, "fp8": float8, "int4": ours, "torch's int4": tinygemm, "GemLite": gemlite}
+def humming(x: Tensor, outputs: int, inputs: str = "bfloat16") -> list[Callable[[], Any]]:
+    from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
+
+    made = []
+    for _ in range(COPIES):
+        layer = HummingLayer(
+            shape_n=outputs, shape_k=x.shape[1], weight_config={"dtype": "uint4", "group_size": GROUP},
+            input_config={"dtype": inputs}, torch_dtype=x.dtype,
+        ).to(x.device)  # fmt: skip
+        layer.load_from_unquantized(torch.randn(outputs, x.shape[1], device=x.device, dtype=x.dtype))
+        layer.transform()
+        made.append(layer)
+    config = get_heuristics_config(made[0].humming_config, len(x), gemm_type="dense", device=x.device)
+    return [partial(layer, x, tuning_config=config) for layer in made]
 
 
+SIDES: dict[str, Callable[[Tensor, int], list[Callable[[], Any]]]] = {
+    "bfloat16": bfloat16, "fp8": float8, "int4": ours, "torch's int4": tinygemm, "GemLite": gemlite,
+    "humming": humming, "humming, int8 inputs": partial(humming, inputs="int8"),
+}  # fmt: skip
+
+
+@torch.no_grad()
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=32)

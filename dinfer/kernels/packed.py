@@ -22,7 +22,8 @@ from dinfer.kernels.moe import ExpertWeight, Gate
 from dinfer.kernels.types import Deferred, Plan
 
 GROUPS = (128, 64, 32)
-FEW = 128  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
+FEW = 512  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
+TILE = 64  # outputs of which the weights of a group are one piece of memory, for a GPU
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
 
 
@@ -60,30 +61,52 @@ def halves(values: Tensor, group: int) -> Tensor:
     return (low | high << 4).flatten(-2)
 
 
+def tiled(values: Tensor, scale: Tensor) -> Tensor:
+    """As a GPU reads the values. [..., O, H], [..., O, G] -> [..., O / 64, G, 64, H / G]
+
+    A group of 64 outputs is one piece of memory: reading 32 to 64 bytes of each output in turn takes a quarter longer.
+    They stay as they are where the outputs are no multiple of 64.
+    """
+    if values.shape[-2] % TILE:
+        return values
+    return values.unflatten(-1, (scale.shape[-1], -1)).unflatten(-3, (-1, TILE)).transpose(-3, -2).contiguous()
+
+
+def flat(values: Tensor, scale: Tensor) -> Tensor:
+    """The values in the order of outputs, whether they are `tiled` or not. [..., O, H]"""
+    if values.ndim == scale.ndim:
+        return values
+    return values.transpose(-3, -2).flatten(-4, -3).flatten(-2)
+
+
 def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that was packed, rounded. [..., O, H], [..., O, G] -> [..., O, K]"""
-    grouped = values.unflatten(-1, (scale.shape[-1], -1))
+    """The weight that was packed, rounded; its values may be `tiled`. [..., O, H], [..., O, G] -> [..., O, K]"""
+    grouped = flat(values, scale).unflatten(-1, (scale.shape[-1], -1))
     whole = torch.cat((grouped & 15, grouped >> 4), -1).to(torch.float32) - 8
     return (whole * scale[..., None].float()).flatten(-2).to(dtype)
 
 
-def packed_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x times the transpose of a weight in 4 bits; the rows stay as they are. [..., K] -> [..., O]"""
+def packed_linear(x: Tensor, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x times the transpose of a weight in 4 bits, which may be `tiled`. [..., K] -> [..., O]
+
+    A GPU rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do the compiled
+    kernels of a CPU.
+    """
     if not use_triton(x, "packed"):
         if use_native(x, "packed"):
-            out = native_linear(x, [Part("int4", weight_OH, scale_OG)])
+            out = native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
         else:
-            out = F.linear(x.float(), unpack(weight_OH, scale_OG))
+            out = F.linear(x.float(), unpack(values, scale_OG))
         return (out if bias_O is None else out + bias_O).to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
 
     if x.numel() // x.shape[-1] <= FEW:
-        return kernels.linear(x, weight_OH, scale_OG, bias_O)
-    return F.linear(x, kernels.unpack(weight_OH, scale_OG, x.dtype), bias_O)
+        return kernels.linear(x, values, scale_OG, bias_O)
+    return F.linear(x, kernels.unpack(values, scale_OG, x.dtype), bias_O)
 
 
 class PackedExperts(ExpertWeight):
-    """Values in 4 bits, uint8 [X, O, H], and scales [X, O, G]; rows stay as they are."""
+    """Values in 4 bits, uint8 [X, O, H] or `tiled`, and scales [X, O, G]."""
 
     def __init__(self, values: Tensor, scale: Tensor) -> None:
         self.each, self.scale = values, scale
@@ -92,7 +115,7 @@ class PackedExperts(ExpertWeight):
         return packed_linear(close(x_RK), self.each[expert], self.scale[expert])
 
     def parts(self) -> Sequence[Part]:
-        return [Part("int4", self.each, self.scale)]
+        return [Part("int4", flat(self.each, self.scale), self.scale)]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         from dinfer.kernels.triton.packed_moe import rows_of_tile

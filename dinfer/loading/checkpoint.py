@@ -167,6 +167,7 @@ def load_network(
             "int4 rounds them again.",
             folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
+    linear.settle(network)
     return network
 
 
@@ -264,6 +265,7 @@ def random_network(
                 held.detach().copy_(made)
         elif split is not None:
             parameter.copy_(whole)
+    linear.settle(network)
     return network
 
 

@@ -23,6 +23,13 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
+def in_8_bits(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Rows as the kernels round them for weights in 4 bits: each group at a scale of its own. Twice is once."""
+    wide = x.float().unflatten(-1, (-1, group))
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return ((wide / scale + 0.5).floor() * scale).flatten(-2).to(x.dtype)
+
+
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 

@@ -37,7 +37,7 @@ def recorded_launches(monkeypatch: Any) -> Iterator[set[str]]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         bound = inspect.signature(self.fn).bind(*args, **{k: v for k, v in kwargs.items() if k in self.arg_names})
         bound.apply_defaults()
-        early = {"EARLY": True} if "EARLY" in self.arg_names else {}
+        early = {name: True for name in ("EARLY", "ASM") if name in self.arg_names}
         types, fixed = {}, {}
         for name, value in (bound.arguments | early).items():
             annotated = "constexpr" in str(self.fn.__annotations__.get(name, ""))

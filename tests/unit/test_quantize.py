@@ -11,7 +11,7 @@ import dinfer
 from dinfer.core.registry import MODELS
 from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import check_float8, round_rows, rounded, scaled_linear
-from dinfer.kernels.packed import pack, packed_linear, unpack
+from dinfer.kernels.packed import pack, packed_linear, tiled, unpack
 from dinfer.kernels.types import FLOAT8, LARGEST
 from dinfer.layers.linear import Linear, format_of, formatted, quantize
 from dinfer.loading.checkpoint import load_network
@@ -143,6 +143,13 @@ def test_the_models_in_the_box_in_4_bits(name: str) -> None:
     assert sizes[1] == sizes[0] * (4 + 16 / 128) / 32
     answers = [pipe.generate(question, max_new_tokens=96).text.split()[-1] for pipe in (whole, packed)]
     assert answers[0] == answers[1]
+    ids = torch.arange(40)[None]
+    before = packed.model.score(ids)
+    for module, own in formatted(packed.model).values():  # as on a GPU
+        values, scale = module.weight_of(own)
+        module.hold(own, (tiled(values, scale), scale), module.formats[own])
+        assert module.get_parameter(own).ndim == scale.ndim + (2 if scale.shape[-2] % 64 == 0 else 0)
+    assert torch.equal(packed.model.score(ids), before)
 
 
 def test_float8_needs_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

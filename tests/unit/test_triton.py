@@ -10,14 +10,12 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.stats import Draw, TokenStats  # noqa: E402
-from dinfer.kernels import attention, linear, moe, norm, packed, rotary, token_stats  # noqa: E402
+from dinfer.kernels import attention, linear, moe, norm, rotary, token_stats  # noqa: E402
 from dinfer.kernels.deferred import close, widened  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
-from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
-from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
@@ -337,41 +335,6 @@ def test_linear(
         want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
     torch.testing.assert_close(got, want, **CLOSE[dtype])
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("config", [None, (16, 64, 1, 4, 2), (32, 32, 4, 4, 2)])
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 200, 192), (33, 64, 96)])
-def test_linear_in_4_bits(
-    reference: None, dtype: torch.dtype, config: tuple[int, ...] | None, rows: int, outputs: int, width: int
-) -> None:
-    """Tiles that do not fit, groups of every size, and sums of several parts, which come out the same each time."""
-    x, bias_O = draw(1, rows, width, dtype=dtype), draw(outputs, dtype=dtype)
-    weight_OH, scale_OG = packed.pack(draw(outputs, width) / width**0.5)
-    got = triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config)
-    torch.testing.assert_close(got, packed.packed_linear(x, weight_OH, scale_OG, bias_O), **CLOSE[dtype])
-    assert torch.equal(got, triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config))
-    assert torch.equal(triton_packed.unpack(weight_OH, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
-    (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (100, 4, 3, 64, 64),
-])  # fmt: skip
-def test_expert_mlps_in_4_bits(
-    reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int
-) -> None:
-    x_ND = draw(tokens, hidden, dtype=dtype)
-    gate_up, gate_up_scale = packed.pack(draw(experts, 2 * width, hidden) / hidden**0.5)
-    down, down_scale = packed.pack(draw(experts, hidden, width) / width**0.5)
-    weights_NC, experts_NC = draw(tokens, experts).softmax(-1).topk(chosen)
-    plan = triton_moe.plan(experts_NC, experts, triton_packed_moe.rows_of_tile(tokens * chosen / experts))
-    up_PM = triton_packed_moe.expert_linear(x_ND, gate_up, gate_up_scale, plan, by_token=True)
-    out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), down, down_scale, plan, by_token=False)
-    got = triton_moe.combine(out_PD, weights_NC)
-    scales = gate_up_scale, down_scale
-    want = expert_mlps(x_ND, experts_NC, weights_NC, gate_up, down, scales=scales)
-    torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
 @pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")

@@ -72,3 +72,22 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
 @pytest.mark.matrix
 def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed(SAMPLE[::2], monkeypatch) == []
+
+
+@torch.inference_mode()
+def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter does not run their PTX. Groups of 128 and 32, dense and of experts."""
+    from dinfer.kernels import packed
+    from dinfer.kernels.triton import moe, packed_moe  # noqa: F401 (their launches are recorded)
+
+    with recorded_launches(monkeypatch) as launches, torch.device("meta"):
+        x = torch.empty(32, 1024, dtype=torch.bfloat16)
+        for group in (128, 32):
+            values, scale = torch.empty(2, 192, 512, dtype=torch.uint8), torch.empty(2, 192, 1024 // group)
+            values = packed.tiled(values, scale)
+            packed.packed_linear(x, values[0], scale[0])
+            plan = moe.plan(torch.zeros(32, 1, dtype=torch.int32), 2, 16)
+            packed.PackedExperts(values, scale).gated_rows(x, plan, lambda both, inputs: both, None)
+    wanted = {launch for launch in launches if "packed" in launch}
+    assert sum('"ASM": true' in launch for launch in wanted) == 4
+    assert failures(wanted) == []

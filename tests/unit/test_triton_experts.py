@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw, expert_mlps, shared_of
+from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw, expert_mlps, in_8_bits, shared_of
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -59,8 +59,9 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
         out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), *packs[1], plan, by_token=False)
         scales = packs[0][1], packs[1][1]
         want_ND = expert_mlps(
-            x_ND, experts_NC, weights_NC, packs[0][0], packs[1][0], scales=scales, dealt=Dealt(first, experts)
-        )
+            in_8_bits(x_ND, 64), experts_NC, weights_NC, packs[0][0], packs[1][0],
+            lambda both, _: in_8_bits(norm.swiglu(both), 32), scales, dealt=Dealt(first, experts),
+        )  # fmt: skip
         torch.testing.assert_close(triton_moe.combine(out_PD, own_weights_NC), want_ND, **CLOSE[torch.float32])
 
 

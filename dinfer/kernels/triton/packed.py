@@ -1,75 +1,133 @@
-"""Linear maps of few rows with weights in 4 bits, which are widened in registers.
+"""Linear maps of few rows with weights in 4 bits: products of 8-bit integers.
 
-The values of a group are small integers, exact in any float type, so they are multiplied as they are and each group's
-sum is scaled. Where too few programs would come of the outputs alone, the groups are divided among several: the last of
-them to finish adds up what all have left behind, always in the same order.
+Three instructions turn eight weights of 4 bits into 8-bit integers, 16 times as large. Inputs are rounded to 8 bits by
+the groups of the weights, each row of a group at a scale of its own. So the sum of a group is an exact integer. It is
+scaled and added up in float32. Where too few programs would come of the outputs alone, the groups are divided among
+several: the last of them to finish adds up what all have left behind, always in the same order.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import early, follow, stages
+from dinfer.kernels import packed
+from dinfer.kernels.dispatch import card
+from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
 @triton.jit
-def widen(bits, dtype: tl.constexpr):
-    """Four bits to the value they stand for, -8 to 7.
+def _round_groups(
+    x_ptr, out_ptr, scale_ptr, room, width, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127
+    whole = tl.floor(tl.reshape(x / scale[:, None], (BLOCK,)) + 0.5)
+    tl.store(out_ptr + row * width + column, whole.to(tl.int8), mask=inside)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(scale_ptr + group * room + row, scale / 16, mask=group * GROUP < width)
 
-    They are made the last bits of a number from 128 (bfloat16) or 1024 (float16) on, whose neighbours are 1 apart.
+
+def round_groups(x_RK: Tensor, group: int, many: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs as 8-bit integers, and a 16th of each group's scale. [R, K] -> int8 [R, K], float32 [G, R]
+
+    There is room for rows of whole tiles of `many`. The last of them are not written.
     """
-    if dtype == tl.bfloat16:
-        return (bits.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136
-    if dtype == tl.float16:
-        return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032
-    return bits.to(dtype) - 8
+    rows, width = x_RK.shape
+    room, block = triton.cdiv(rows, many) * many, 512 if rows <= 64 else 2048
+    out_RK = x_RK.new_empty(room, width, dtype=torch.int8)
+    scale_GR = x_RK.new_empty(width // group, room, dtype=torch.float32)
+    _round_groups[(rows, triton.cdiv(width, block))](
+        x_RK, out_RK, scale_GR, room, width, GROUP=group, BLOCK=block, num_warps=4, **early(x_RK)
+    )
+    return out_RK, scale_GR
+
+
+TILE = tl.constexpr(packed.TILE)
+
+
+@triton.jit
+def place_of(output, outputs, width, TILED: tl.constexpr, GROUP: tl.constexpr):
+    """Where the weights of an output begin, and how far its groups are from each other, in bytes."""
+    HALF: tl.constexpr = GROUP // 2
+    output = output.to(tl.int64)
+    if TILED:
+        return output // TILE * TILE * (width // 2) + output % TILE * HALF, TILE * HALF
+    return output * (width // 2), HALF
+
+
+@triton.jit
+def _integers(pairs, ASM: tl.constexpr):
+    """Weights, two a byte: those of the low bits and those of the high ones, as integers 16 times as large."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 up; shl.b32 up, $2, 4;"
+            " lop3.b32 $0, up, 0xf0f0f0f0, 0x80808080, 0x6a; lop3.b32 $1, $2, 0xf0f0f0f0, 0x80808080, 0x6a; }",
+            "=&r,=r,r", [pairs], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low = ((pairs << 4) ^ 0x80).to(tl.int8, bitcast=True)
+        high = ((pairs & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
+    return low, high
 
 
 @triton.jit
 def group_sums(
-    x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group, first, end,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, output, room, outputs, width, scale_output, scale_group,
+    first, end, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
+    TOGETHER: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The products of some outputs and rows over the groups `[first, end)`. [OUTPUTS, ROWS]"""
+    """The products of some outputs and rows over the groups `[first, end)`, TOGETHER of them at once. [OUTPUTS, ROWS]
+
+    All rows and outputs must be there; `room` is the number of rows. With `EARLY` it waits for the kernels before, once
+    it has asked for scales.
+    """
     HALF: tl.constexpr = GROUP // 2
-    depth = tl.arange(0, HALF)
-    # Outputs that are not there read those of the last one: cheaper than a mask.
-    source = tl.minimum(output, outputs - 1).to(tl.int64)
-    weight_ptrs = weight_ptr + source[:, None] * (width // 2) + depth[None, :]
-    scale_ptrs = scale_ptr + source * scale_output
-    x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + depth[:, None]
+    begin, step = place_of(output, outputs, width, TILED, GROUP)
+    weight_ptrs = weight_ptr + begin[:, None] + tl.arange(0, HALF)[None, :]
+    x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + tl.arange(0, GROUP)[:, None]
+    scale_ptrs = scale_ptr + output.to(tl.int64) * scale_output
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     scale = tl.load(scale_ptrs + first * scale_group)
-    for group in range(first, end):
+    wait(EARLY)
+    x_scale = tl.load(x_scale_ptr + first * room + row)
+    for group in tl.range(first, end, loop_unroll_factor=TOGETHER):
         # Scales are no part of the products, so the compiler does not fetch them ahead.
-        next = tl.load(scale_ptrs + tl.minimum(group + 1, end - 1) * scale_group)
-        packed = tl.load(weight_ptrs + group * HALF)
-        x_low = tl.load(x_ptrs + group * GROUP, mask=seen[None, :], other=0.0)
-        x_high = tl.load(x_ptrs + group * GROUP + HALF, mask=seen[None, :], other=0.0)
-        sum = tl.dot(widen(packed & 15, x_low.dtype), x_low, input_precision=PRECISION)
-        sum = tl.dot(widen(packed >> 4, x_low.dtype), x_high, sum, input_precision=PRECISION)
-        total += sum * scale.to(tl.float32)[:, None]
-        scale = next
+        after = tl.minimum(group + 1, end - 1)
+        next, x_next = tl.load(scale_ptrs + after * scale_group), tl.load(x_scale_ptr + after * room + row)
+        low, high = _integers(tl.load(weight_ptrs + group * step), ASM)
+        weight = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (OUTPUTS, GROUP))
+        sum = tl.dot(weight, tl.load(x_ptrs + group * GROUP), out_dtype=tl.int32)
+        total += sum.to(tl.float32) * (scale.to(tl.float32)[:, None] * x_scale[None, :])
+        scale, x_scale = next, x_next
     return total
 
 
 @triton.jit
 def _linear(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, outputs, width,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs, width,
     scale_output, scale_group,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TILED: tl.constexpr,
+    TOGETHER: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
     groups = width // GROUP
-    follow(EARLY)
+    let_next(EARLY)
+    # Outputs that are not there read those of the last one: cheaper than a mask.
     total = group_sums(
-        x_ptr, weight_ptr, scale_ptr, output, row, seen, outputs, width, scale_output, scale_group,
-        part * groups // PARTS, (part + 1) * groups // PARTS, ROWS, OUTPUTS, GROUP, PRECISION,
+        x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, tl.minimum(output, outputs - 1), room, outputs, width,
+        scale_output, scale_group, part * groups // PARTS, (part + 1) * groups // PARTS,
+        ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
     )  # fmt: skip
     if PARTS > 1:
         tiles = tile * tl.num_programs(1) + row_tile
@@ -93,16 +151,46 @@ _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14  # tiles whose groups may be divided
 
 
+class Config(NamedTuple):
+    """Rows and outputs of a tile, groups multiplied between two barriers, warps, and the most stages."""
+
+    rows: int
+    outputs: int
+    together: int
+    warps: int
+    stages: int
+    parts: int = 1  # that the groups are divided into
+
+
+def config_for(rows: int, outputs: int, groups: int) -> Config:
+    """By measurements on an H200 with the shapes of LLaDA-8B."""
+    if rows > 64:
+        many = 128 if outputs > 16384 or groups > 64 else 64
+        tiles = triton.cdiv(outputs, 64) * triton.cdiv(rows, many)
+        return Config(many, 64, 1, 4, 4, 2 if tiles <= 128 and groups >= 16 else 1)
+    many = max(16, triton.next_power_of_2(rows))
+    if outputs > 8192 and rows <= 32:
+        tiles = triton.cdiv(outputs, 128)
+        return Config(many, 128, 1, 4, 3, _parts(384 // tiles, groups // 8))
+    tiles = triton.cdiv(outputs, 64)
+    parts = _parts(512 // tiles, groups // (8 if tiles > 48 else 4))
+    return Config(many, 64, 1, 4, 4, parts) if rows > 32 else Config(many, 64, 2, 4, 6 if parts <= 4 else 3, parts)
+
+
+def _parts(room: int, groups: int) -> int:
+    return max(min(room, groups, 8), 1)
+
+
 def linear(
-    x: Tensor, weight_OH: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
-    config: tuple[int, int, int, int, int] | None = None,
+    x: Tensor, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.packed.packed_linear`. `config`: rows and outputs of a tile, parts, warps, stages."""
-    x = x.contiguous()
-    outputs, width = weight_OH.shape[0], x.shape[-1]
-    rows, groups = x.numel() // width, scale_OG.shape[1]
+    """See `dinfer.kernels.packed.packed_linear`."""
+    (outputs, groups), width = scale_OG.shape, x.shape[-1]
+    rows, group = x.numel() // width, width // groups
+    many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
+    x_RK, x_scale_GR = round_groups(x.reshape(rows, width).contiguous(), group, many)
     out = x.new_empty(*x.shape[:-1], outputs)
-    many, tall, parts, warps, most = config or _config(rows, outputs, groups)
     tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
     part, turn = out, out
     if parts > 1:
@@ -110,48 +198,39 @@ def linear(
             _TURNS[x.device] = torch.zeros(TURNS, dtype=torch.int32, device=x.device)
         part, turn = x.new_empty(tiles[0] * tiles[1] * parts * tall * many, dtype=torch.float32), _TURNS[x.device]
     _linear[(*tiles, parts)](
-        x, weight_OH, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows, outputs, width,
-        *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=width // groups, PARTS=parts, BIAS=bias_O is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages(x.device, (tall // 2 + many * x.dtype.itemsize) * width // groups, most), **early(x),
+        x_RK, x_scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows, len(x_RK),
+        outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts, TILED=values.ndim > 2,
+        TOGETHER=together, BIAS=bias_O is not None, ASM=card(x.device) is not None, num_warps=warps,
+        num_stages=stages(x.device, (tall // 2 + many) * group * together, most), **early(x),
     )  # fmt: skip
     return out
-
-
-def _config(rows: int, outputs: int, groups: int) -> tuple[int, int, int, int, int]:
-    """By measurements on an H200 with the shapes of LLaDA-8B."""
-    many, tall = min(max(16, triton.next_power_of_2(rows)), 64), 64
-    tiles = triton.cdiv(outputs, tall) * triton.cdiv(rows, many)
-    parts = (8 if tiles <= 128 else 4 if tiles <= 512 else 1) if rows <= 32 else 4 if tiles <= 128 else 1
-    while parts > 1 and groups < 4 * parts:
-        parts //= 2
-    return many, tall, parts, 4, 4
 
 
 @triton.jit
 def _unpack(
     weight_ptr, scale_ptr, out_ptr, outputs, width, scale_output, scale_group,
-    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     HALF: tl.constexpr = GROUP // 2
     output, group = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1)
     inside = (output < outputs)[:, None]
     depth, output = tl.arange(0, HALF), output.to(tl.int64)
-    packed = tl.load(weight_ptr + output[:, None] * (width // 2) + group * HALF + depth[None, :], mask=inside, other=0)
+    begin, step = place_of(output, outputs, width, TILED, GROUP)
+    pairs = tl.load(weight_ptr + begin[:, None] + group * step + depth[None, :], mask=inside, other=0)
     scale = tl.load(scale_ptr + output[:, None] * scale_output + group * scale_group, mask=inside, other=0.0)
     place = out_ptr + output[:, None] * width + group * GROUP + depth[None, :]
-    low, high = widen(packed & 15, tl.float32), widen(packed >> 4, tl.float32)
+    low, high = (pairs & 15).to(tl.float32) - 8, (pairs >> 4).to(tl.float32) - 8
     tl.store(place, (low * scale.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(place + HALF, (high * scale.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def unpack(weight_OH: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
+def unpack(values: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
     """See `dinfer.kernels.packed.unpack`."""
     outputs, groups = scale_OG.shape
-    out = weight_OH.new_empty(outputs, 2 * weight_OH.shape[1], dtype=dtype)
+    out = values.new_empty(outputs, 2 * values.numel() // outputs, dtype=dtype)
     _unpack[(triton.cdiv(outputs, 32), groups)](
-        weight_OH, scale_OG, out, outputs, out.shape[1], *scale_OG.stride(),
-        OUTPUTS=32, GROUP=out.shape[1] // groups, num_warps=4, **early(weight_OH),
+        values, scale_OG, out, outputs, out.shape[1], *scale_OG.stride(),
+        OUTPUTS=32, GROUP=out.shape[1] // groups, TILED=values.ndim > 2, num_warps=4, **early(values),
     )  # fmt: skip
     return out

@@ -60,6 +60,10 @@ class Format(ABC):
         """
         raise NotImplementedError
 
+    def settled(self, weight: Weight) -> Weight:
+        """A weight that is all there, as its device reads it fastest: as it is, unless a format says otherwise."""
+        return weight
+
     def widened(self, weight: Weight) -> Tensor:
         """The values as floats. [..., O, K]. Only for formats of embeddings."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from dinfer.kernels.cpu.linear import prepare
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear
+from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear, tiled
 from dinfer.kernels.types import Deferred
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 
@@ -40,6 +40,9 @@ class Int4(Format):
         inputs = at[-1]
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
+
+    def settled(self, weight: Weight) -> Weight:
+        return (tiled(*weight), weight[1]) if weight[0].is_cuda else weight
 
     @untraced
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
