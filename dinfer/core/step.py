@@ -156,6 +156,7 @@ def decode(
             logits_RLV = take(logits_BWV, known.logits_RL)
         else:
             logits_RLV = read_logits(recipe, shape, model, take(known.h_BWD, known.logits_RL))
+        own_RLV = logits_RLV.clone() if shape.told == Told.LOGPROBS else logits_RLV  # adjusting may be in place
         stats, adjusted_RLV = proposed_tokens(recipe, state, shape, lanes, view, logits_RLV, decoder_state)
     if cache.follows and isinstance(known, Hidden):  # what is not computed has no logits, and is not decoded
         here_RL = known.logits_RL >= 0
@@ -173,9 +174,11 @@ def decode(
     blank_RL = what_is_left(recipe, view, proposal)
     commits = commit(canvas, lanes, view, stats, proposal, spec, blank_RL, decoder.edits)
     if shape.told:
-        written, written_RL = state.tellings.tell(slot_B, lanes.live_B, view, stats, commits, spec.vocab)
+        written, token_RL = state.tellings.tell(
+            slot_B, lanes.live_B, view, stats, commits, spec.vocab, branches=iteration.branches > 0
+        )
         if shape.told == Told.LOGPROBS:
-            state.tellings.tell_logprobs(written, written_RL, logits_RLV)
+            state.tellings.tell_logprobs(written, token_RL, own_RLV)
     if logits_BWV is not None and isinstance(known, Hidden):
         iteration.observe(model, logits_BWV, known.pos_BW, lanes, iteration_state)
     elif iteration.scores == "adjusted":

@@ -34,7 +34,7 @@ class TokenLogprob(NamedTuple):
     """Natural logarithms of a token's probability, and of the most likely tokens', best first.
 
     They are those of the model's own distribution at this position, the mask token included, before temperature,
-    penalties and nucleus, in the step that wrote the token.
+    penalties and nucleus, in the step that wrote the token, or that proposed it to a branch.
     """
 
     logprob: float
@@ -67,9 +67,13 @@ class Tellings:
             self.top_logprob_NST = torch.zeros(wide, device=device)
 
     def tell(
-        self, slot_B: Tensor, live_B: Tensor, view: BlockView, stats: TokenStats, commits: Commits, vocab: int
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Notes drafts and their confidence. Returns where tokens were written, as an index, and their rows' tokens."""
+        self, slot_B: Tensor, live_B: Tensor, view: BlockView, stats: TokenStats, commits: Commits, vocab: int,
+        *, branches: bool,
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
+        """Notes drafts and their confidence. Returns the index of written tokens for `tell_logprobs`, and all tokens.
+
+        `branches`: the index has drafts too, since a branch may commit one without a step that writes it.
+        """
         rows_RL = live_B.repeat_interleave(len(view.pos_RL) // len(live_B))[:, None]
         new_RL = ~commits.open_RL & (view.masked_RL | (commits.tokens_RL != view.tokens_RL)) & rows_RL
         token_RL = torch.where(commits.open_RL, stats.token_RL, commits.tokens_RL).clamp(0, vocab - 1)
@@ -78,10 +82,10 @@ class Tellings:
         self.draft_NS.index_put_(
             self._index(slot_B, view, told_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)
         )
-        return self._index(slot_B, view, new_RL), token_RL
+        return self._index(slot_B, view, told_RL if branches else new_RL), token_RL
 
     def tell_logprobs(self, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
-        """Notes the log-probabilities of tokens that `tell` says were written."""
+        """Notes the log-probabilities of the tokens at the index of `tell`."""
         if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
             raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
         own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()

@@ -184,8 +184,9 @@ class Loop:
             self.batch.publish(row)
             if row.followed:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
-                row.look(active_X, drafts_X, behind=self.recipe.iteration.branches > 0)
-                row.hear(self.batch.state.tellings)
+                behind = self.recipe.iteration.branches > 0
+                row.look(active_X, drafts_X, behind=behind)
+                row.hear(self.batch.state.tellings, behind=behind)
             self._moved.append(row)
 
     def _end(self) -> None:

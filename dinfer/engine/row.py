@@ -127,9 +127,9 @@ class Row:
         if self.drafts:
             self.offers = drafts_X[: end - start].tolist()
 
-    def hear(self, tellings: Tellings) -> None:
-        """With logprobs, takes those of the blocks that were active, if any are new."""
-        start, end = self.before.start, self.before.end
+    def hear(self, tellings: Tellings, *, behind: bool) -> None:
+        """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `look`."""
+        start, end = self.before.start, self.request.length if behind else self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
         if self.logprobs and self.slot is not None and new:
             self.heard.update(zip(range(start, end), tellings.logprobs(self.slot, start, end), strict=True))

@@ -13,6 +13,7 @@ from support.models import tiny_model
 from dinfer.core.canvas import Phase
 from dinfer.core.recipe import Recipe, compose
 from dinfer.core.told import TOP
+from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update
 
 
@@ -73,6 +74,26 @@ def test_log_probabilities_are_those_of_the_step_that_commits(ahead: bool, monke
         best = of_position.topk(TOP)
         assert [t for t, _ in entry.top] == best.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("iteration", ["blockwise", "lopa"])
+def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
+    """Nor on whether their step works on the logits in place. A token that a branch commits has one too."""
+    decoder = {"name": "entropy_bound", "suppress_mask": True} if iteration == "blockwise" else "threshold"
+    recipe = compose(tiny_model(), iteration={"name": iteration, "block": 8}, decoder=decoder, cache="none")
+    request = Request([4] * 9, 29, recipe.resolve({}))
+
+    def told(engine: Engine, beside: list[Request]) -> list[tuple[int, Any]]:
+        updates = [u for u in engine.run([request, *beside], deltas="commit", logprobs=True) if u.index == 0]
+        return [pair for u in updates for pair in zip(u.new or [], u.logprobs or [], strict=True)]
+
+    engine = engine_for(recipe, rows=2)
+    drawn = Request([1, 2, 3], 29, recipe.resolve({"sampling.temperature": 0.7}))
+    alone, beside = told(engine, []), told(engine, [drawn])
+    assert [token for token, _ in alone] == [token for token, _ in beside] and len(alone) > 8
+    for (token, one), (_, other) in zip(alone, beside, strict=True):
+        assert one.logprob == pytest.approx(other.logprob) and one.logprob < 0
+        assert one.logprob == pytest.approx(dict(one.top).get(token, one.logprob))
 
 
 def test_drafts_show_what_is_proposed_and_what_stands() -> None:
