@@ -45,6 +45,16 @@ def test_linear_in_4_bits(
         assert torch.equal(triton_packed.unpack(values, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_rounding_the_inputs_keeps_nan() -> None:
+    """A row with NaN comes out as NaN, so that its request ends, alone."""
+    x, weight = draw(3, 64), packed.pack(draw(40, 64))
+    whole = triton_packed.linear(x, *weight, None)
+    x[1, 5] = float("nan")
+    broken = triton_packed.linear(x, *weight, None)
+    assert broken[1].isnan().all() and torch.equal(broken[::2], whole[::2])
+
+
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
     (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (100, 4, 3, 64, 64),

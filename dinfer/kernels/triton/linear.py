@@ -19,14 +19,19 @@ from dinfer.kernels.types import FLOAT8, LARGEST, Parts, Rounded
 
 
 @triton.jit
-def scaled(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
-    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share: NaN if one of them is.
+def largest(x, AXIS: tl.constexpr, LEAST: tl.constexpr):
+    """The largest absolute value along an axis, at least LEAST; NaN if one of the values is. The axis stays, as 1.
 
     A maximum of floats would pass over NaN. As integers, the bits of NaN are the largest.
     """
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS, keep_dims=True)
-    largest = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    scale = largest / LARGEST
+    return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scaled(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    """Values between -LARGEST and LARGEST, and the scales that those along the axis now share."""
+    scale = largest(x, AXIS, 1e-12) / LARGEST
     return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), scale
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dinfer.kernels import packed
 from dinfer.kernels.dispatch import card
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
+from dinfer.kernels.triton.linear import largest
 
 
 @triton.jit
@@ -28,11 +29,11 @@ def _round_groups(
     inside = column < width
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127
-    whole = tl.floor(tl.reshape(x / scale[:, None], (BLOCK,)) + 0.5)
+    scale = largest(x, 1, 1e-30) / 127
+    whole = tl.floor(tl.reshape(x / scale, (BLOCK,)) + 0.5)
     tl.store(out_ptr + row * width + column, whole.to(tl.int8), mask=inside)
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(scale_ptr + group * room + row, scale / 16, mask=group * GROUP < width)
+    tl.store(scale_ptr + group * room + row, tl.reshape(scale, (BLOCK // GROUP,)) / 16, mask=group * GROUP < width)
 
 
 def round_groups(x_RK: Tensor, group: int, many: int = 1) -> tuple[Tensor, Tensor]:
