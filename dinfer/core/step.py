@@ -60,10 +60,8 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     candidates, intervals = None, [interval_BW] * (shape.candidates + 1)
     if branches is not None:
         regions = (branches.region(lanes, branch) for branch in range(branches.count))
-        candidates, intervals = (
-            branches.candidates,
-            [seen(recipe, own, place_BW, computed.stop_B)[0] for own in regions],
-        )
+        candidates = branches.candidates
+        intervals = [seen(recipe, own, place_BW, computed.stop_B)[0] for own in regions]
     elif shape.candidates and state.drafts is not None:
         candidates = Candidates.of(state.drafts, canvas, lanes, shape)
     if candidates is not None:
