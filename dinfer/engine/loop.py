@@ -11,7 +11,7 @@ import torch
 from dinfer.core.canvas import Phase
 from dinfer.core.speculation import widest
 from dinfer.engine.batch import Batch
-from dinfer.engine.reader import Seen
+from dinfer.engine.reader import Asked, Seen
 from dinfer.engine.request import StalledRow, Update
 from dinfer.engine.room import Room, pages_of, room_for
 from dinfer.engine.row import Row
@@ -19,6 +19,9 @@ from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+
+Launched = tuple[list[Row], Asked]  # a launched step: its rows, and the copy that tells where it leaves them
 
 
 class Loop:
@@ -37,7 +40,7 @@ class Loop:
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
         self._room: Room | None = None  # of the last batch
         self._most_pages = 0  # the most pages that memory has held; 0: no limit is known
-        self._flights: deque[deque[list[Row]]] = deque()  # launched rounds: the rows of each step
+        self._flights: deque[deque[Launched]] = deque()  # launched rounds
         self._moved: deque[Row] = deque()  # rows whose last step the caller does not know yet
         self._ended: deque[Row] = deque()  # rows whose error the caller does not know yet
 
@@ -71,7 +74,7 @@ class Loop:
         elif self.running:  # otherwise the room may grow first
             self._admit()  # while the device is busy
         if self.ahead and len(self._flights) == 1 and not self.waiting:
-            self._each([row for rows in self._flights[0] for row in rows], self.scheduler.prepare)
+            self._each([row for rows, _ in self._flights[0] for row in rows], self.scheduler.prepare)
             self._start(self.scheduler.plan(self.running, in_flight=True))
         self._take()
         if self.ahead and not self._flights:  # keeps the device busy while the host and the caller do the rest
@@ -132,7 +135,7 @@ class Loop:
 
     def _start(self, steps: Sequence[Step]) -> list[Row]:
         """Launches the steps of a round, and returns its rows. An error in a step ends its rows."""
-        batch, flight, running = self.batch, deque[list[Row]](), self.running
+        batch, flight, running = self.batch, deque[Launched](), self.running
         if batch is None or not steps:
             return []
         blocks, drafts = any(row.followed for row in running), any(row.drafts for row in running)
@@ -143,29 +146,31 @@ class Loop:
                 if blocks and not flight:
                     batch.reader.begin()
                 self.worker.launch(shape, slots)
-                batch.reader.request(slots, blocks=blocks, drafts=drafts)
-                flight.append(rows)
+                flight.append((rows, batch.reader.request(slots, blocks=blocks, drafts=drafts)))
             except BaseException as error:
                 self._blame(rows, error)
-        return [row for rows in flight for row in rows]
+        return [row for rows, _ in flight for row in rows]
 
     def _take(self) -> None:
         """Waits for the oldest round, and reads its rows' cursors.
 
-        While the host looks at the rows of one step, the device runs the next one.
+        While the host looks at the rows of one step, the device runs the next one. After an interrupt it looks at all
+        rows of the step again, which changes nothing of those that it has seen.
         """
         taken = list[Row]()
-        while self.batch is not None and self._flights and (flight := self._flights[0]):
+        while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
+            rows, asked = flight[0]
             try:
-                seen = self.batch.reader.read()
+                seen = batch.reader.read(asked)
                 if self.runtime.check_ranks and len(flight) == 1:
                     self.worker.compare_ranks()
             except Exception as error:  # the device has failed, and nothing on it is reliable
                 self._blame(self.running, error)
                 self._close()
                 return
-            rows = flight.popleft()
             self._each(rows, partial(self._move, seen))
+            flight.popleft()
+            batch.reader.free(asked)
             taken += rows
         if self._flights:
             self._flights.popleft()

@@ -1,6 +1,5 @@
 """Reads the cursors of slots: the one place where the host waits for the device."""
 
-from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from dinfer.engine.worker import Worker
 
 
 class Seen(NamedTuple):
-    """Slots after a step. Valid until the next request for a copy."""
+    """Slots after a step. Valid until their copy is free."""
 
     cursors: dict[int, Cursors]  # of the requested slots
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
@@ -30,6 +29,13 @@ class _Copy(NamedTuple):
     done: torch.cuda.Event | None
 
 
+class Asked(NamedTuple):
+    """A copy that was requested, and its slots."""
+
+    copy: _Copy
+    slots: list[int]
+
+
 class CanvasReader:
     """Small pinned copies of cursors and active blocks, made by the device in order with its steps."""
 
@@ -38,18 +44,17 @@ class CanvasReader:
         self._canvas, self._tellings, self._block, self._worker = canvas, tellings, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
         self._spare: list[_Copy] = []
-        self._asked: deque[tuple[_Copy, list[int]]] = deque()
 
     def begin(self) -> None:
         """Notes which blocks are active. Call it before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
-    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> None:
-        """Requests a copy of these slots after all work launched so far.
+    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
+        """Requests a copy of these slots after all work launched so far. The caller reads it and then frees it.
 
         `blocks`: with the tokens of active blocks. `drafts`: also with the tokens proposed there.
         """
-        copy = self._spare[-1] if self._spare else self._room()
+        copy = self._spare.pop() if self._spare else self._room()
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
         if blocks:
             copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
@@ -59,18 +64,19 @@ class CanvasReader:
             copy.drafts_NX.copy_(drafts_NX, non_blocking=True)
         if copy.done is not None:
             copy.done.record()
-        self._asked.append((copy, slots))
-        del self._spare[-1:]
+        return Asked(copy, slots)
 
-    def read(self) -> Seen:
-        """Waits for the oldest copy that was asked for."""
-        copy, slots = self._asked[0]
+    def read(self, asked: Asked) -> Seen:
+        """Waits for a copy. An interrupt leaves it as it was, to be read again."""
+        copy, slots = asked
         if copy.done is not None:
-            self._worker.wait(copy.done)  # an interrupt comes here, and the copy is still asked for
-        del self._asked[0]
-        self._spare.append(copy)
+            self._worker.wait(copy.done)
         cursors_BC = copy.cursors_NC[slots, : len(CURSORS)].tolist()
         return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
+
+    def free(self, asked: Asked) -> None:
+        """Lets another request have the memory of a copy."""
+        self._spare.append(asked.copy)
 
     def _room(self) -> _Copy:
         """The target of one more copy."""

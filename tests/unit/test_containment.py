@@ -25,7 +25,7 @@ from dinfer.core.recipe import Recipe, compose
 from dinfer.core.state import BatchState
 from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import CanvasReader
+from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
@@ -148,12 +148,12 @@ def test_an_error_of_a_step_ends_its_rows_and_those_that_wait_go_on(
 def test_an_error_that_the_device_reports_late_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, want, read, calls = engine_for(recipe_of(), rows=2), wanted(), CanvasReader.read, 0
 
-    def broken(self: CanvasReader) -> Any:
+    def broken(self: CanvasReader, asked: Asked) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return read(self)
+        return read(self, asked)
 
     monkeypatch.setattr(CanvasReader, "read", broken)
     names = [engine.add(request) for request in GOOD]

@@ -30,8 +30,9 @@ from dinfer.core.canvas import Canvas, Cursors, Phase
 from dinfer.core.protocols import CachePolicy, WindowPlan
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import CanvasReader
+from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Request
+from dinfer.engine.row import Row
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
 
@@ -52,13 +53,13 @@ class Watch:
         self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
-        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> None:
+        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
-            request(reader, slots, blocks=blocks, drafts=drafts)
+            return request(reader, slots, blocks=blocks, drafts=drafts)
 
-        def seen(reader: CanvasReader) -> Any:
-            found = read(reader)
+        def seen(reader: CanvasReader, asked: Asked) -> Any:
+            found = read(reader, asked)
             self.open -= 1
             return found
 
@@ -121,9 +122,9 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine, read, running = launched_ahead(engine_for(recipe, rows=2, max_length=64)), CanvasReader.read, list[int]()
 
-    def noted(reader: CanvasReader) -> Any:
+    def noted(reader: CanvasReader, asked: Asked) -> Any:
         running.append(engine.occupancy()["running"])
-        return read(reader)
+        return read(reader, asked)
 
     monkeypatch.setattr(CanvasReader, "read", noted)
     for tokens in ([5, 6], [8]):
@@ -253,6 +254,42 @@ def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) 
             found |= {u.index: outcome(u.completion) for u in engine.step() if u.completion is not None}
     assert [found[i] for i in range(3)] == want
     assert watch.guesses > 0 and Interrupted.waits > 9
+
+
+@pytest.mark.parametrize("place", [(Row, "look"), (CanvasReader, "request"), (CanvasReader, "read")], ids=str)
+@pytest.mark.parametrize("call", [4, 9])
+def test_an_interrupt_beside_the_device_spoils_no_other_request(
+    place: tuple[Any, str], call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes behind the work. The requests at hand may end with it; what others are told stays right."""
+    recipe = compose(
+        tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
+        decoder={"name": "fixed", "steps": 4},
+    )  # fmt: skip
+    requests = [Request([5, 6, 7 + i], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
+    want, work, calls = run(engine_for(recipe), requests), getattr(*place), count()
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        done = work(*given, **named)
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(*place, interrupted)
+    engine, told = launched_ahead(engine_for(recipe, rows=3)), dict[int, list[int]]()
+    for request in requests:
+        engine.add(request, deltas="commit")
+    completed = set[int]()
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            for update in engine.step():
+                assert update.error is None or "KeyboardInterrupt" in str(update.error)
+                told.setdefault(update.index, []).extend(update.new or [])
+                if update.completion is not None:
+                    assert outcome(update.completion) == want[update.index]
+                    assert told[update.index] == update.completion.output
+                    completed.add(update.index)
+    assert next(calls) > call and completed
 
 
 def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:

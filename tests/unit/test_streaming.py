@@ -23,7 +23,7 @@ from support.models import tiny_model
 from dinfer.core.canvas import Canvas, Status
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.async_engine import AsyncEngine
-from dinfer.engine.reader import CanvasReader
+from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream
@@ -95,12 +95,12 @@ def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.Monk
     engine, reads, held = launched_ahead(engine_for(recipe)), 0, set[int]()
     tolist, read = torch.Tensor.tolist, CanvasReader.read
 
-    def counted(reader: CanvasReader) -> Any:
+    def counted(reader: CanvasReader, asked: Asked) -> Any:
         nonlocal reads
         reads += 1
         state = engine.runner.state
         held.update(t.untyped_storage().data_ptr() for t in (state.canvas.tokens_NS, state.canvas.status_NS))
-        return read(reader)
+        return read(reader, asked)
 
     def watched(tensor: torch.Tensor) -> Any:
         assert tensor.untyped_storage().data_ptr() not in held
