@@ -43,6 +43,34 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 
 
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", "", -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_a_launcher_keeps_its_functions_while_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel on an H200 once got the launcher of a kernel that another thread compiled."""
+    from triton.runtime import build
+
+    import dinfer.kernels.triton.ahead  # noqa: F401 (it loads launchers from now on)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def launcher(number: int) -> Any:
+        return build.compile_module_from_src(LAUNCHER.replace("NUMBER", str(number)), "__triton_launcher")
+
+    launcher(1)
+    second = launcher(2)
+    assert launcher(1).launch() == 1
+    assert second.launch() == 2
+
+
 def refuses(recipe: Recipe, device: torch.device) -> Any:
     raise RuntimeError("no memory")
 

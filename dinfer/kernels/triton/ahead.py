@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,7 +26,21 @@ from dinfer.kernels.dispatch import compiling_for
 
 THREADS = 32  # at most; a step has some dozens of kernels
 PATIENCE = 0.0005  # seconds that a thread waits for one that runs Python; usually 5 ms
-_TURN = threading.Lock()
+_TURN, _LOADING = threading.Lock(), threading.Lock()
+_load = build._load_module_from_path
+
+
+def _load_alone(name: str, path: str) -> SimpleNamespace:
+    """The functions of a launcher in C.
+
+    Triton gives all launchers one module name. When Python loads a file again, it overwrites the functions of the module
+    that was loaded last under that name. So a thread could take the launcher of another thread's kernel.
+    """
+    with _LOADING:
+        return SimpleNamespace(**vars(_load(name, path)))
+
+
+build._load_module_from_path = _load_alone
 
 
 class _Compiler(ThreadPoolExecutor):
