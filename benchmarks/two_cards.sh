@@ -61,7 +61,7 @@ checks() {  # these need both cards, but not alone
   for stage in start loading capturing running; do
     gpu_test "kill-$stage" 120 tests/gpu/test_two_card_processes.py -k "ends_the_other and $stage" &
   done
-  gpu_test words 120 tests/gpu/test_two_card_processes.py -k say_what_one_does &
+  gpu_test words 120 tests/gpu/test_two_card_processes.py -k "say_what_one_does or a_command_ends" &
   gpu_test tokens 160 tests/gpu/test_two_card_tokens.py &
   same_words tiny tiny "" &
   same_words tiny-llada2 tiny-llada2 runtime.expert_parallel=true decoder=threshold sampling.temperature=0.7 sampling.top_k=20 &

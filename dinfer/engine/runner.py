@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class Runner:
         self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
+        _runners.add(self)
 
     def open(self, state: BatchState | None) -> None:
         """Runs steps of this state from now on, and drops the graphs of the last one. None: no state."""
@@ -65,6 +67,10 @@ class Runner:
             held.clear()
         if self.graphs and state is not None:
             self._pool = torch.cuda.graph_pool_handle()
+
+    def drop_graphs(self) -> None:
+        """The next steps are captured anew."""
+        self._captured.clear()
 
     @property
     def captured(self) -> int:
@@ -133,6 +139,15 @@ class Runner:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             denoise_step(self.recipe, state, shape, slot_B)
         return _Captured(graph, slot_B, [scratch] * shape.lanes)
+
+
+_runners: WeakSet[Runner] = WeakSet()
+
+
+def drop_graphs() -> None:
+    """Drops the graphs of all runners. A process cannot leave an NCCL group whose collectives a graph still holds."""
+    for runner in [*_runners]:
+        runner.drop_graphs()
 
 
 @contextmanager

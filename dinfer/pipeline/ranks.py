@@ -29,6 +29,7 @@ from dinfer.engine.distributed.leader import Leader
 from dinfer.engine.distributed.started import FIELD, follows, leader, started
 from dinfer.engine.leading import entries_of, model_number, read, shape_of, spelled
 from dinfer.engine.room import Room
+from dinfer.engine.runner import drop_graphs
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
@@ -200,6 +201,7 @@ def join(store: dist.Store, rank: int, size: int, device: str) -> Ranks:
 def leave() -> None:
     """Leaves the process group when the other ranks are gone: NCCL would complain at the end of the process."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
+        drop_graphs()
         cast(dist.ProcessGroup, dist.group.WORLD).abort()
 
 

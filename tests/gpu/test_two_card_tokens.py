@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import MODELS
+from dinfer.engine.runner import drop_graphs
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import locate
 from dinfer.pipeline.pipeline import read_tokenizer
@@ -65,6 +66,7 @@ def run_card(index: int, folder: str, cases: Sequence[Case]) -> None:
     ranks = Ranks.of()
     assert ranks.small is not None
     torch.save({case: decode(*case, ranks) for case in cases}, f"{folder}/rank{index}.pt")
+    drop_graphs()
     dist.destroy_process_group()
 
 

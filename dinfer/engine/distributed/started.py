@@ -71,8 +71,9 @@ def started(size: int, publish: Callable[[str], None]) -> Leader:
 
 @atexit.register
 def end() -> None:
-    """Ends the ranks that this process leads. If one has failed, torch's own exit code may wait for it."""
+    """Ends the ranks that this process leads. NCCL and torch may wait for ever, so time is limited."""
     if (present := leader()) is not None:
+        faulthandler.dump_traceback_later(6 * FAREWELL, exit=True, file=_nowhere)
         present.close()
         if present.failure is not None:
             faulthandler.dump_traceback_later(FAREWELL, exit=True, file=_nowhere)

@@ -33,8 +33,8 @@ _load = build._load_module_from_path
 def _load_alone(name: str, path: str) -> SimpleNamespace:
     """The functions of a launcher in C.
 
-    Triton gives all launchers one module name. When Python loads a file again, it overwrites the functions of the module
-    that was loaded last under that name. So a thread could take the launcher of another thread's kernel.
+    Triton gives all launchers one module name. When Python loads a file again, it overwrites the functions of the
+    module that was loaded last under that name. So a thread could take the launcher of another thread's kernel.
     """
     with _LOADING:
         return SimpleNamespace(**vars(_load(name, path)))
