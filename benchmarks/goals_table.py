@@ -100,7 +100,7 @@ def draw_curve(results: Path, images: Path) -> None:
         latency.plot(count, [run["latency_s"]["median"] for run in runs], marker="o", ms=4, color=color, label=title)
         latency.plot(count, [run["latency_s"]["max"] for run in runs], ls=":", lw=1, color=color)
     speed.set(ylabel="tokens a second (dashed: limit)", yscale="log")
-    latency.set(ylabel="seconds of a request, median (dotted: worst)", yscale="log")
+    latency.set(ylabel="seconds a request (dotted: worst)", yscale="log")
     for axes in (speed, latency):
         axes.set(xlabel=f"requests in flight, one {next(iter(reports.values()))['hardware']}", xscale="log")
         axes.set_xticks(counts, [str(count) for count in counts])

@@ -65,11 +65,12 @@ STEPS = {  # the title of a row, its file, and its goal in ms
     "LLaDA-8B": ("step-llada-8b-h200", 4.9),
     "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
     "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
-    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", None),
+    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", 2.1),
     "LLaDA2-mini, masks alike": ("step-llada2-mini-h200", None),
     "LLaDA2-mini": ("step-llada2-mini-spread-h200", 1e3 / 190),
     "LLaDA2-mini, fp8, masks alike": ("step-llada2-mini-fp8-h200", None),
     "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-spread-h200", 1e3 / 300),
+    "LLaDA2-mini, int4": ("step-llada2-mini-int4-spread-h200", 2.4),
 }
 
 
