@@ -125,8 +125,7 @@ def load_network(
         wanted.check(device, f"quantize={quantize}")
     table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
     network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
-    parameters, weights = dict(network.named_parameters()), linear.formatted(network, embeddings=True)
-    scale_of, wide = scales.read(), set()
+    weights, scale_of, wide = linear.formatted(network, embeddings=True), scales.read(), set()
     every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
     words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
     whole = {name for name in tensors if placements[name].parameter in held.keys() & weights.keys()} - scale_of.keys()
@@ -159,7 +158,7 @@ def load_network(
                 rounding.of(parameter)[target].copy_(merged)
                 rounding.filled(parameter)
             else:
-                parameters[parameter].detach()[target].copy_(merged)
+                network.get_parameter(parameter).detach()[target].copy_(merged)
     if quantize is None and (wide := wide | words - whole):
         logging.getLogger(__name__).warning(
             "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), zeros or "
