@@ -14,7 +14,7 @@ from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 @FORMATS.register("int4")
 class Int4(Format):
-    """Groups of 128 inputs share a scale, or of 64 or 32 if the width is no multiple. Inputs are not rounded."""
+    """Groups of 128 inputs share a scale, or of 64 or 32 if the width is no multiple."""
 
     beside = ("_scale",)
     stored = "I4"
