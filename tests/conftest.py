@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,9 @@ from support import selection
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whichever test
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's `&`; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 # `make test` tries the same examples at each run. `make test-all` draws others (support/examples.py says how many).
