@@ -11,9 +11,9 @@ from dinfer.analysis.pareto import aup, front
 
 Row = dict[str, Any]
 FILES = {
-    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu"),
+    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu", "multi-block-tiny-more-cpu"),
     "tiny-d2f": ("multi-block-tiny-d2f-h200", "lopa-tiny-d2f-h200"),
-    "tiny-llada2": ("multi-block-tiny-llada2-h200",),
+    "tiny-llada2": ("multi-block-tiny-llada2-h200", "multi-block-tiny-llada2-cpu"),
     "tiny-llada2-multi-block": ("multi-block-tiny-llada2-multi-block-h200",),
     "tiny-llada2-insert-delete": (
         "multi-block-tiny-llada2-insert-delete-h200", "multi-block-tiny-llada2-insert-delete-cpu",
