@@ -5,11 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels import symmetric
 from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.triton.deferred import Addends, added
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
+
+EMPTY = tl.constexpr(symmetric.EMPTY)
 
 
 @triton.jit
@@ -19,7 +22,6 @@ def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.cons
     It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the
     row of the next swap, and this GPU sends that row only after this kernel.
     """
-    EMPTY: tl.constexpr = -(1 << 15)
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
     place = ((count & 1) * ROWS + row) * WIDEST + column
