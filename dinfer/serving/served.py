@@ -37,8 +37,7 @@ class Served:
     @property
     def max_length(self) -> int:
         """Positions of the longest canvas that this server takes."""
-        most, limit = self.pipe.model.spec.max_length, self.pipe.engine.runtime.max_length
-        return most if limit is None else min(most, limit)
+        return self.pipe.engine.max_length
 
     @cached_property
     def pieces(self) -> Pieces:
