@@ -114,10 +114,12 @@ def load_network(
         prepare(device)
     changed = adapter.pairs if adapter else ()
     held = formats_of(tensors, placements, scales, takes, changed, rank)
+    blocks: dict[str, Any] = {}
     if folder.suffix == GGUF and quantize is None and device.type == "cpu" and rank.ranks == 1:
         from dinfer.loading.gguf_blocks import blocks_of  # slow to import
 
-        held |= blocks_of(tensors, placements, changed)
+        blocks = dict(blocks_of(tensors, placements, changed))
+        held |= blocks
     for format in {type(format): format for format in held.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
     wanted = None if quantize is None else linear.format_of(quantize)
@@ -126,7 +128,11 @@ def load_network(
     table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
     network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
     weights, scale_of, wide = linear.formatted(network, embeddings=True), scales.read(), set()
-    every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
+    mapped = table_of(placements) if device.type == "cpu" and rank.ranks == 1 and TABLE in table | blocks else None
+    if mapped is not None:  # only rows that are looked up take memory
+        module, own = weights[TABLE]
+        module.hold(own, (tensors[mapped].mapped(mapped),), module.formats[own])
+    every = [(name, *piece) for name in tensors if name != mapped for piece in placements[name].pieces(rank)]
     words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
     whole = {name for name in tensors if placements[name].parameter in held.keys() & weights.keys()} - scale_of.keys()
     pieces = [piece for piece in every if piece[0] not in whole]
@@ -189,6 +195,11 @@ def formats_of(
     return found
 
 
+def table_of(placements: Mapping[str, Placement]) -> str | None:
+    """The name of the tensor that is the embedding."""
+    return next((name for name, place in placements.items() if place.parameter == TABLE), None)
+
+
 def narrow_table(
     spec: ModelSpec, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], dtype: torch.dtype,
     changed: Collection[str] = (),
@@ -200,7 +211,7 @@ def narrow_table(
     """
     from dinfer.layers.formats.plain import Plain  # only here: networks are heavy to import
 
-    own = next((name for name, place in placements.items() if place.parameter == TABLE), None)
+    own = table_of(placements)
     found = None if own is None or own in changed or spec.tied_head else FLOATS.get(tensors[own].dtype)
     return {} if found is None or found.itemsize >= dtype.itemsize else {TABLE: Plain(found)}
 

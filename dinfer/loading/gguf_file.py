@@ -136,6 +136,9 @@ class GgufTensor(Stored):
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
         format.place(weight, target[-2].start, self.blocks())
 
+    def mapped(self, name: str) -> Tensor:
+        return self.read() if self.dtype in FLOATS else self.blocks().flatten()
+
     @contextmanager
     def opened(self) -> Iterator[Reader]:
         yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
@@ -152,7 +155,8 @@ class GgufTensor(Stored):
         return self._in_halves(self._bytes().view(gguf.quant_shape_to_byte_shape(self.shape, Kind[self.dtype])))
 
     def _bytes(self) -> Tensor:
-        return torch.from_numpy(np.fromfile(self.path, np.uint8, self.nbytes, offset=self.offset))
+        """A private mapping of the file: a page takes memory from its first use on."""
+        return torch.from_numpy(np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,)))
 
     def _in_halves(self, rows: Tensor) -> Tensor:
         """Rows of values, or of their blocks, in the network's order."""

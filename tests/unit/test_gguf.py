@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from support.files import lies_in
 from support.gguf_files import GOLDENS, LLADA, rewritten
 
 import dinfer
@@ -96,6 +97,11 @@ def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) 
     assert torch.equal(found.embedding(torch.tensor([[7, 9]]))[0, 1], table[9])
     assert torch.equal(down, values["blk.0.ffn_down.weight"])
     assert torch.equal(qkv[512:], values["blk.0.attn_v.weight"])
+    if name in BLOCKS and Path("/proc/self/maps").is_file():
+        before = path.read_bytes()
+        assert lies_in(path, found.embedding.weight), "rows that nobody looks up take no memory"
+        found.embedding.weight.fill_(7)
+        assert path.read_bytes() == before, "the mapping is private"
     assert network(path).dtype == torch.bfloat16
     seen = inspect(path, {"checkpoint": str(path)})
     assert seen.types == {name: 9, "F32": 3}
