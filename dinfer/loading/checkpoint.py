@@ -182,7 +182,8 @@ def formats_of(
 ) -> dict[str, Any]:  # fmt: skip
     """The formats of `takes` that hold the checkpoint's values bit for bit, by the parameters that can have them.
 
-    `changed`: weights that an adapter changes.
+    The embedding is not among them, since none of these formats looks up rows. `changed`: weights that an adapter
+    changes.
     """
     from dinfer.layers.formats.int4 import Int4  # only here: networks are heavy to import
 
@@ -192,6 +193,7 @@ def formats_of(
     for name, weight in kept(tensors, placements, changed, rank).items():
         if weight.dtype in takes:
             found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
+    found.pop(TABLE, None)
     return found
 
 

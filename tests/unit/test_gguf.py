@@ -109,6 +109,12 @@ def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) 
     assert seen.memory.get("blocks", held) == held and ("blocks" in seen.memory) == (name in BLOCKS)
 
 
+def test_norms_in_blocks_are_widened(tmp_path: Path) -> None:
+    blocks = gguf.quantize(np.arange(64, dtype=np.float32), Kind.Q8_0)
+    found = network(rewritten(tmp_path / "a.gguf", tensors={"output_norm.weight": (blocks, Kind.Q8_0)}))
+    assert torch.equal(found.norm.weight, torch.from_numpy(gguf.dequantize(blocks, Kind.Q8_0)).half())
+
+
 def test_shards_are_one_model(golden: Any, tmp_path: Path) -> None:
     """As llama-gguf-split writes them: the metadata is in the first."""
     every = [one.name for one in gguf.GGUFReader(LLADA).tensors]
