@@ -186,7 +186,8 @@ class Scheduler:
         for slot, row in by_slot.items():
             now = expected(row, cache, spec, self.block)
             needs[slot] = row.need if now is row.cursors else Need(cache.width(spec, now), cache.narrow(spec, now))
-        groups = grouped(Phase.WINDOW, needs, free=self._free, limit=self.runtime.positions, unit=spec.causal_block or 1)
+        unit = spec.causal_block or 1
+        groups = grouped(Phase.WINDOW, needs, free=self._free, limit=self.runtime.positions, unit=unit)
         if not groups or not groups[0].settles:
             return []
         steps = [self._step(Phase.WINDOW, group, [by_slot[slot] for slot in group.slots]) for group in groups]
