@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from random import Random
 
 import pytest
@@ -29,10 +28,9 @@ from dinfer.core.recipe import Recipe, compose
 from dinfer.core.spec import ExpertSpec
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
-from dinfer.engine.row import Need, Row
+from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
-from dinfer.engine.scheduler.scheduler import Step
 
 POISON = 37
 
@@ -95,28 +93,6 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
     assert any(shape.settles for shape in shapes)
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
-
-
-@pytest.mark.parametrize("combination", [None, *thinned(BLOCK_CACHED)], ids=str)
-def test_rounds_that_settle_are_launched_before_the_last_one_is_read(
-    combination: Combination | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = block_recipe() if combination is None else combination.recipe()
-    requests = requests_for(recipe) * 2
-    want = [tokens_and_steps(c) for c in alone(recipe, requests)]
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
-    engine, ahead = launched_ahead(engine_for(recipe, rows=4, settle=True)), list[bool]()
-    plan = engine.loop.scheduler.plan
-
-    def noted(rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
-        steps = plan(rows, in_flight=in_flight)
-        ahead.extend(step.shape.settles for step in steps if in_flight)
-        return steps
-
-    monkeypatch.setattr(engine.loop.scheduler, "plan", noted)
-    assert [tokens_and_steps(c) for c in completions(engine, requests)] == want
-    assert any(ahead) or combination is not None
 
 
 @pytest.mark.parametrize("combination", thinned([c for c in SAMPLE if over_shared_model(c).scores_open][::3]), ids=str)
