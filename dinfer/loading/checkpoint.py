@@ -97,8 +97,11 @@ def load_network(
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
     from dinfer.kernels.cpu.linear import prepare  # only here: networks are heavy to import
+    from dinfer.kernels.triton import prepare as compilers
     from dinfer.layers import linear
 
+    if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
+        compilers.prepare(device)
     takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
@@ -173,6 +176,8 @@ def load_network(
             folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
     linear.settle(network)
+    if alone:
+        compilers.imported(device)
     return network
 
 
