@@ -283,7 +283,7 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
             ) from error
         raise damaged(path, "GGUF", error) from error
     if reader.endianess is GGUFEndian.BIG:
-        raise CheckpointError(f"{path} is big-endian; only little-endian files load. Convert it with gguf-convert-endian")
+        raise CheckpointError(f"{path} is big-endian, and only little-endian files load: use gguf-convert-endian")
     check_kinds(path, fields)
     refuse(
         [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
