@@ -124,6 +124,14 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
 
 
+def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
+    write(line(0), line(1, model="tiny:careful"))
+    args = ("batch", "in.jsonl", "out.jsonl", "recipes=[careful]", *QUICK)
+    assert dinfer(*args, "runtime.rows=1").status == 0
+    said = dinfer(*args, "runtime.rows=2")
+    assert said.status == 0 and "0 answers, 0 of them errors, and 2 from before" in said.err
+
+
 @pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
 def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine, own: str) -> None:
     write(line(0))
