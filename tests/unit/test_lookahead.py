@@ -48,26 +48,20 @@ def recipe_of(**decoder: Any) -> Recipe:
 
 
 class Watch:
-    """How many launches there were, and how many of them came while an earlier round had not been looked at.
-
-    `early`: how many came when the host had looked at a part of the last round.
-    """
+    """How many launches there were, and how many of them came while an earlier round had not been looked at."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.open = self.guesses = self.rounds = self.early = 0
-        self.looking = False
+        self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
         def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
-            self.early += self.looking and self.open > 1
-            self.looking = False
             return request(reader, slots, blocks=blocks, drafts=drafts)
 
         def seen(reader: CanvasReader, asked: Asked) -> Any:
             found = read(reader, asked)
-            self.open, self.looking = self.open - 1, True
+            self.open -= 1
             return found
 
         patch.setattr(CanvasReader, "request", asked)
@@ -191,52 +185,6 @@ def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: p
     assert log.count("wait") == log.count("launch")
     assert any(log[i : i + 4] == ["launch", "launch", "wait", "wait"] for i in range(len(log)))
     assert log[log.index("answer") - 1] == "launch"
-
-
-def apart(recipe: Recipe) -> list[Request]:
-    """Requests whose rows enter their blocks at different times."""
-    return [Request([5, 6, 7], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
-
-
-@pytest.mark.parametrize(("late", "goes_on"), [(0, True), (64, False)])
-def test_the_next_round_begins_without_the_rows_of_a_small_step(
-    late: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If that costs little: four rows of a small model do not fill a step, so no row of four is left out."""
-    recipe = compose(
-        tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
-        decoder={"name": "fixed", "steps": 4},
-    )  # fmt: skip
-    want, engine, watch = run(engine_for(recipe), apart(recipe)), launched_ahead(engine_for(recipe)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", late)
-    assert run(engine, apart(recipe)) == want
-    assert (watch.early > 0) == goes_on and watch.open == 0
-
-
-@pytest.mark.parametrize(("busy", "width", "goes_on"), [(20, 32, True), (20, 1, False), (200, 32, False)])
-def test_rows_are_left_out_of_a_round_if_they_are_few_and_it_is_long(busy: int, width: int, goes_on: bool) -> None:
-    scheduler = engine_for(recipe_of(name="fixed", steps=BLOCK)).loop.scheduler
-    rows: list[Any] = [SimpleNamespace(need=SimpleNamespace(width=width)) for _ in range(256)]
-    assert scheduler.goes_on(rows, rows[:busy]) == goes_on
-
-
-def test_no_row_is_left_out_where_candidates_are_counted() -> None:
-    """What the last round evaluated for a row must be known until its step is read."""
-    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, cache="dual", decoder="threshold")
-    scheduler = engine_for(recipe, speculate=2).loop.scheduler
-    rows: list[Any] = [SimpleNamespace(need=SimpleNamespace(width=32)) for _ in range(256)]
-    assert not scheduler.goes_on(rows, rows[:1])
-
-
-@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[4::16]), ids=str)
-def test_leaving_rows_out_of_a_round_is_harmless_with_any_recipe(
-    combination: Combination, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = combination.recipe(tiny_model(combination.variant))
-    requests = requests_for(recipe)
-    want = run(engine_for(recipe, rows=3), requests)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 0)
-    assert run(launched_ahead(engine_for(recipe, rows=3)), requests) == want
 
 
 def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
