@@ -73,9 +73,10 @@ def family_of(config: dict[str, Any]) -> str:
 def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
     """The model that a config.json describes. Raises CheckpointError."""
     if not family.matches(config):
+        own = family_of(config)
         raise CheckpointError(
-            f"config.json: model_type={config.get('model_type')!r} is not of the family {type(family).__name__}; "
-            f"it is {family_of(config)!r}"
+            f"config.json: model_type={config.get('model_type')!r} is of the family {own!r}, not of "
+            f"{type(family).__name__}: give model={own}"
         )
     try:
         return family.spec(config)
