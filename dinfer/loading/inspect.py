@@ -167,8 +167,8 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
     elif (found.folder / SINGLE).is_file():
         where = dict.fromkeys(stored_in(found.folder / SINGLE), SINGLE)
     else:
-        if any(found.folder.glob("*.bin")):
-            stored(found.folder)  # raises the error that says why it reads no pickles
+        if any([*found.folder.glob("*.bin"), *found.folder.glob("*.safetensors")]):
+            stored(found.folder)  # raises the error that says why it does not read them
         found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
         return [], headers
     files = sorted(set(where.values()))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import (
+    BLOCK_CACHED,
     SAMPLE,
     Combination,
     completions,
@@ -31,7 +32,7 @@ from dinfer.core.protocols import CachePolicy, WindowPlan
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
-from dinfer.engine.request import Request
+from dinfer.engine.request import Completion, Request
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
@@ -104,6 +105,35 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
     monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)  # however often they are wrong, guesses go on
     assert run(engine, requests) == want
+
+
+@pytest.mark.parametrize("combination", thinned(BLOCK_CACHED), ids=str)
+def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = combination.recipe()
+    requests = requests_for(recipe) * 2
+    want = [settled(completion) for completion in completions(engine_for(recipe), requests)]
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
+    engine = launched_ahead(engine_for(recipe, rows=4, settle=True))
+    assert [settled(completion) for completion in completions(engine, requests)] == want
+
+
+def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    recipe = recipe_of(name="fixed", steps=3)
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]
+    engine, watch = launched_ahead(engine_for(recipe, rows=6, settle=True)), Watch(monkeypatch)
+    assert [settled(completion) for completion in completions(engine, requests)] == want
+    assert watch.guesses > watch.rounds / 4 and watch.open == 0
+
+
+def settled(completion: Completion) -> tuple:
+    """All that does not depend on passes that only compute keys."""
+    counts = completion.counts
+    return completion.canvas, counts.forwards - counts.prefills, counts.committed
 
 
 def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
