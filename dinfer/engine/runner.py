@@ -197,9 +197,7 @@ def holds(other: StepShape, shape: StepShape) -> bool:
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
     tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
-    same = replace(
-        other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told
-    )
+    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
     return scores and tells and same == shape
 
 
