@@ -147,9 +147,7 @@ def paged_attention(
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = width * heads // groups, pages_BP.shape[1]
-    tile, keys, splits, warps, most = tiles or _tiles(
-        lanes * groups, share, heads > groups, size, pages * page, q_BWHE.dtype.itemsize
-    )
+    tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     part, stat = out, out
     if splits > 1:
@@ -167,7 +165,7 @@ def paged_attention(
     return out
 
 
-def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: int) -> Tiles:
+def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
     """The fastest on an H200, for `groups` in all rows, each with `share` queries, and `keys` a row."""
     few = 264 // (groups * triton.cdiv(share, 16))
     if few and keys <= 512 and bytes == 2 and size <= 128:  # small tiles, whose keys are read all at once
@@ -182,8 +180,8 @@ def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: 
         # Tensor cores do not multiply float32. Its operands fill registers, and larger tiles or fewer threads spill:
         # 350 rows of 135 positions, 4 heads of 64, take 1.03 ms, with the tiles of bfloat16 19.5 ms.
         return Tiles(tile, 32, splits, 8 if tile == 64 else 4, 2)
-    if splits == 1 and grouped and share >= 128 >= size and groups * share >= 132 * 128:
-        return Tiles(128, 32, 1, 4, 3)  # each key is read half as often
+    if splits == 1 and share >= 128 >= size and groups * share >= 132 * 128:  # each key is read half as often
+        return Tiles(128, 128, 1, 8, 3) if keys >= 4096 else Tiles(128, 32, 1, 4, 3)
     if splits == 1 and tile <= 32 and size <= 128:
         return Tiles(tile, 128, 1, 4, 2)
     if tile <= 32 and size <= 128 and 64 * splits < keys <= 128 * splits:
