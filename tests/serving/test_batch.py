@@ -21,6 +21,7 @@ pytest.importorskip("fastapi")
 from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
 
+from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.engine import Engine
 
 QUICK = ("max_new_tokens=16", "device=cpu")
@@ -170,6 +171,17 @@ def test_an_engine_that_hangs_ends_the_command(dinfer: CommandLine, monkeypatch:
     finally:
         awake.set()
     assert said.status == 1 and "longer than 0.2 seconds" in said.err and "0 answers are kept" in said.err
+
+
+def test_a_lost_rank_ends_the_command_with_one_error(dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(engine: Engine) -> list[Any]:
+        raise RankFailed("rank 1 was killed")
+
+    monkeypatch.setattr(Engine, "step", lose)
+    write(line(0), line(1))
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 1 and "0 answers are kept" in said.err and "To go on: dinfer batch" in said.err
+    assert said.err.count("rank 1 was killed") == 1 and "Traceback" not in said.err
 
 
 def test_a_pipe_goes_in_and_out(dinfer: CommandLine, tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     settings = settings_of(config)
     settings.keys()  # raises where there are none
     others, config = recipes(config, "serve"), config | {"name": name_of(config)}
+    ranks, own = config["tensor_parallel"], config["runtime"]["tensor_parallel"]
+    if ranks not in (1, own):
+        raise ValueError(f"tensor_parallel={ranks} and runtime.tensor_parallel={own} contradict each other: give one")
     if setting(config, "replicas", int | None) is not None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
