@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import compiling_for
-from dinfer.kernels.triton.prepare import taking_turns
+from dinfer.kernels.triton.turns import taking_turns
 
 THREADS = 32  # at most; a step has some dozens of kernels
 NOTE = "dinfer-"
