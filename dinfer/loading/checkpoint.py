@@ -23,7 +23,7 @@ from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing
+from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing, spare_biases
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
@@ -50,12 +50,16 @@ def small_files(folder: Path) -> Folder:
 
 def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
     """The tensors of a checkpoint, without those that the family does not use. Raises CheckpointError."""
+    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     if folder.suffix != GGUF:
-        found = packed(stored(folder), packing(read_object(folder / CONFIG)))
-        return {name: one for name, one in found.items() if not name.startswith(family.unused)}
+        found, how = stored(folder), packing(read_object(folder / CONFIG))
+        spare = spare_biases(found, how, names)
+        wrong = [name for name, bias in read(found, spare) if bias.any()]
+        refuse(wrong, f"{folder} has biases where the model has none, and they are not 0")
+        drop = (*spare, *family.unused)
+        return {name: one for name, one in packed(found, how).items() if not name.startswith(drop)}
     from dinfer.loading.gguf_file import gguf_file
 
-    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     return gguf_file(folder).stored(names)
 
 

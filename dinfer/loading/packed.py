@@ -303,6 +303,16 @@ def _differences(weight: PackedWeight) -> Iterator[str]:
             yield f"{own}: {part.dtype}, must be {' or '.join(kinds)}"
 
 
+def spare_biases(names: Collection[str], how: Packing | None, expected: Collection[str]) -> list[str]:
+    """Biases of packed weights that the network does not have. AutoGPTQ writes one, of zeros, beside every weight.
+
+    `names`: those in the files. `expected`: those of the network.
+    """
+    ending = None if how is None else f".{VALUES[how.method]}"
+    biases = (f"{name.removesuffix(ending)}.bias" for name in names if ending and name.endswith(ending))
+    return [bias for bias in biases if bias in names and bias not in expected]
+
+
 def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]:
     """The names of tensors, with those of a packed weight replaced by the weight's."""
     if how is None:

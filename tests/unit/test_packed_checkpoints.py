@@ -230,6 +230,20 @@ def test_a_weight_that_is_there_twice(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_biases_where_the_model_has_none(tmp_path: Path) -> None:
+    """AutoGPTQ writes one of zeros beside every weight."""
+    weights = checkpoint(tmp_path, GPTQ)
+    tensors = load_file(tmp_path / "model.safetensors")
+    zeros = {f"{name.removesuffix('weight')}bias": torch.zeros(len(weight)) for name, weight in weights.items()}
+    save_file(tensors | zeros, tmp_path / "model.safetensors")
+    assert not inspect(tmp_path, {"checkpoint": str(tmp_path)}).problems
+    assert torch.equal(unpack(*load(tmp_path).blocks[1].out.weight_of("weight")), joined(weights, "attn_out"))
+    (own, bias), *_ = zeros.items()
+    save_file(tensors | zeros | {own: bias + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"biases where the model has none, and they are not 0:\n  {own}$"):
+        load(tmp_path)
+
+
 def test_patterns_that_leave_weights_as_they_are(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path, GPTQ | {"dynamic": {"-:.*lm_head": {}}})
     linear = load(tmp_path).blocks[1].out

@@ -215,4 +215,7 @@ class Scheduler:
             return False
         if {row.slot for row in rows} != {*slots}:
             return False
-        return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)
+        return all(
+            row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks)
+            for row in rows
+        )

@@ -4,11 +4,9 @@ Triton compiles a kernel at its first launch, and the launch waits. So one core 
 step, one after the other.
 """
 
-import gc
 import hashlib
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,9 +22,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import compiling_for
+from dinfer.kernels.triton.turns import taking_turns
 
 THREADS = 32  # at most; a step has some dozens of kernels
-PATIENCE = 0.0005  # seconds that a thread waits for one that runs Python; usually 5 ms
 NOTE = "dinfer-"
 _TURN, _LOADING = threading.Lock(), threading.Lock()
 _load = build._load_module_from_path
@@ -67,8 +65,6 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
     """Within, a kernel that this thread launches on tensors of the meta device is compiled for `device`, not run.
 
     At the end all of them are compiled and loaded. Other threads launch kernels as usual. Raises the compiler's errors.
-    Meanwhile garbage stays. The collector would look at all of torch's objects again and again, while all compilers
-    wait. It may also run Python code while Python parses a kernel, and the parsers of other threads then fail.
     """
     # The meta device needs torch's compiler. An import beside the threads below would wait for them after each file.
     importlib.import_module("torch._dynamo")
@@ -83,19 +79,13 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
         return kernels[call]
 
     with _TURN, _Compiler(min(cores(), THREADS), initializer=torch.cuda.set_device, initargs=(device,)) as compiler:
-        patience, collects = sys.getswitchinterval(), gc.isenabled()
-        sys.setswitchinterval(PATIENCE)
-        gc.disable()
         JITFunction.run = compile_or_run
         try:
             # If the mode raised errors, it would stay on. `result` raises those that it ignores.
-            with compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
+            with taking_turns(), compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
                 yield
         finally:
             JITFunction.run = run
-            sys.setswitchinterval(patience)
-            if collects:
-                gc.enable()
         for kernel in kernels.values():
             if isinstance(kernel, triton.FutureKernel):
                 kernel.result()

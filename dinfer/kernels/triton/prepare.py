@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from dinfer.kernels import triton as kernels
+from dinfer.kernels.triton.turns import taking_turns
 
 
 def prepare(device: torch.device) -> None:
@@ -46,11 +47,13 @@ def _begin() -> tuple[Future[None], ...]:
     return first, *rest
 
 
+@taking_turns()
 def _import_kernels() -> None:
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
 
 
+@taking_turns()
 def _import_compiler() -> None:
     """Imports torch's compiler, which the meta device needs. Not if kernels were compiled on this machine before."""
     from dinfer.kernels.triton.ahead import cores, notes
