@@ -109,8 +109,14 @@ class ExpertWeight(ABC):
         """The most rows of one expert that a program of the GPU takes."""
         raise NotImplementedError
 
-    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
-        """Each token times the matrices of its experts, gated. One row a pair, in the order of tiles. [P, O / 2]"""
+    @property
+    def takes(self) -> Inputs:
+        """How a gate should leave the inputs."""
+        return "plain"
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
+        """Each token times the matrices of its experts, gated, for `down`. A row a pair, in the order of tiles. [P, O / 2]
+        """
         raise NotImplementedError
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
@@ -155,10 +161,10 @@ class ScaledExperts(ExpertWeight):
 
         return rows_of_tile(pairs_per_expert, self.each.dtype.itemsize)
 
-    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         from dinfer.kernels.triton.moe import gated_linear
 
-        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], piece)
+        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         from dinfer.kernels.triton.moe import expert_linear
@@ -216,7 +222,7 @@ def expert_mixture(
         else:
             plus_ND = shared.mlp(wide_ND)
     made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
-    hidden_PM = gate_up.gated_rows(flat, made, gated, down.piece)
+    hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)
     if plus_ND is None and tokens <= TOGETHER:  # more rows would fill memory until they are read
         return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
