@@ -110,12 +110,19 @@ class ExpertWeight(ABC):
         raise NotImplementedError
 
     @property
+    def able(self) -> bool:
+        """Whether the GPU's kernels multiply with it."""
+        return True
+
+    @property
     def takes(self) -> Inputs:
         """How a gate should leave the inputs."""
         return "plain"
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
-        """Each token times the matrices of its experts, gated, for `down`. A row a pair, in the order of tiles. [P, O / 2]
+        """Each token times the matrices of its experts, gated, as `down` takes them. [P, O / 2]
+
+        One row a pair, in the order of tiles.
         """
         raise NotImplementedError
 
@@ -208,7 +215,7 @@ def expert_mixture(
         experts_NC, weights_NC = own_pairs(experts_NC, weights_NC, dealt, len(gate_up.each))
     flat = rows_of(x)
     wide_ND = close(flat)
-    if not use_triton(wide_ND, "experts"):
+    if not (use_triton(wide_ND, "experts") and gate_up.able and down.able):
         mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
         mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import multiplies_integers, use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
 from dinfer.kernels.types import GROUPED_ROWS, Deferred, Grouped, InGroups, Inputs, Parts, Plan
 
@@ -96,8 +96,8 @@ def packed_linear(
 ) -> Tensor | Parts:
     """x times the transpose of a weight in 4 bits, which may be `tiled`. [..., K] -> [..., O]
 
-    A GPU rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do the compiled
-    kernels of a CPU.
+    A GPU from Ampere on rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do
+    the compiled kernels of a CPU. `parts`: the consumer may add up parts.
     """
     if not use_triton(held(x), "packed"):
         x = close(x)
@@ -109,7 +109,7 @@ def packed_linear(
     from dinfer.kernels.triton import packed as kernels
 
     x = _grouped(x)
-    if x.shape[:-1].numel() <= GROUPED_ROWS:
+    if x.shape[:-1].numel() <= GROUPED_ROWS and multiplies_integers(values):
         return kernels.linear(x, values, scale_OG, bias_O, split=parts and len(scale_OG) <= SMALL)
     x = close(x)
     return F.linear(x, kernels.unpack(values, scale_OG, x.dtype), bias_O)
@@ -143,6 +143,10 @@ class PackedExperts(ExpertWeight):
 
         both_PX = expert_linear(_grouped(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
         return gated(both_PX, down.takes)
+
+    @property
+    def able(self) -> bool:
+        return multiplies_integers(self.each)
 
     @property
     def takes(self) -> Inputs:

@@ -96,3 +96,24 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
     wanted = {launch for launch in launches if "packed" in launch or '"GROUP"' in launch}
     assert sum('"ASM": true' in launch for launch in wanted) == 6
     assert failures(wanted) == []
+
+
+@torch.inference_mode()
+def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles no products of integers there, so weights are unpacked."""
+    from dinfer.kernels import packed
+    from dinfer.kernels.moe import expert_mixture
+
+    with recorded_launches(monkeypatch) as launches, torch.device("meta"):
+        monkeypatch.setattr(packed, "multiplies_integers", lambda tensor: False)
+        x, weight = torch.empty(32, 128, dtype=torch.float16), packed.pack(torch.empty(2, 128, 128))
+        packed.packed_linear(x, weight[0][0], weight[1][0])
+        chosen, experts = torch.zeros(32, 1, dtype=torch.int64), packed.PackedExperts(*weight)
+        assert (
+            expert_mixture(
+                x, chosen, chosen.float(), experts, packed.PackedExperts(weight[0][..., :32], weight[1][..., :1])
+            ).shape
+            == x.shape
+        )
+    assert ["_unpack" in launch for launch in launches if "packed" in launch] == [True]
+    assert failures(launches, 75) == []

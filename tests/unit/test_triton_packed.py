@@ -84,14 +84,19 @@ def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
 ) -> None:
     tokens, experts, hidden, width = 5, 4, 64, 64
     x_ND, (weights_NC, experts_NC) = draw(tokens, hidden), draw(tokens, experts).softmax(-1).topk(2)
-    gate_up, down = packed.pack(draw(experts + 1, 2 * width, hidden) / 8), packed.pack(draw(experts + 1, hidden, width) / 8)
+    gate_up, down = (
+        packed.pack(draw(experts + 1, 2 * width, hidden) / 8),
+        packed.pack(draw(experts + 1, hidden, width) / 8),
+    )
     if tiles:
         gate_up, down = ((packed.tiled(*weight), weight[1]) for weight in (gate_up, down))
     each = [packed.PackedExperts(*(part[:experts] for part in weight)) for weight in (gate_up, down)]
     shared = [packed.PackedExperts(*(part[experts] for part in weight)) for weight in (gate_up, down)]
     plan = triton_moe.plan(experts_NC, experts, 16, shared=True)
     both = [one.joined(more) for one, more in zip(each, shared, strict=True)]
-    got = triton_moe.combine(both[1].mixed_rows(both[0].gated_rows(x_ND, plan, triton_norm.swiglu, both[1]), plan), weights_NC)
+    got = triton_moe.combine(
+        both[1].mixed_rows(both[0].gated_rows(x_ND, plan, triton_norm.swiglu, both[1]), plan), weights_NC
+    )
     plan = triton_moe.plan(experts_NC, experts, 16)
     hidden_NM = triton_norm.swiglu(triton_packed.linear(x_ND, *(part[experts] for part in gate_up), None))
     alone_ND = triton_packed.linear(hidden_NM, *(part[experts] for part in down), None)

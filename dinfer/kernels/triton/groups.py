@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import largest
-from dinfer.kernels.types import Grouped
+from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Inputs
 
 
 @triton.jit
@@ -30,6 +30,11 @@ def _round_groups(
     column = first + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * width + column, mask=column < width, other=0.0).to(tl.float32)
     store_groups(x, out_ptr, scale_ptr, row, first, width, room, GROUP, BLOCK)
+
+
+def in_groups(inputs: Inputs, rows: int) -> InGroups | None:
+    """The groups in which a consumer takes so many rows; None: it takes them otherwise."""
+    return inputs if isinstance(inputs, InGroups) and rows <= GROUPED_ROWS else None
 
 
 def empty_groups(x: Tensor, width: int, group: int, many: int | None = None) -> Grouped:

@@ -8,10 +8,10 @@ from torch import Tensor
 from dinfer.kernels import symmetric
 from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.triton.deferred import Addends, added
-from dinfer.kernels.triton.groups import empty_groups, store_groups
+from dinfer.kernels.triton.groups import empty_groups, in_groups, store_groups
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
-from dinfer.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, Inputs, Parts, Rounded
+from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded
 
 EMPTY = tl.constexpr(symmetric.EMPTY)
 
@@ -132,18 +132,17 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
     """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
-    width, grouped = x_BWD.shape[-1], None
-    if isinstance(inputs, InGroups):
-        inputs, grouped = "plain", inputs if x_BWD.numel() // width <= GROUPED_ROWS else None
-    both = inputs == "both" or (grouped is not None and grouped.both)
-    plain = torch.empty_like(x_BWD) if both or (inputs == "plain" and grouped is None) else x_BWD
+    width, groups = x_BWD.shape[-1], in_groups(inputs, x_BWD.shape[:-1].numel())
+    both = inputs == "both" or (groups is not None and groups.both)
+    narrow = groups is not None or inputs in ("rounded", "both")
+    plain = x_BWD if narrow and not both else torch.empty_like(x_BWD)
+    wide, out, scale, room = plain if both else None, plain, plain, 0
     made: Tensor | Rounded | Grouped = plain
-    out, scale, room = plain, plain, 0
-    if grouped is not None:
-        made = empty_groups(x_BWD, width, grouped.group)._replace(wide=plain if both else None)
+    if groups is not None:
+        made = empty_groups(x_BWD, width, groups.group)._replace(wide=wide)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
-    elif inputs != "plain":
-        made = empty_rounded(x_BWD)._replace(wide=plain if both else None)
+    elif narrow:
+        made = empty_rounded(x_BWD)._replace(wide=wide)
         out, scale = made.values, made.scale
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
@@ -151,7 +150,7 @@ def add_rms_norm(
     _add_rms_norm[(x_BWD.numel() // width,)](
         x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, room, eps,
         PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
-        GROUP=0 if grouped is None else grouped.group, BOTH=both, ROWS=rows, WIDEST=widest,
+        GROUP=0 if groups is None else groups.group, BOTH=both, ROWS=rows, WIDEST=widest,
         **_size(width), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
@@ -179,20 +178,19 @@ def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded | 
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
     width = gate_up_BWX.shape[-1] // 2
-    rows, grouped = gate_up_BWX.numel() // (2 * width), None
-    if isinstance(inputs, InGroups):
-        inputs, grouped = "plain", inputs if rows <= GROUPED_ROWS else None
-    if grouped is None:
-        out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
-        out, scale, room, group = out_BWM, out_BWM, 0, 0
-    else:
-        made, group = empty_groups(gate_up_BWX, width, grouped.group), grouped.group
+    rows = gate_up_BWX.shape[:-1].numel()
+    if groups := in_groups(inputs, rows):
+        made = empty_groups(gate_up_BWX, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    else:
+        out = scale = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+        room = 0
     block = min(triton.next_power_of_2(width), 1024)
     _swiglu[(rows, triton.cdiv(width, block))](
-        gate_up_BWX, out, scale, width, room, GROUP=group, BLOCK=block, num_warps=4, **early(gate_up_BWX)
-    )
-    if grouped is not None:
+        gate_up_BWX, out, scale, width, room, GROUP=groups.group if groups else 0, BLOCK=block, num_warps=4,
+        **early(gate_up_BWX),
+    )  # fmt: skip
+    if groups:
         return made
     # A scale needs the whole row. One program for a whole row would take longer than a second launch.
-    return out_BWM if inputs == "plain" else round_rows(out_BWM)
+    return round_rows(out) if inputs == "rounded" else out

@@ -19,7 +19,6 @@ from dinfer.kernels.triton.groups import round_groups
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
 from dinfer.kernels.types import Grouped, Parts
 
-
 TILE = tl.constexpr(packed.TILE)
 
 
@@ -48,10 +47,6 @@ def _integers(pairs, ASM: tl.constexpr):
     return low, high
 
 
-AHEAD = tl.constexpr(1 << 20)  # groups
-SCALES_AHEAD = tl.constexpr(True)
-
-
 @triton.jit
 def group_sums(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, output, room, outputs, width, scale_output, scale_group,
@@ -69,16 +64,6 @@ def group_sums(
     x_ptrs = x_ptr + row.to(tl.int64)[None, :] * width + tl.arange(0, GROUP)[:, None]
     scale_ptrs = scale_ptr + output.to(tl.int64) * scale_output
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    if EARLY and TILED:
-        if AHEAD:
-            bytes = tl.minimum(end - first, AHEAD) * (TILE * HALF)
-            for piece in tl.static_range(OUTPUTS // TILE):
-                block = tl.minimum(tl.min(output, 0) // TILE + piece, outputs // TILE - 1).to(tl.int64)
-                fetch_piece(weight_ptr + block * TILE * (width // 2) + first * step, bytes)
-        if SCALES_AHEAD:
-            each = tl.minimum(first + tl.arange(0, 32), end - 1)
-            sector = tl.minimum(tl.min(output, 0) + tl.arange(0, OUTPUTS // 16) * 16, outputs - 1)
-            fetch(scale_ptr + each[:, None] * scale_group + sector[None, :] * scale_output)
     scale = tl.load(scale_ptrs + first * scale_group)
     wait(EARLY)
     x_scale = tl.load(x_scale_ptr + first * room + row)
@@ -95,6 +80,24 @@ def group_sums(
 
 
 @triton.jit
+def _fetch_ahead(
+    weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Asks for all that `group_sums` will read of a `tiled` weight. No kernel writes weights, so it need not wait."""
+    SOME: tl.constexpr = TILE * GROUP // 2  # bytes of a group of TILE outputs
+    for piece in tl.static_range(OUTPUTS // TILE):
+        block = tl.minimum(tile * (OUTPUTS // TILE) + piece, outputs // TILE - 1).to(tl.int64)
+        fetch_piece(weight_ptr + (block * (width // GROUP) + first) * SOME, (end - first) * SOME)
+    group = tl.minimum(first + tl.arange(0, SCALES), end - 1)
+    output = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS // 16) * 16, outputs - 1)
+    fetch(scale_ptr + group.to(tl.int64)[:, None] * scale_group + output[None, :] * scale_output)
+
+
+SCALES = tl.constexpr(32)  # groups whose scales are asked for
+
+
+@triton.jit
 def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs, width,
     scale_output, scale_group,
@@ -107,11 +110,13 @@ def _linear(
     seen, inside = row < rows, output < outputs
     groups = width // GROUP
     let_next(EARLY)
+    first, end = part * groups // PARTS, (part + 1) * groups // PARTS
+    if EARLY and TILED:
+        _fetch_ahead(weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end, OUTPUTS, GROUP)
     # Outputs that are not there read those of the last one: cheaper than a mask.
     total = group_sums(
         x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, tl.minimum(output, outputs - 1), room, outputs, width,
-        scale_output, scale_group, part * groups // PARTS, (part + 1) * groups // PARTS,
-        ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
+        scale_output, scale_group, first, end, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
     )  # fmt: skip
     if LEFT:
         out_ptr += part.to(tl.int64) * rows * outputs
@@ -188,8 +193,9 @@ def linear(
         part, turn = out.new_empty(tiles[0] * tiles[1] * parts * tall * many, dtype=torch.float32), _TURNS[out.device]
     _linear[(*tiles, parts)](
         given.values_RK, given.scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows,
-        len(given.values_RK), outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts, LEFT=split, TILED=values.ndim > 2,
-        TOGETHER=together, BIAS=bias_O is not None, ASM=card(out.device) is not None, num_warps=warps,
+        len(given.values_RK), outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts,
+        LEFT=split, TILED=values.ndim > 2, TOGETHER=together, BIAS=bias_O is not None, ASM=card(out.device) is not None,
+        num_warps=warps,
         num_stages=stages(out.device, (tall // 2 + many) * group * together, most), **early(out),
     )  # fmt: skip
     return Parts(out, x.dtype) if split else out

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.dispatch import card
-from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.groups import round_groups
+from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.packed import group_sums
 from dinfer.kernels.types import Grouped, Plan
 
@@ -72,8 +72,8 @@ def expert_linear(
     _packed_expert_linear[(triton.cdiv(outputs, tall) * plan.tile_I4.shape[0],)](
         given.values_RK, given.scale_GR, values, scale_XOG, shared_values, shared_scale, plan.pairs_XN, plan.tile_I4,
         out_PO, plan.pairs_XN.shape[1], len(given.values_RK), width, outputs, experts, *scale_XOG.stride(),
-        PER=plan.pairs // rows if by_token else 0, SHARED=shared is not None, ROWS=plan.rows, OUTPUTS=tall, GROUP=group, TILED=values.ndim > 3, TOGETHER=together,
-        ASM=card(values.device) is not None, num_warps=warps,
+        PER=plan.pairs // rows if by_token else 0, SHARED=shared is not None, ROWS=plan.rows, OUTPUTS=tall, GROUP=group,
+        TILED=values.ndim > 3, TOGETHER=together, ASM=card(values.device) is not None, num_warps=warps,
         num_stages=stages(values.device, (tall // 2 + plan.rows) * group * together, most), **early(values),
     )  # fmt: skip
     return out_PO
