@@ -151,3 +151,4 @@ class Projections(NamedTuple):
     heads: int  # query heads
     table: Table
     norm: HeadNorm | None = None
+    takes: Inputs = "plain"  # how the layer behind the attention takes its inputs

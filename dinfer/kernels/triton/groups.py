@@ -11,14 +11,20 @@ from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Inputs
 
 
 @triton.jit
+def whole(x, AXIS: tl.constexpr):
+    """float32 as 8-bit integers, and a 16th of the scales that those along the axis share."""
+    scale = largest(x, AXIS, 1e-30) / 127
+    return tl.floor(x / scale + 0.5).to(tl.int8), tl.sum(scale, AXIS) / 16
+
+
+@triton.jit
 def store_groups(x, out_ptr, scale_ptr, row, first, width, room, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Rounds BLOCK inputs of a row, float32, from the `first` on. Those that are not there must be 0."""
-    scale = largest(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1, 1e-30) / 127
-    whole = tl.floor(tl.reshape(tl.reshape(x, (BLOCK // GROUP, GROUP)) / scale, (BLOCK,)) + 0.5)
+    values, scale = whole(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
     column = first + tl.arange(0, BLOCK)
-    tl.store(out_ptr + row.to(tl.int64) * width + column, whole.to(tl.int8), mask=column < width)
+    tl.store(out_ptr + row.to(tl.int64) * width + column, tl.reshape(values, (BLOCK,)), mask=column < width)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    tl.store(scale_ptr + group * room + row, tl.reshape(scale, (BLOCK // GROUP,)) / 16, mask=group * GROUP < width)
+    tl.store(scale_ptr + group * room + row, scale, mask=group * GROUP < width)
 
 
 @triton.jit
