@@ -13,47 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.triton.groups import empty_groups, in_groups, whole
-from dinfer.kernels.triton.launch import early, fetch, follow, stages
+from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.types import Grouped, Inputs
 
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
 
 @triton.jit
-def key_places(
-    pages_ptr, tile, lane, group, pages, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr
+def key_scores(
+    q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale,
+    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile: their numbers, which of them exist, and where they are."""
+    """Scores of a tile of keys, -inf where a query does not see the key; where the keys are, and which exist."""
     key = tile * KEYS + tl.arange(0, KEYS)
     there = key < pages * T
     page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
-    return key, there, ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
-
-
-@triton.jit
-def key_scores(q, k, key, start, end, scale):
-    """Scores of a tile of keys, -inf where a query does not see the key."""
+    at = ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
+    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-    return tl.where(seen, score, -float("inf"))
-
-
-@triton.jit
-def fetch_keys(
-    k_ptr, v_ptr, pages_ptr, tile, lane, group, pages,
-    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Asks for a tile of keys and values, so that the L2 cache has them soon."""
-    key = tl.minimum(tile * KEYS + tl.arange(0, KEYS), pages * T - 1)
-    page = tl.load(pages_ptr + lane * pages + key // T).to(tl.int64)
-    at = ((page * T + key % T) * G + group) * E
-    SECTOR: tl.constexpr = 256 // k_ptr.dtype.element_ty.primitive_bitwidth
-    places = at[:, None] + (tl.arange(0, E // SECTOR) * SECTOR)[None, :]
-    fetch(k_ptr + places)
-    fetch(v_ptr + places)
-
-
-AHEAD = tl.constexpr(True)
+    return tl.where(seen, score, -float("inf")), at, there
 
 
 @triton.jit
@@ -79,8 +58,6 @@ def _attend(
     entry = tl.arange(0, E)
     if OWN:  # only the first split uses it
         own = tl.load(own_ptr + lane * width + query, mask=inside, other=-1)
-    if EARLY and AHEAD:
-        fetch_keys(k_ptr, v_ptr, pages_ptr, first, lane, group, pages, G, E, T, KEYS)
     follow(EARLY)
     place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
     q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
@@ -96,15 +73,12 @@ def _attend(
         total = tl.where(sees, 1.0, total)
         acc = tl.load(v_ptr + own_at, mask=sees[:, None], other=0.0).to(tl.float32)
     for tile in range(first, first + tiles):
-        key, there, at = key_places(pages_ptr, tile, lane, group, pages, G, E, T, KEYS)
-        # Both are asked for at once.
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        score = key_scores(q, k, key, start, end, scale)
+        score, at, there = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         prob = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(top - safe)
+        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(prob, 1)
         top = peak

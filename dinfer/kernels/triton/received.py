@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.attention import LOG2_E, key_places, key_scores
+from dinfer.kernels.triton.attention import LOG2_E, key_scores
 
 
 @triton.jit
@@ -31,9 +31,7 @@ def _normalizers(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for tile in range(tl.min(start, 0) // KEYS, tl.cdiv(tl.max(end, 0), KEYS)):
-        key, there, at = key_places(pages_ptr, tile, lane, group, pages, G, E, T, KEYS)
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        score = key_scores(q, k, key, start, end, scale)
+        score, _, _ = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)
