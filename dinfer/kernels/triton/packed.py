@@ -73,8 +73,16 @@ def group_sums(
         next, x_next = tl.load(scale_ptrs + after * scale_group), tl.load(x_scale_ptr + after * room + row)
         low, high = _integers(tl.load(weight_ptrs + group * step), ASM)
         weight = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (OUTPUTS, GROUP))
-        sum = tl.dot(weight, tl.load(x_ptrs + group * GROUP), out_dtype=tl.int32)
-        total += sum.to(tl.float32) * (scale.to(tl.float32)[:, None] * x_scale[None, :])
+        x = tl.load(x_ptrs + group * GROUP)
+        if ROWS < 128:
+            sum = tl.dot(weight, x, out_dtype=tl.int32)
+            total += sum.to(tl.float32) * (scale.to(tl.float32)[:, None] * x_scale[None, :])
+        else:
+            # Converting integers takes long. So the sums begin at 3 * 2**22: the bits of such a float32 count in ones.
+            sum = tl.dot(weight, x, tl.full((OUTPUTS, ROWS), 0x4B400000, tl.int32), out_dtype=tl.int32)
+            by = tl.broadcast_to(scale.to(tl.float32)[:, None], (OUTPUTS, ROWS))
+            scaled = tl.fma(sum.to(tl.float32, bitcast=True), by, by * -12582912.0)
+            total = tl.fma(scaled, tl.broadcast_to(x_scale[None, :], (OUTPUTS, ROWS)), total)
         scale, x_scale = next, x_next
     return total
 
@@ -84,16 +92,17 @@ def _fetch_ahead(
     weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end,
     OUTPUTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Asks for all that `group_sums` will read of a `tiled` weight. No kernel writes weights, so it need not wait."""
+    """Asks for what `group_sums` will read first of a `tiled` weight. No kernel writes weights, so it need not wait."""
     SOME: tl.constexpr = TILE * GROUP // 2  # bytes of a group of TILE outputs
     for piece in tl.static_range(OUTPUTS // TILE):
         block = tl.minimum(tile * (OUTPUTS // TILE) + piece, outputs // TILE - 1).to(tl.int64)
-        fetch_piece(weight_ptr + (block * (width // GROUP) + first) * SOME, (end - first) * SOME)
+        fetch_piece(weight_ptr + (block * (width // GROUP) + first) * SOME, tl.minimum(end - first, AHEAD) * SOME)
     group = tl.minimum(first + tl.arange(0, SCALES), end - 1)
     output = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS // 16) * 16, outputs - 1)
     fetch(scale_ptr + group.to(tl.int64)[:, None] * scale_group + output[None, :] * scale_output)
 
 
+AHEAD = tl.constexpr(2)  # groups; more delay what the kernel before reads: 4 take 3 us longer in five layers, 8 more
 SCALES = tl.constexpr(32)  # groups whose scales are asked for
 
 
@@ -102,22 +111,26 @@ def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs, width,
     scale_output, scale_group,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr,
-    TILED: tl.constexpr, TOGETHER: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    TILED: tl.constexpr, TOGETHER: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
     groups = width // GROUP
-    let_next(EARLY)
     first, end = part * groups // PARTS, (part + 1) * groups // PARTS
-    if EARLY and TILED:
+    if not FEW:
+        let_next(EARLY)
+    elif EARLY and TILED:
         _fetch_ahead(weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end, OUTPUTS, GROUP)
     # Outputs that are not there read those of the last one: cheaper than a mask.
     total = group_sums(
         x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, tl.minimum(output, outputs - 1), room, outputs, width,
         scale_output, scale_group, first, end, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
     )  # fmt: skip
+    if FEW:
+        let_next(EARLY)
     if LEFT:
         out_ptr += part.to(tl.int64) * rows * outputs
     elif PARTS > 1:
@@ -143,6 +156,9 @@ _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14  # tiles whose groups may be divided
 
 
+FEW = 64  # rows up to which weights are asked for early, the next kernel starts late, and a consumer may add up parts
+
+
 class Config(NamedTuple):
     """Rows and outputs of a tile, groups multiplied between two barriers, warps, and the most stages."""
 
@@ -156,8 +172,8 @@ class Config(NamedTuple):
 
 def config_for(rows: int, outputs: int, groups: int) -> Config:
     """By measurements on an H200 with the shapes of LLaDA-8B."""
-    if rows > 64:
-        many = 128 if outputs > 16384 or groups > 64 else 64
+    if rows > FEW:
+        many = 128 if outputs > 16384 or groups > 64 or (outputs <= 4096 and rows > 128) else 64
         tiles = triton.cdiv(outputs, 64) * triton.cdiv(rows, many)
         return Config(many, 64, 1, 4, 4, 2 if tiles <= 128 and groups >= 16 else 1)
     many = max(16, triton.next_power_of_2(rows))
@@ -182,7 +198,8 @@ def linear(
     rows, group = x.shape[:-1].numel(), width // groups
     many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
     given = x if isinstance(x, Grouped) else round_groups(x, group, many)
-    split = split and parts > 1
+    few = rows <= FEW
+    split = split and few and parts > 1
     shape = (*x.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if split else shape), dtype=torch.float32 if split else x.dtype)
     tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
@@ -194,8 +211,8 @@ def linear(
     _linear[(*tiles, parts)](
         given.values_RK, given.scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows,
         len(given.values_RK), outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts,
-        LEFT=split, TILED=values.ndim > 2, TOGETHER=together, BIAS=bias_O is not None, ASM=card(out.device) is not None,
-        num_warps=warps,
+        LEFT=split, TILED=values.ndim > 2, TOGETHER=together, BIAS=bias_O is not None, FEW=few,
+        ASM=card(out.device) is not None, num_warps=warps,
         num_stages=stages(out.device, (tall // 2 + many) * group * together, most), **early(out),
     )  # fmt: skip
     return Parts(out, x.dtype) if split else out
