@@ -92,9 +92,10 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
             shared = experts.joined(packed.PackedExperts(values[0], scale[0]))
             inputs = norm.add_rms_norm(x, x, x[0], 1e-5, InGroups(group, both=True))[1]
             shared.gated_rows(inputs, plan, norm.swiglu, experts)
-            packed.packed_linear(inputs, values[0], scale[0])
+            packed.packed_linear(inputs, values[0], scale[0], parts=True)
+            packed.packed_linear(x.repeat(5, 1), values[0], scale[0])
     wanted = {launch for launch in launches if "packed" in launch or '"GROUP"' in launch}
-    assert sum('"ASM": true' in launch for launch in wanted) == 6
+    assert sum('"ASM": true' in launch for launch in wanted) == 10
     assert failures(wanted) == []
 
 

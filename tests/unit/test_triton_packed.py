@@ -27,7 +27,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("config", [None, Config(16, 64, 2, 4, 2), Config(32, 32, 1, 4, 2, parts=4)])
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 192, 192), (33, 64, 96)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 192, 192), (33, 64, 96), (129, 128, 128)])
 def test_linear_in_4_bits(
     reference: None, dtype: torch.dtype, config: Config | None, rows: int, outputs: int, width: int
 ) -> None:
@@ -44,6 +44,8 @@ def test_linear_in_4_bits(
     assert (tiled is weight_OH) == (outputs == 40)
     assert torch.equal(packed.flat(tiled, scale_OG), weight_OH)
     assert torch.equal(got, triton_packed.linear(x, tiled, scale_OG, bias_O, config=config))
+    parts = triton_packed.linear(x, tiled, scale_OG, bias_O, config=config, split=True)
+    torch.testing.assert_close(close(parts), want, **CLOSE[dtype])
     for values in (weight_OH, tiled):
         assert torch.equal(triton_packed.unpack(values, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
