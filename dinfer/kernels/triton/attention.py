@@ -172,6 +172,8 @@ def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
         splits = min(1 << few.bit_length() - 1, triton.next_power_of_2(triton.cdiv(keys, 64)))
         if keys <= 128 * splits:
             return Tiles(16, 64 if keys <= 64 * splits else 128, splits, 4, 1)
+    if share > 64 <= groups * triton.cdiv(share, 64) <= 132 and keys <= 512 and bytes == 2 and size <= 128:
+        return Tiles(64, 128, 1, 4, 2)  # several blocks of one row: more programs would only read the keys more often
     tile = min(max(triton.next_power_of_2(share), 16), 64)
     # Enough programs for every multiprocessor, but at least 64 keys each.
     want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)
