@@ -6,7 +6,8 @@
 
 Weights are random; one request uses the dual cache. Every block commits a token at each step, and the next block opens
 at once, so most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time
-is that of the most frequent window step with CUDA graphs, the ratio is to the first run.
+is that of the most frequent window step with CUDA graphs, the ratio is to the first run, and the parts of the step are
+those of `benchmarks.parts`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.feeds import random_prompts
 from benchmarks.open_blocks_table import open_blocks
+from benchmarks.parts import by_kernel, by_part, profiled
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import timed_run
@@ -60,11 +62,14 @@ def main(args: list[str] | None = None) -> None:
         }
         recipe = compose(model, iteration=iteration, decoder="threshold", cache="dual")
         pipe = Pipeline(recipe, None, Runtime(graphs=cuda, speculate=candidates))
-        run, _ = timed_run(pipe, partial(pipe.generate_ids, prompts, max_new_tokens=given.new))
+        generate = partial(pipe.generate_ids, prompts, max_new_tokens=given.new)
+        run, shapes = timed_run(pipe, generate)
+        spans, count = profiled(pipe.engine, generate, shapes)
+        parts = {part: row["own_us"] for part, row in by_part(by_kernel(spans, count), run["step_ms"]).items()}
         base = report["runs"][0]["step_ms"] if report["runs"] else run["step_ms"]
         kept = {name: run[name] for name in ("step_ms", "host_ms", "width", "refused_graphs", "steps")}
         about = {"blocks": blocks, "candidates": candidates}
-        report["runs"].append(about | {"ratio": round(run["step_ms"] / base, 4), **kept})
+        report["runs"].append(about | {"ratio": round(run["step_ms"] / base, 4), **kept, "parts_us": parts})
         print({k: v for k, v in report["runs"][-1].items() if k != "steps"}, flush=True)
         save(report, given.out)
 

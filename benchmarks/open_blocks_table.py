@@ -25,7 +25,7 @@ def open_blocks(results: Path) -> str:
         f"prompt {report['setting']['prompt']} + {report['setting']['new']} new, blocks of {BLOCK}, CUDA graphs, "
         f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}."
     )
-    return "\n\n".join([about, steps(report), candidates(results, report), rates(results, report)])
+    return "\n\n".join([about, steps(report), parts(report), candidates(results, report), rates(results, report)])
 
 
 def steps(report: dict[str, Any]) -> str:
@@ -37,6 +37,22 @@ def steps(report: dict[str, Any]) -> str:
             f"| {run['blocks']} | {run['candidates']} | {positions(run)} | {run['step_ms']:.2f} ms "
             f"| {run['ratio']:.2f} | {'-' if wanted is None else f'{wanted:.2f}'} |"
         )
+    return "\n".join(lines)
+
+
+def parts(report: dict[str, Any]) -> str:
+    """What the parts of a step take more than in the step with one block."""
+    first, *others = report["runs"]
+    names = [name for name, us in first["parts_us"].items() if us]
+    lines = [
+        "Where the rest of the time goes: microseconds more than in the first step, by part.",
+        "",
+        "| open blocks | candidates | " + " | ".join(names) + " |",
+        "| --- | --- |" + " --- |" * len(names),
+    ]
+    for run in others:
+        cells = [f"{run['parts_us'][name] - first['parts_us'][name]:+.0f}" for name in names]
+        lines.append(f"| {run['blocks']} | {run['candidates']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

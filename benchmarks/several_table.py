@@ -11,7 +11,7 @@ from dinfer.analysis.pareto import aup, front
 
 Row = dict[str, Any]
 FILES = {
-    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu", "multi-block-tiny-more-cpu"),
+    "tiny": ("multi-block-tiny-h200", "multi-block-tiny-cpu", "multi-block-tiny-more-cpu", "lopa-tiny-h200"),
     "tiny-d2f": ("multi-block-tiny-d2f-h200", "lopa-tiny-d2f-h200"),
     "tiny-llada2": ("multi-block-tiny-llada2-h200", "multi-block-tiny-llada2-cpu"),
     "tiny-llada2-multi-block": ("multi-block-tiny-llada2-multi-block-h200",),
@@ -23,6 +23,7 @@ SECOND = {  # the presets' recipes on other problems
     "tiny-d2f": "multi-block-tiny-d2f-second-cpu",
     "tiny-llada2-multi-block": "multi-block-tiny-llada2-multi-block-second-cpu",
 }
+RECIPE = ("iteration", "iteration_options", "decoder", "options")
 SHOWN = {
     "fixed": ("steps=32",),
     "threshold": ("threshold=0.95", "threshold=0.9", "threshold=0.8"),
@@ -67,10 +68,11 @@ def several(results: Path) -> str:
             "| iteration | decoder | training split | held out | NFE |",
             "| --- |" + " --- |" * 4,
         ]
-        pairs = [
-            pair for report in reports(results, name) for pair in zip_longest(report["validation"], report["rows"])
-        ]
-        for chosen, row in sorted(pairs, key=lambda pair: order(pair[1])):
+        pairs = {  # a recipe that two files have counts once
+            tuple(pair[1][name] for name in RECIPE): pair
+            for report in reports(results, name) for pair in zip_longest(report["validation"], report["rows"])
+        }  # fmt: skip
+        for chosen, row in sorted(pairs.values(), key=lambda pair: order(pair[1])):
             if "add_at" in row["iteration_options"] or row["options"] not in SHOWN.get(row["decoder"], ()):
                 continue
             cells = [cell(one) for one in (chosen, row)]
@@ -101,11 +103,10 @@ def again(results: Path) -> str:
         "| model | iteration | decoder | seed 0 | seed 1 |",
         "| --- |" + " --- |" * 4,
     ]
-    names = ("iteration", "iteration_options", "decoder", "options")
     for name, file in SECOND.items():
-        first = {tuple(row[n] for n in names): row for row in rows_of(results, name)}
+        first = {tuple(row[n] for n in RECIPE): row for row in rows_of(results, name)}
         for row in json.loads((results / f"{file}.json").read_text())["rows"]:
-            cells = [cell(one) for one in (first[tuple(row[n] for n in names)], row)]
+            cells = [cell(one) for one in (first[tuple(row[n] for n in RECIPE)], row)]
             lines.append(
                 f"| `{name}` | `{row['iteration']}` | `{row['decoder']}` {row['options']} | " + " | ".join(cells) + " |"
             )

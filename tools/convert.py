@@ -45,12 +45,18 @@ def convert(
 
     `experts`: None keeps the layout of experts. `quantize`: "fp8" or "int8". `shard`: the most bytes of a file.
     """
+    if source.suffix == GGUF:
+        raise CheckpointError(f"{source} is a GGUF file, which converts to another OUT.gguf only")
     config = read_config(source)
+    if config.get(FIELD) is not None:
+        raise CheckpointError(
+            f"{source} has weights in few bits already ({FIELD} in config.json): convert what they were made of"
+        )
     name = family_of(config)
     unneeded = {"block": 1, "mask_id": 0, "stop_ids": [1]}  # no tensor depends on these
     options = {info.name: unneeded[info.name] for info in options_of(MODELS.get(name)) if info.name in unneeded}
     family = MODELS.build({"name": name, "checkpoint": str(source)} | options)
-    spec = read_spec(family, config)
+    spec = read_spec(family, config | {"eos_token_id": unneeded["stop_ids"]})
     tensors = stored(source)
     have = layout(family, spec, tensors)
     want = have if experts is None else family.weights(spec, experts)
@@ -169,7 +175,7 @@ def main() -> None:
         if gguf:
             return to_gguf.write_gguf(locate(given.source), given.target, given.type or "F16")
         convert(locate(given.source), given.target, experts=given.experts, quantize=given.quantize)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 
 

@@ -21,6 +21,7 @@ from dinfer.loading.checkpoint import check, family_of, layout, read_config, rea
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import ARCHITECTURES
 from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
+from dinfer.loading.packed import FIELD, packing
 from dinfer.pipeline.pipeline import read_tokenizer
 from tools.convert import order, regrouped
 
@@ -43,12 +44,16 @@ def write_gguf(source: Path, target: Path, made: str) -> None:
     """
     config = read_config(source)
     family = MODELS.build({"name": family_of(config), "checkpoint": str(source)})
-    spec = read_spec(family, config)
+    spec = read_spec(family, config | {FIELD: None})
     experts = spec.experts
     if spec.family not in NAMES or (experts is not None and (experts.dense or experts.shared)):
         raise CheckpointError(
             f"{source} is of the family {spec.family}; llama.cpp has architectures for {', '.join(NAMES)}, without "
             "dense layers and shared experts"
+        )
+    if config.get(FIELD) is not None and packing(config) is None:
+        raise CheckpointError(
+            f"{source} has weights in 8 bits with scales ({FIELD} in config.json): convert what they were made of"
         )
     if target.exists():
         raise CheckpointError(f"{target} exists: name a new file")
@@ -71,6 +76,7 @@ def write_gguf(source: Path, target: Path, made: str) -> None:
         shape, (block, size) = want[own].shape, gguf.GGML_QUANT_SIZES[kinds[own]]
         nbytes = math.prod(shape) // block * size
         writer.add_tensor_info(_name(names, own), shape, np.dtype(np.float32), nbytes, kinds[own])
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -6,7 +6,8 @@
 All arguments but `--port`, `--out` and `--prompts-to` are those of benchmarks.throughput, whose scripted decoder
 commits the same number of tokens whatever the logits say. Every token is a word: `w17` is token 17. `--prompts-to` is a
 folder for the load generator: the tokenizer, and prompts.jsonl with the prompts that the engine runs. For each number
-in flight the engine runs as many requests to capture its graphs, and then `--rounds` times as many that are timed.
+in flight the engine runs as many requests to capture its graphs, and then `--rounds` times as many that are timed. With
+`--stagger` the first of them are of all lengths, so that the others do not all end at the same moment.
 `streaming_tokens_per_s` is what it yields where each step is followed, as a server does.
 """
 
@@ -26,6 +27,7 @@ from benchmarks import throughput
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
 from dinfer.core.protocols import ModelSpec
+from dinfer.engine.request import Request
 from dinfer.serving.address import listen
 from dinfer.serving.log import log_as_json
 from dinfer.serving.run import serve, tuned
@@ -43,6 +45,11 @@ def words(spec: ModelSpec) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
 
 
+def work(requests: list[Request], rounds: int, stagger: bool) -> list[Request]:
+    """The requests, so many times. `stagger`: at first of all lengths, so that rows end one by one from then on."""
+    return (throughput.staggered(requests) if stagger else requests) + requests * (rounds - 1)
+
+
 def main(args: list[str] | None = None) -> None:
     how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(description=__doc__, **how)
@@ -51,6 +58,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--prompts-to", type=Path)
     own, rest = parser.parse_known_args(args)
     given = throughput.arguments(rest)
+    if given.stagger and len(given.in_flight) > 1:
+        parser.error("--stagger takes one number --in-flight: the load generator is given the requests of one")
     device = torch.device(given.device)
     made = throughput.pipeline(given, device)
     pipe = Pipeline(made.recipe, words(made.model.spec), made.engine.runtime)
@@ -59,13 +68,15 @@ def main(args: list[str] | None = None) -> None:
     requests = pipe.requests(prompts, given.new, None)
     if own.prompts_to:
         pipe.tokenizer.save_pretrained(own.prompts_to)
-        rows = [{"prompt": " ".join(f"w{i}" for i in ids), "output_tokens_count": given.new} for ids in prompts]
-        rows *= max(given.rounds)
+        rows = [
+            {"prompt": " ".join(f"w{i}" for i in request.prompt), "output_tokens_count": request.new_tokens}
+            for request in work(requests, max(given.rounds), given.stagger)
+        ]
         (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
-        work = requests[:in_flight] * rounds
-        throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight)
-        alone = throughput.closed_loop(pipe.engine, work, in_flight)
+        timed = work(requests[:in_flight], rounds, given.stagger)
+        throughput.closed_loop(pipe.engine, timed if given.stagger else requests[:in_flight], in_flight)
+        alone = throughput.closed_loop(pipe.engine, timed, in_flight)
         followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")
         streaming = {"streaming_tokens_per_s": followed["tokens_per_s"]}
         report["runs"].append({"in_flight": in_flight, **alone, **streaming})

@@ -6,7 +6,8 @@
 #
 # All arguments go to benchmarks.serving.full_size. guidellm comes twice, and the second time counts: before, graphs are
 # captured of all shapes that its way of sending requests leads to. Then benchmarks.serving.streams sends the same load,
-# and tells the time between pieces, of which guidellm tells means alone.
+# and tells the time between pieces, of which guidellm tells means alone. With --stagger (one level, ROUNDS=4) requests
+# end one by one. Without, all end at once, and the card waits until the generator has asked for as many more.
 # PYTHON runs dinfer and GUIDELLM guidellm, which may need packages of its own. Results: OUT/text.json, OUT/drafts.json,
 # OUT/streams.jsonl and OUT/*.log. CPU seconds of the server are of its event loop, and of its engine's thread.
 set -euo pipefail
@@ -53,7 +54,7 @@ Y
     read -r main_after engine_after <<< "$(cpu)"
     echo "$1 $2, $pass: event loop $((main_after - main))0 ms, engine $((engine_after - engine))0 ms, $SECONDS s"
   done
-  streams "$2" $([ "$1" = text ] || echo --drafts) | tee -a "$OUT/streams.jsonl"
+  streams "$2" --rounds "$ROUNDS" $([ "$1" = text ] || echo --drafts) | tee -a "$OUT/streams.jsonl"
   [ ! -e "$work/$1-$2.json" ] || $PYTHON -m benchmarks.serving.ratio "$work/engine.json" "$work/$1"-*.json --out "$OUT/$1.json" | tail -1
 }
 

@@ -23,7 +23,7 @@ from dinfer.cli.recipe import located, ranks_of
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
 from dinfer.core.registry import unknown
-from dinfer.engine.distributed.started import follows
+from dinfer.engine.distributed.started import check_copies, follows
 
 Task = Callable[[dict[str, Any], str | None], None]
 
@@ -47,6 +47,8 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
         return None
 
     def found(values: dict[str, Any], text: str | None) -> None:
+        if command != "eval":
+            check_copies(ranks_of(values))
         if follows(ranks_of(values)):
             from dinfer.pipeline.ranks import serve_torchrun
 

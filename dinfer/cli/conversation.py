@@ -38,6 +38,7 @@ HELP = """\
 //text                       asks "/text"
 Ctrl-C ends an answer and keeps what is decided of it. A backslash at the end of a line continues it."""
 COMMANDS = ("set", "save", "clear", "help", "quit")
+NEW_TOKENS = 256  # of an answer, if the user does not say how many and there is room
 FIXED = ("model", "device", "dtype", "quantize", "runtime", "system")  # what a chat begins with
 
 
@@ -114,7 +115,7 @@ class Conversation:
 
     def _answer(self, asked: list[dict[str, str]], interrupts: Interrupts, *, live: bool) -> tuple[str, Counts | None]:
         """Prints the answer. Returns what is decided of its text, and its counts unless it was ended."""
-        new_tokens = setting(self._config, "max_new_tokens", int)
+        new_tokens = self._new_tokens(asked)
         screen = next((stream for stream in (sys.stdout, sys.stderr) if in_colour(stream)), None)
         if live and screen is not None and self._config["watch"]:
             return self._watched(asked, interrupts, new_tokens, Console(file=screen, highlight=False))
@@ -128,6 +129,19 @@ class Conversation:
                     break
         print("" if live else text, flush=True)
         return text, None if pieces.completion is None else pieces.completion.counts
+
+    def _new_tokens(self, asked: list[dict[str, str]]) -> int:
+        """The length of the next answer. Raises ValueError if there is no room for one."""
+        given = setting(self._config, "max_new_tokens", int | None)
+        if given is not None:
+            return given
+        taken, most = len(self._pipe.encode(asked)), self._pipe.engine.max_length
+        if taken >= most:
+            raise ValueError(
+                f"the conversation has {taken} tokens, and there are {most} positions for it and an answer: begin a "
+                "new one with /clear, or ask a shorter question"
+            )
+        return min(NEW_TOKENS, most - taken)
 
     def _watched(
         self, asked: list[dict[str, str]], interrupts: Interrupts, new_tokens: int, console: Console
@@ -205,7 +219,8 @@ class Conversation:
 
 def check_settings(config: dict[str, Any]) -> None:
     """Raises ValueError for wrong settings of the chat."""
-    counted(config, "max_new_tokens")
+    if config["max_new_tokens"] is not None:
+        counted(config, "max_new_tokens")
     setting(config, "watch", bool)
     if (delay := setting(config, "delay", float)) < 0:
         raise ValueError(f"delay={delay} must not be negative")

@@ -4,8 +4,9 @@ The step runs on the meta device first, where tensors have shapes but no values.
 first of them runs, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend only on a model's
 shapes, so this computes nothing and uses no memory of the card.
 
-On the meta device torch imports its compiler, which takes a second. So a file in Triton's cache notes what is compiled.
-The next start on the machine launches at once, and each launch reads its kernel from the cache.
+On the meta device torch imports its compiler, which takes a second. Loading a model has begun that
+(`dinfer.kernels.triton.prepare`). A file in Triton's cache notes what is compiled. The next start on the machine
+launches at once, and each launch reads its kernel from the cache.
 """
 
 import copy
@@ -65,9 +66,11 @@ class KernelCompiler:
 
     def _compile(self, shape: StepShape) -> None:
         from dinfer.kernels.triton.ahead import compiled_before, compiled_beside, cores
+        from dinfer.kernels.triton.prepare import prepared
 
         device = self._recipe.model.device
         done = compiled_before(f"{self._what} {shape}", device)
+        prepared()  # a launch needs most of it, too
         if done.exists() or cores() == 1:
             return
         with compiled_beside(device):

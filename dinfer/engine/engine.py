@@ -80,6 +80,12 @@ class Engine:
         """Whether there are requests that have not finished, or updates that `step` has not returned."""
         return self.loop.busy or bool(self._inbox)
 
+    @property
+    def max_length(self) -> int:
+        """Positions of the longest canvas."""
+        most, limit = self.recipe.model.spec.max_length, self.runtime.max_length
+        return most if limit is None else min(most, limit)
+
     def occupancy(self) -> dict[str, int]:
         """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
         batch, waiting = self.loop.batch, len(self.loop.waiting)

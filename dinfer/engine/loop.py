@@ -3,7 +3,7 @@
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -94,9 +94,9 @@ class Loop:
     def _tell(self, row: Row) -> None:
         self.updates.append((row, row.update(self.recipe)))
 
-    def _launch(self) -> None:
-        """Launches the steps of a round."""
-        rows = [row for row in self.running if row.cursors.phase != Phase.IDLE]
+    def _launch(self, busy: Collection[Row] = ()) -> None:
+        """Launches the steps of a round. `busy`: rows that are still in a step, and wait for the round after it."""
+        rows = [row for row in self.running if row.cursors.phase != Phase.IDLE and row not in busy]
         steps = self.scheduler.plan(rows)
         if rows and not steps:
             self._blame(rows, StalledRow("no step was planned for the requests that run"))
@@ -154,7 +154,8 @@ class Loop:
     def _take(self) -> None:
         """Waits for the oldest round, and reads its rows' cursors.
 
-        While the host looks at the rows of one step, the device runs the next one. After an interrupt it looks at all
+        While the host looks at the rows of one step, the device runs the next one. If the last ones have few rows, the
+        next round is launched without them, so that the device need not wait. After an interrupt the host looks at all
         rows of the step again, which changes nothing of those that it has seen.
         """
         taken = list[Row]()
@@ -172,6 +173,10 @@ class Loop:
             flight.popleft()
             batch.reader.free(asked)
             taken += rows
+            if self.ahead and flight and len(self._flights) == 1:
+                busy = {row for rows, _ in flight for row in rows}
+                if self.scheduler.goes_on(self.running, busy):
+                    self._launch(busy)
         if self._flights:
             self._flights.popleft()
         clock = self.worker.runner.clock

@@ -75,6 +75,7 @@ class Row:
     tried: int = 0  # candidates of its last step
     drafted: bool = False  # the last step decoded and left the row in its blocks, so there are drafts for the next
     steady: bool = False  # the last step changed only counts
+    missed: bool = False  # the last step did not fit it
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached
@@ -87,7 +88,8 @@ class Row:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""
         old, gained = self.cursors, now.committed - self.cursors.committed
         self.idle += 1
-        if now.forwards == old.forwards:
+        self.missed = now.forwards == old.forwards
+        if self.missed:
             return False
         self.steady = now[:PLACE] == old[:PLACE]
         if gained or (not self.steady and (now.block, now.kept) != (old.block, old.kept)):

@@ -18,6 +18,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
+from dinfer.core.told import Told
 from dinfer.engine.clock import StepClock
 from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
@@ -42,7 +43,8 @@ class Runner:
 
     A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
     width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
-    larger stands in until the other has come up `WORTH` times. All graphs share a memory pool. A step cannot be
+    larger stands in until the other has come up `WORTH` times, and one that differs in telling drafts alone stands in
+    for good. All graphs share a memory pool. A step cannot be
     captured if a component waits for the device. It then always runs eagerly, and a warning says why.
     """
 
@@ -84,8 +86,10 @@ class Runner:
         kv, canvas = self.state.kv, self.state.canvas
         asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
         shape = kind if self.graphs else asked
-        if self.graphs and self._alone and kind not in self._captured and self._seen[kind] < WORTH:
-            shape = stand_in(kind, self._captured)
+        if self.graphs and self._alone and kind not in self._captured:
+            other = stand_in(kind, self._captured)
+            if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind:
+                shape = other
         lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
@@ -192,8 +196,9 @@ def holds(other: StepShape, shape: StepShape) -> bool:
     if shape.settles and other.width != shape.width:  # the width decides which rows decode
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
-    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored)
-    return scores and same == shape
+    tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
+    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
+    return scores and tells and same == shape
 
 
 @lru_cache(maxsize=4096)

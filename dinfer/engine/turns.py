@@ -1,6 +1,7 @@
 """A thread for engines that share a device."""
 
 import asyncio
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Job = tuple[Future[Any], Callable[[], Any]]
 
+LAST = 5.0  # seconds that the end of the process waits for the piece of work that runs
+
 
 class Turns:
     """A thread that does one piece of work after the other, for one event loop.
 
-    Unlike an executor's thread it is a daemon, so that a process can end while its device hangs.
+    Unlike an executor's thread it is a daemon, so that a process can end while its device hangs. The end waits `LAST`
+    seconds, since Python before 3.14 cuts off a daemon within its C++ code, which aborts the process.
     """
 
     def __init__(self) -> None:
@@ -33,6 +37,7 @@ class Turns:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="dinfer-engine", daemon=True)
             self._thread.start()
+            _THREADS[self._thread] = self._jobs
             weakref.finalize(self, self._jobs.put, None)
         future: Future[T] = Future()
         self._asked += 1
@@ -41,6 +46,17 @@ class Turns:
             return await asyncio.wrap_future(future)
         finally:
             self._asked -= 1
+
+
+_THREADS: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Job | None]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    """Lets each thread finish its piece of work."""
+    for thread, jobs in [*_THREADS.items()]:
+        jobs.put(None)
+        thread.join(LAST)
 
 
 def _work(jobs: "SimpleQueue[Job | None]") -> None:

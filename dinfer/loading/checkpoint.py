@@ -23,7 +23,7 @@ from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import read_adapter
-from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing
+from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing, spare_biases
 from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
@@ -50,12 +50,16 @@ def small_files(folder: Path) -> Folder:
 
 def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
     """The tensors of a checkpoint, without those that the family does not use. Raises CheckpointError."""
+    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     if folder.suffix != GGUF:
-        found = packed(stored(folder), packing(read_object(folder / CONFIG)))
-        return {name: one for name, one in found.items() if not name.startswith(family.unused)}
+        found, how = stored(folder), packing(read_object(folder / CONFIG))
+        spare = spare_biases(found, how, names)
+        wrong = [name for name, bias in read(found, spare) if bias.any()]
+        refuse(wrong, f"{folder} has biases where the model has none, and they are not 0")
+        drop = (*spare, *family.unused)
+        return {name: one for name, one in packed(found, how).items() if not name.startswith(drop)}
     from dinfer.loading.gguf_file import gguf_file
 
-    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     return gguf_file(folder).stored(names)
 
 
@@ -73,9 +77,10 @@ def family_of(config: dict[str, Any]) -> str:
 def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
     """The model that a config.json describes. Raises CheckpointError."""
     if not family.matches(config):
+        own = family_of(config)
         raise CheckpointError(
-            f"config.json: model_type={config.get('model_type')!r} is not of the family {type(family).__name__}; "
-            f"it is {family_of(config)!r}"
+            f"config.json: model_type={config.get('model_type')!r} is of the family {own!r}, not of "
+            f"{type(family).__name__}: give model={own}"
         )
     try:
         return family.spec(config)
@@ -97,8 +102,11 @@ def load_network(
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
     from dinfer.kernels.cpu.linear import prepare  # only here: networks are heavy to import
+    from dinfer.kernels.triton import prepare as compilers
     from dinfer.layers import linear
 
+    if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
+        compilers.prepare(device)
     takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
@@ -114,10 +122,12 @@ def load_network(
         prepare(device)
     changed = adapter.pairs if adapter else ()
     held = formats_of(tensors, placements, scales, takes, changed, rank)
+    blocks: dict[str, Any] = {}
     if folder.suffix == GGUF and quantize is None and device.type == "cpu" and rank.ranks == 1:
         from dinfer.loading.gguf_blocks import blocks_of  # slow to import
 
-        held |= blocks_of(tensors, placements, changed)
+        blocks = dict(blocks_of(tensors, placements, changed))
+        held |= blocks
     for format in {type(format): format for format in held.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
     wanted = None if quantize is None else linear.format_of(quantize)
@@ -126,7 +136,11 @@ def load_network(
     table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
     network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
     weights, scale_of, wide = linear.formatted(network, embeddings=True), scales.read(), set()
-    every = [(name, *piece) for name in tensors for piece in placements[name].pieces(rank)]
+    mapped = table_of(placements) if device.type == "cpu" and rank.ranks == 1 and TABLE in table | blocks else None
+    if mapped is not None:  # only rows that are looked up take memory
+        module, own = weights[TABLE]
+        module.hold(own, (tensors[mapped].mapped(mapped),), module.formats[own])
+    every = [(name, *piece) for name in tensors if name != mapped for piece in placements[name].pieces(rank)]
     words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
     whole = {name for name in tensors if placements[name].parameter in held.keys() & weights.keys()} - scale_of.keys()
     pieces = [piece for piece in every if piece[0] not in whole]
@@ -167,6 +181,8 @@ def load_network(
             folder, len(wide), len(scale_of) + len(words), dtype,
         )  # fmt: skip
     linear.settle(network)
+    if alone:
+        compilers.imported(device)
     return network
 
 
@@ -176,7 +192,8 @@ def formats_of(
 ) -> dict[str, Any]:  # fmt: skip
     """The formats of `takes` that hold the checkpoint's values bit for bit, by the parameters that can have them.
 
-    `changed`: weights that an adapter changes.
+    The embedding is not among them, since none of these formats looks up rows. `changed`: weights that an adapter
+    changes.
     """
     from dinfer.layers.formats.int4 import Int4  # only here: networks are heavy to import
 
@@ -186,7 +203,13 @@ def formats_of(
     for name, weight in kept(tensors, placements, changed, rank).items():
         if weight.dtype in takes:
             found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
+    found.pop(TABLE, None)
     return found
+
+
+def table_of(placements: Mapping[str, Placement]) -> str | None:
+    """The name of the tensor that is the embedding."""
+    return next((name for name, place in placements.items() if place.parameter == TABLE), None)
 
 
 def narrow_table(
@@ -200,7 +223,7 @@ def narrow_table(
     """
     from dinfer.layers.formats.plain import Plain  # only here: networks are heavy to import
 
-    own = next((name for name, place in placements.items() if place.parameter == TABLE), None)
+    own = table_of(placements)
     found = None if own is None or own in changed or spec.tied_head else FLOATS.get(tensors[own].dtype)
     return {} if found is None or found.itemsize >= dtype.itemsize else {TABLE: Plain(found)}
 

@@ -15,13 +15,13 @@ def blocks_of(
 ) -> dict[str, Blocks]:
     """The parameters that can keep their blocks on a CPU, whose kernels multiply with them.
 
-    All weights of the parameter must be blocks of some type. `changed`: weights that an adapter changes.
+    These are matrices all of whose weights are blocks of some type. `changed`: weights that an adapter changes.
     """
     sections: dict[str, list[tuple[int, Section]]] = {}
     others = set() if library() is not None else {place.parameter for place in placements.values()}
     for name, place in placements.items():
         found = tensors[name]
-        if found.dtype in BLOCKS and name not in changed and place.expert is None:
+        if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:
             size = found.size // math.prod(found.shape[:-1])
             section = Section(found.dtype, found.shape[-2], size)
             sections.setdefault(place.parameter, []).append((place.row, section))

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
+from gguf import GGUFEndian, GGUFReader
 from torch import Tensor
 
 from dinfer.loading.files import CheckpointError, damaged, refuse
@@ -28,7 +28,6 @@ from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 TYPES = ("F32", "F16", "BF16", *BLOCKS)
-SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,13 @@ RND1 = Architecture(
 ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1}
 OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's in another key and never permute
 EXPECTED = {
-    "attention.causal": (False, None), "rope.scaling.type": ("none", None), "expert_gating_func": (1, None),
-    "expert_shared_count": (0, None), "leading_dense_block_count": (0, None),
+    "attention.causal": (False, None), "rope.scaling.type": ("none", None), "rope.scaling.factor": (1, 0, None),
+    "rope.scale_linear": (1, 0, None), "rope.dimension_sections": (None,), "attention.sliding_window": (0, None),
+    "attention.scale": (None,), "attention.clamp_kqv": (0, None), "attention.max_alibi_bias": (0, None),
+    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "logit_scale": (1, None),
+    "residual_scale": (1, None), "embedding_scale": (1, None), "use_parallel_residual": (False, None),
+    "expert_gating_func": (1, None), "expert_shared_count": (0, None), "expert_group_count": (1, 0, None),
+    "leading_dense_block_count": (0, None),
 }  # fmt: skip
 """Keys that would change the network if they had other values. None: absent."""
 FLAGS = ("expert_weights_norm",)
@@ -136,6 +140,9 @@ class GgufTensor(Stored):
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
         format.place(weight, target[-2].start, self.blocks())
 
+    def mapped(self, name: str) -> Tensor:
+        return self.read() if self.dtype in FLOATS else self.blocks().flatten()
+
     @contextmanager
     def opened(self) -> Iterator[Reader]:
         yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
@@ -152,7 +159,8 @@ class GgufTensor(Stored):
         return self._in_halves(self._bytes().view(gguf.quant_shape_to_byte_shape(self.shape, Kind[self.dtype])))
 
     def _bytes(self) -> Tensor:
-        return torch.from_numpy(np.fromfile(self.path, np.uint8, self.nbytes, offset=self.offset))
+        """A private mapping of the file: a page takes memory from its first use on."""
+        return torch.from_numpy(np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,)))
 
     def _in_halves(self, rows: Tensor) -> Tensor:
         """Rows of values, or of their blocks, in the network's order."""
@@ -227,12 +235,13 @@ def gguf_file(path: Path) -> GgufFile:
         [f"{name}: {found.dtype}" for name, found in tensors.items() if found.dtype not in TYPES],
         f"{path} has tensors of types that are not supported; these are: {', '.join(TYPES)}",
     )
+    if (kind := fields.get("general.type", "model")) != "model":
+        raise CheckpointError(f"{path}: general.type={kind!r} is no model: give the file of the model")
     prefix = str(fields.get("general.architecture", "absent"))
-    name = str(fields.get("diffuse.model_type")) if prefix == OWN else prefix
+    key, others = (f"{OWN}.model_type", "") if prefix == OWN else ("general.architecture", f" and {OWN}")
+    name = str(fields.get(key, "absent"))
     if name not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{path}: general.architecture={prefix!r} is not supported; {', '.join(ARCHITECTURES)} and {OWN} are"
-        )
+        raise CheckpointError(f"{path}: {key}={name!r} is not supported; {', '.join(ARCHITECTURES)}{others} are")
     known = ARCHITECTURES[name]
     config = _config(path, prefix, known, fields, tensors)
     if known.permuted and prefix != OWN:
@@ -268,7 +277,13 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
             raise CheckpointError(
                 f"{path} has tensors of type {kind[1]}, which the gguf package does not know; {', '.join(TYPES)} load"
             ) from error
+        if version := re.search(r"version (\d+) which", str(error)):
+            raise CheckpointError(
+                f"{path} has version {version[1]} of GGUF; 2 and 3 load. Convert the model again"
+            ) from error
         raise damaged(path, "GGUF", error) from error
+    if reader.endianess is GGUFEndian.BIG:
+        raise CheckpointError(f"{path} is big-endian, and only little-endian files load: use gguf-convert-endian")
     check_kinds(path, fields)
     refuse(
         [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
@@ -282,10 +297,10 @@ def _other_shards(path: Path, fields: Mapping[str, Any]) -> list[Path]:
     count = fields.get("split.count", 1)
     if count <= 1:
         return []
-    if fields.get("split.no") != 0 or not (own := SHARD.search(path.name)):
-        first = f"-00001-of-{count:05}.gguf"
+    first = f"-00001-of-{count:05}.gguf"
+    if fields.get("split.no") != 0 or not path.name.endswith(first):
         raise CheckpointError(f"{path} is one of {count} shards: give the first, whose name must end in {first}")
-    others = [path.with_name(f"{path.name[: own.start()]}-{n:05}-of-{count:05}.gguf") for n in range(2, count + 1)]
+    others = [path.with_name(f"{path.name.removesuffix(first)}-{n:05}-of-{count:05}.gguf") for n in range(2, count + 1)]
     absent = [other.name for other in others if not other.is_file()]
     refuse(absent, f"{path} has split.count={count}, and shards are not there")
     return others
@@ -314,7 +329,9 @@ def _config(
         f"{path}: token_embd.weight has {table.shape[0]} rows, and the vocabulary has another size",
     )
     expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
-    expected["diffusion.shift_logits"] = (known.shift, None)
+    if "num_experts" not in known.keys:
+        expected[f"{prefix}.expert_count"] = (0, None)
+    expected |= {"diffusion.shift_logits": (known.shift, None), "general.quantization_version": (2, None)}
     width, heads = (fields[f"{prefix}.{key}"] for key in ("embedding_length", "attention.head_count"))
     if width % heads == 0:  # otherwise the family raises an error
         head_dim = config.get("head_dim") or width // heads
@@ -322,7 +339,7 @@ def _config(
         expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
     refuse(
         [
-            f"{key}={fields[key]!r}, must be {allowed[0]!r}"
+            f"{key}={fields[key]!r}, must be {'absent' if allowed[0] is None else repr(allowed[0])}"
             for key, allowed in expected.items()
             if fields.get(key) not in allowed
         ],

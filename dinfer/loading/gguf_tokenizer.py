@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[type, type | None, str]] = {
     **{name: (str, None, "a text") for name in ("tokenizer.ggml.model", "tokenizer.ggml.pre", WHOLE, TEMPLATE)},
     **{name: (list, str, "a list of texts") for name in (TEXTS, "tokenizer.ggml.merges")},
     "tokenizer.ggml.token_type": (list, int, "a list of integers"),
+    **{f"split.{name}": (int, None, "an integer") for name in ("count", "no", "tensors.count")},
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from dinfer.loading.checkpoint import (
 )
 from dinfer.loading.files import CheckpointError, Folder, read_object
 from dinfer.loading.hub import GGUF
-from dinfer.loading.packed import FIELD, packed, packed_names, packing
+from dinfer.loading.packed import FIELD, packed, packed_names, packing, spare_biases
 from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
@@ -130,7 +130,7 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     """Notes parameters, memory, and the problems of the tensors."""
     stored, headers = _stored(found, family)
     block, how = scale_block(config), packing(config)
-    stored, headers = packed_names(stored, how), packed(headers, how)
+    own, stored, headers = stored, packed_names(stored, how), packed(headers, how)
     found.packing = how and str(how)
     if family is None or found.spec is None:
         return
@@ -138,6 +138,8 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     copies = {copy for copy, name in family.copies(found.spec).items() if name in stored}
     names = [name for name in stored if name not in copies and not name.startswith(family.unused)]
     placements = layout(family, found.spec, dict.fromkeys(names))
+    spare = spare_biases(own, how, placements)
+    names = [name for name in names if name not in spare]
     found.expected, found.parameters = len(placements), sum(math.prod(place.shape) for place in placements.values())
     found.active = found.parameters - _idle(found.spec)
     found.dtype = _dtype(found, config, [headers[name] for name in placements if name in headers])
@@ -167,8 +169,8 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
     elif (found.folder / SINGLE).is_file():
         where = dict.fromkeys(stored_in(found.folder / SINGLE), SINGLE)
     else:
-        if any(found.folder.glob("*.bin")):
-            stored(found.folder)  # raises the error that says why it reads no pickles
+        if any([*found.folder.glob("*.bin"), *found.folder.glob("*.safetensors")]):
+            stored(found.folder)  # raises the error that says why it does not read them
         found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
         return [], headers
     files = sorted(set(where.values()))

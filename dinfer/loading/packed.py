@@ -194,16 +194,26 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
         return None
     method = found.get("quant_method")
     if method == "gptq":
-        expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)})
+        expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None)})
+        if not _leaves_out(found.get("dynamic") or {}):
+            raise CheckpointError(
+                f"config.json: {FIELD}.dynamic={found['dynamic']!r:.80} is not supported: it may only leave weights as "
+                "they are, by patterns that begin with '-:'"
+            )
         expect(found, {"is_marlin_format": (False, None), "sym": FLAG, "desc_act": FLAG})
         lag = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
         return Packing("gptq", found["bits"], _group(found), bool(found.get("sym")), bool(found.get("desc_act")), lag)
     if method == "awq":
         expect(found, {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True, None)})
         return Packing("awq", 4, _group(found), False, False)
-    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+    if method != "compressed-tensors":
+        return None
+    expect(found, {"kv_cache_scheme": (None,), "transform_config": ({}, None)})
+    if isinstance(sparsity := found.get("sparsity_config"), Mapping):
+        expect(sparsity, {"format": ("dense", None)}, "sparsity_config.")
+    if found.get("format") == "pack-quantized":
         groups = found.get("config_groups")
-        made = {_scheme(group) for group in groups.values()} if isinstance(groups, Mapping) else set()
+        made = {_scheme(name, group) for name, group in groups.items()} if isinstance(groups, Mapping) else set()
         if len(made) != 1:
             raise CheckpointError(
                 f"config.json: {FIELD}.config_groups must pack all weights in one way, not in {len(made)}"
@@ -212,13 +222,18 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     return None
 
 
-def _scheme(group: Any) -> Packing:
+def _leaves_out(dynamic: Any) -> bool:
+    """Whether the `dynamic` of GPTQModel changes nothing but which weights are packed, as their tensors say."""
+    return isinstance(dynamic, Mapping) and all(pattern.startswith("-:") for pattern in dynamic)
+
+
+def _scheme(name: str, group: Any) -> Packing:
     """The packing of one of the `config_groups`."""
-    weights = group.get("weights") if isinstance(group, Mapping) else None
+    weights, where = group.get("weights") if isinstance(group, Mapping) else None, f"config_groups.{name}.weights"
     if not isinstance(weights, Mapping):
-        raise CheckpointError(f"config.json: {FIELD}.config_groups: weights={weights!r:.80} must be an object")
-    expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")})
-    expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)})
+        raise CheckpointError(f"config.json: {FIELD}.{where}={weights!r:.80} must be an object")
+    expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")}, f"{where}.")
+    expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)}, f"{where}.")
     size = _group(weights) if weights["strategy"] == "group" else -1
     ordered, symmetric = weights.get("actorder") in ORDERED, weights.get("symmetric") is not False
     return Packing("compressed-tensors", weights["num_bits"], size, symmetric, ordered)
@@ -259,6 +274,8 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
             raise CheckpointError(f"{name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
         (first, second), many = values.shape, WORD // how.bits
         shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
+        if f"{base}.weight" in tensors:
+            wrong.append(f"{base}.weight: it is there twice, as it is and as {name}")
         weight = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
         found[weight.name] = weight
         wrong += _differences(weight)
@@ -284,6 +301,16 @@ def _differences(weight: PackedWeight) -> Iterator[str]:
         kinds = {"scale": FLOATS, "zero": ("I32",)}.get(role, INTEGERS)
         if part.dtype not in kinds:
             yield f"{own}: {part.dtype}, must be {' or '.join(kinds)}"
+
+
+def spare_biases(names: Collection[str], how: Packing | None, expected: Collection[str]) -> list[str]:
+    """Biases of packed weights that the network does not have. AutoGPTQ writes one, of zeros, beside every weight.
+
+    `names`: those in the files. `expected`: those of the network.
+    """
+    ending = None if how is None else f".{VALUES[how.method]}"
+    biases = (f"{name.removesuffix(ending)}.bias" for name in names if ending and name.endswith(ending))
+    return [bias for bias in biases if bias in names and bias not in expected]
 
 
 def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]:

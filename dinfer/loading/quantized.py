@@ -43,7 +43,7 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
             f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8', 'gptq', 'awq' and "
             "'compressed-tensors' are. Load the original checkpoint with quantize=fp8, int8 or int4."
         )
-    expect(found, {"format": FORMATS, "kv_cache_scheme": (None,)})
+    expect(found, {"format": FORMATS})
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"config.json: {FIELD}.config_groups={groups!r:.80} must be an object that is not empty")

@@ -57,6 +57,14 @@ class Stored:
         """Copies a part of it into a weight whose format holds it unchanged, for tensors that have such a format."""
         raise NotImplementedError
 
+    def mapped(self, name: str) -> Tensor:
+        """What a format that holds it unchanged has, in a private mapping of the file. `name`: its name there.
+
+        A page of it takes memory from its first use on.
+        """
+        with self.opened() as reader:
+            return reader(self, name, None)
+
     def beside(self, other: Stored) -> bool:
         """Whether the other's reader can read it too."""
         return type(self) is type(other) and self.path == other.path

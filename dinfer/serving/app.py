@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from threading import Event
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -32,6 +34,7 @@ from dinfer.serving.protocol import (
     Sampled,
     StreamOptions,
     TokenizeRequest,
+    TraceRequest,
 )
 from dinfer.serving.rows import Wanted, failure
 from dinfer.serving.served import Served
@@ -161,7 +164,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
         if server.settings.log_prompts:
             for prompt in prompts:
                 LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
-        rows = served.rows(prompts, body.new_tokens, options(served, body), body.choices)
+        rows = served.rows(prompts, body, options(served, body))
         if body.ignore_eos:
             rows = [replace(row, stops=False) for row in rows]
         stream = bool(body.stream)
@@ -177,17 +180,22 @@ def add_generation(app: FastAPI, server: Server) -> None:
         return await server.answer(job, answer, stream=stream, usage=streamed.include_usage)
 
     @app.post("/v1/trace")
-    async def trace(body: ChatRequest) -> Response:
+    async def trace(body: TraceRequest) -> Response:
         """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         prompt = await encoded(served, body.conversation, "messages")
-        (row,) = served.rows([prompt], body.new_tokens, options(served, body), 1)
-        with server.admission.admit([row.length]):
+        rows, unwanted = served.rows([prompt], body, options(served, body)), Event()
+        job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
+        record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
+        with server.admission.admit([rows[0].length]):
             try:  # one trace at a time, since it runs beside the engine
-                found = await server.recording.run(lambda: record_request(served.pipe, row, model=served.name))
+                async with asyncio.timeout(job.seconds):
+                    found = await server.recording.run(record)
             except Exception as error:
                 raise failure(error) from error
+            finally:
+                unwanted.set()
         return Response(trace_page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
     @app.post("/v1/infill")

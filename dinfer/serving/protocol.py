@@ -4,7 +4,7 @@ The server refuses unknown fields, and known ones that a diffusion language mode
 their value asks for nothing (`frequency_penalty: 0`, `tools: []`), since clients send it by default.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -98,6 +98,7 @@ class Sampled(Strict):
 class Generation(Sampled):
     """Fields of completions and chats."""
 
+    source: ClassVar[str]  # the field with what the model reads
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
@@ -144,8 +145,9 @@ class Generation(Sampled):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def new_tokens(self) -> int | None:
-        return self.max_tokens
+    def length(self) -> tuple[str, int | None]:
+        """The field that says how many tokens are wanted, and its value."""
+        return "max_tokens", self.max_tokens
 
     @property
     def choices(self) -> int:
@@ -177,6 +179,8 @@ class ChatMessage(Strict):
 
 
 class ChatRequest(Generation):
+    source = "messages"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -194,15 +198,31 @@ class ChatRequest(Generation):
         return self
 
     @property
-    def new_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def length(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().length
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def conversation(self) -> list[dict[str, str]]:
         return [message.plain() for message in self.messages]
 
 
+class TraceRequest(ChatRequest):
+    """A chat with one answer, whose whole denoising is shown."""
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> Self:
+        for field in ("stream", "stop", "logprobs", "ignore_eos", "n"):
+            value = getattr(self, field)
+            if value and (field, value) != ("n", 1):
+                raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")
+        return self
+
+
 class CompletionRequest(Generation):
+    source = "prompt"
+
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 

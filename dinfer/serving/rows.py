@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dinfer.core.told import TokenLogprob
+from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
@@ -92,6 +93,8 @@ def failure(error: Exception) -> ApiError:
             503, "the server has no memory left for this request: try again later, or ask for less",
             code="out_of_memory", retry_after=5,
         )  # fmt: skip
+    if isinstance(error, RankFailed):  # of all rows at once, and the command ends with this error
+        return ApiError(503, "the engine has failed: RankFailed", code="engine_failed")
     LOG.error("a row failed", exc_info=error)
     message = f"the request {REQUEST_ID.get()} failed: {type(error).__name__}. The server's log says more."
     return ApiError(500, message, code="row_failed")

@@ -14,6 +14,7 @@ from dinfer.engine.request import Request
 from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
 from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.protocol import Generation
 
 SEEDS = 2**53
 
@@ -37,8 +38,7 @@ class Served:
     @property
     def max_length(self) -> int:
         """Positions of the longest canvas that this server takes."""
-        most, limit = self.pipe.model.spec.max_length, self.pipe.engine.runtime.max_length
-        return most if limit is None else min(most, limit)
+        return self.pipe.engine.max_length
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -69,22 +69,21 @@ class Served:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
 
-    def rows(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int | None, options: Mapping[str, Any], choices: int
-    ) -> list[Request]:
+    def rows(self, prompts: Sequence[Sequence[int]], asked: Generation, options: Mapping[str, Any]) -> list[Request]:
         """One row for each choice of each prompt. Choices of one prompt differ by their seed."""
         rows: list[Request] = []
+        (field, new_tokens), choices, source = asked.length, asked.choices, asked.source
         for prompt in prompts:
             room = self.max_length - len(prompt)
             if room < 1:
                 raise ApiError(
                     400, f"the prompt has {len(prompt)} tokens, and {self.name!r} has {self.max_length} positions for "
-                    "prompt and answer: shorten it", "messages", "context_length_exceeded",
+                    "prompt and answer: shorten it", source, "context_length_exceeded",
                 )  # fmt: skip
             if new_tokens is not None and new_tokens > room:
                 raise ApiError(
-                    400, f"max_tokens={new_tokens} and a prompt of {len(prompt)} tokens exceed the {self.max_length} "
-                    f"positions of {self.name!r}: ask for at most {room}", "max_tokens", "context_length_exceeded",
+                    400, f"{field}={new_tokens} and a prompt of {len(prompt)} tokens exceed the {self.max_length} "
+                    f"positions of {self.name!r}: ask for at most {room}", field, "context_length_exceeded",
                 )  # fmt: skip
             length = min(self.max_new_tokens, room) if new_tokens is None else new_tokens
             seed = options.get("sampling.seed", 0)
@@ -94,7 +93,9 @@ class Served:
                 for row in rows[-choices:]:
                     self.pipe.engine.check(row)
             except ValueError as error:
-                raise ApiError(400, str(error).removeprefix("prompt 0: "), code="invalid_value") from error
+                _, found, what = str(error).rpartition("prompt 0")
+                told = f"{source}: {what.lstrip(': ')}" if found else what
+                raise ApiError(400, told, source if found else None, "invalid_value") from error
         return rows
 
     def card(self) -> dict[str, Any]:

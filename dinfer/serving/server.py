@@ -32,7 +32,7 @@ class Job:
     served: Served
     rows: list[Row]
     wanted: Wanted
-    own: Own
+    seconds: float  # that it may take
 
 
 @dataclass
@@ -86,16 +86,16 @@ class Server:
         """Makes a job. Raises ApiError for fields that contradict each other."""
         if own.drafts and not stream:
             raise refused("dinfer.drafts", True, "needs stream=true")
-        if own.deadline is not None and own.deadline > self.settings.deadline:
-            raise refused("dinfer.deadline", own.deadline, f"exceeds this server's: {self.settings.deadline} s")
-        return Job(served, rows, wanted, own)
+        most = self.settings.deadline
+        if own.deadline is not None and own.deadline > most:
+            raise refused("dinfer.deadline", own.deadline, f"exceeds this server's: {most} s")
+        return Job(served, rows, wanted, most if own.deadline is None else own.deadline)
 
     async def events(self, job: Job) -> AsyncGenerator[Event]:
         """The events of all rows of a request until its deadline, counted in the metrics. Raises ApiError."""
         began = time.perf_counter()
         name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
-        deadline = self.settings.deadline if job.own.deadline is None else job.own.deadline
-        end = asyncio.get_running_loop().time() + deadline
+        end = asyncio.get_running_loop().time() + job.seconds
         streams = [row_events(job.served, i, row, job.wanted, end) for i, row in enumerate(job.rows)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for event in events:

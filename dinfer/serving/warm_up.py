@@ -17,8 +17,9 @@ PAUSES = 2.0, 10.0  # rounds of steps that a client waits on average before it a
 def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
     """Runs requests in every engine, so that memory is allocated, kernels are compiled and graphs captured.
 
-    Prompts are `prompt_tokens` random tokens, or fewer if the model has less room. Requests for drafts,
-    log-probabilities or a temperature have graphs of their own, which are captured when one comes.
+    Prompts are `prompt_tokens` random tokens, or fewer if the model has less room. Their graphs tell drafts, so that
+    they serve requests with and without. Requests for log-probabilities or a temperature have graphs of their own,
+    which are captured when one comes.
     """
     for served in {id(served.engine): served for served in catalogue}.values():
         began = time.perf_counter()
@@ -55,7 +56,7 @@ def _ask(engine: Engine, requests: list[Request], clients: int, pause: float) ->
     while waiting or engine.busy:
         while waiting and due and min(due) <= now:
             due.remove(min(due))
-            engine.add(waiting.pop(), deltas="commit")
+            engine.add(waiting.pop(), deltas="commit", drafts=True)
         now += 1
         for update in engine.step() if engine.busy else ():
             if update.error is not None:

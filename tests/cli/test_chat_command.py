@@ -61,6 +61,15 @@ def test_a_conversation_is_saved_over_no_other_file(dinfer: CommandLine, tiny: P
     assert again.status == 2 and "a/talk.json is there already" in again.err
 
 
+def test_an_answer_takes_the_room_that_there_is(dinfer: CommandLine, tiny: Pipeline) -> None:
+    said = dinfer("chat", "device=cpu", stdin=f"{FIRST}\n{SECOND}\n")
+    assert said.status == 0, said.err
+    room = tiny.engine.max_length - len(tiny.encode(FIRST))
+    assert said.out.startswith(f"{tiny.generate(FIRST, max_new_tokens=room).text}\n")
+    said = dinfer("chat", "device=cpu", stdin="hello " * 300)
+    assert said.status == 2 and "there are 256 positions for it and an answer" in said.err and "/clear" in said.err
+
+
 def test_a_system_message_opens_it(dinfer: CommandLine, checkpoint: str) -> None:
     said = dinfer("chat", checkpoint, "system=Be brief.", *QUICK, stdin="Hi\n/clear\n/save talk.json")
     assert said.status == 0, said.err

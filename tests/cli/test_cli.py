@@ -210,6 +210,11 @@ def test_a_wrong_input_has_a_traceback_when_debugging(dinfer: CommandLine) -> No
         dinfer("generate", "a", "decoder.threshold=2", DINFER_DEBUG="1")
 
 
+def test_processes_of_torchrun_do_not_all_answer(dinfer: CommandLine) -> None:
+    said = dinfer("generate", "What?", WORLD_SIZE="2", RANK="1")
+    assert said.status == 2 and said.out == "" and "set runtime.tensor_parallel=2, or start without" in said.err
+
+
 def test_a_launcher_of_a_cluster_names_the_extra(dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is not installed, when Hydra knows of no such choice."""
     said = dinfer("generate", "a", "-m", "hydra/launcher=submitit_remote")

@@ -132,6 +132,27 @@ def test_completions_take_texts_and_tokens(client: Client) -> None:
     assert client.ask("/v1/detokenize", {"model": "tiny", "tokens": tokens}).json()["text"] == QUESTION
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([10**6], "token 1000000 is outside the vocabulary"), ([], "is empty"), (["a", "b " * 300], "has 256 positions")],
+)
+def test_a_prompt_that_cannot_be_is_named(client: Client, prompt: Any, message: str) -> None:
+    error = client.ask("/v1/completions", {"model": "tiny", "prompt": prompt}).json()["error"]
+    assert error["param"] == "prompt" and message in error["message"]
+
+
+def test_a_trace_shows_one_answer_and_ignores_nothing(client: Client) -> None:
+    page = client.ask("/v1/trace", ASK | {"n": 1, "stream": False, "stop": []})
+    assert page.status_code == 200 and "Content-Security-Policy" in page.text
+    for field, value in {"n": 2, "stream": True, "stop": "a", "logprobs": True, "ignore_eos": True}.items():
+        error = client.ask("/v1/trace", ASK | {field: value}).json()["error"]
+        assert error["param"] == field and error["message"].startswith(f"{field}={value!r} is not supported here")
+    assert client.ask("/v1/trace", ASK | {"dinfer": {"drafts": True}}).json()["error"]["param"] == "dinfer.drafts"
+    late = client.ask("/v1/trace", ASK | {"dinfer": {"deadline": 1e-6}})
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline"
+    assert client.ask("/v1/trace", ASK).status_code == 200, "the one that was late holds up the next"
+
+
 def test_gaps_are_filled(client: Client) -> None:
     body = {"model": "tiny", "text": "Tom has [MASK:1] coins and buys 3 books."}
     answer = client.ask("/v1/infill", body).json()
@@ -292,6 +313,7 @@ def test_what_is_no_text_or_no_json_is_refused(client: Client, path: str, text: 
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
         ({"stop": 5}, "stop", "string"),
         ({"stop": ["a", 5]}, "stop.1", "string"),
+        ({"max_tokens": None, "max_completion_tokens": 999}, "max_completion_tokens", "ask for at most"),
     ],
 )  # fmt: skip
 def test_a_field_is_named_as_the_client_wrote_it(client: Client, fields: Any, param: str, what: str) -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("fastapi")
 from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
 
+from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.engine import Engine
 
 QUICK = ("max_new_tokens=16", "device=cpu")
@@ -124,6 +125,14 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
 
 
+def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
+    write(line(0), line(1, model="tiny:careful"))
+    args = ("batch", "in.jsonl", "out.jsonl", "recipes=[careful]", *QUICK)
+    assert dinfer(*args, "runtime.rows=1").status == 0
+    said = dinfer(*args, "runtime.rows=2")
+    assert said.status == 0 and "0 answers, 0 of them errors, and 2 from before" in said.err
+
+
 @pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
 def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine, own: str) -> None:
     write(line(0))
@@ -162,6 +171,17 @@ def test_an_engine_that_hangs_ends_the_command(dinfer: CommandLine, monkeypatch:
     finally:
         awake.set()
     assert said.status == 1 and "longer than 0.2 seconds" in said.err and "0 answers are kept" in said.err
+
+
+def test_a_lost_rank_ends_the_command_with_one_error(dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(engine: Engine) -> list[Any]:
+        raise RankFailed("rank 1 was killed")
+
+    monkeypatch.setattr(Engine, "step", lose)
+    write(line(0), line(1))
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 1 and "0 answers are kept" in said.err and "To go on: dinfer batch" in said.err
+    assert said.err.count("rank 1 was killed") == 1 and "Traceback" not in said.err
 
 
 def test_a_pipe_goes_in_and_out(dinfer: CommandLine, tmp_path: Path) -> None:

@@ -67,6 +67,22 @@ def test_a_question_is_answered_as_the_library_does(client: Client, address: str
     assert f"{want.counts.tokens} tokens in {want.counts.forwards} forwards" in browser.page_source
 
 
+def test_the_saved_trace_is_that_of_the_answer(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.execute_script("""
+        const labels = [...document.querySelectorAll(".settings label")];
+        labels.find((label) => label.textContent.startsWith("temperature")).querySelector("input").value = 1;
+        URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; }); return ""; };
+        HTMLAnchorElement.prototype.click = () => {};
+    """)
+    browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+    until(browser, "document.querySelector('.facts button') !== null")
+    browser.find_element(By.CSS_SELECTOR, ".facts button").click()
+    (answer,) = answers(browser)
+    assert answer and answer.splitlines()[0] in until(browser, "window.saved")
+
+
 def test_two_recipes_stand_side_by_side(client: Client, address: str, browser: Any) -> None:
     browser.get(address)
     until(browser, "document.querySelector('.settings input') !== null")

@@ -30,6 +30,7 @@ def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         (["serve", "replicas=2", "ray=ray://head:10001"], "run this command on a machine of the cluster"),
         (["serve", "autoscaling={max_replicas: 2}"], "give replicas= too"),
         (["serve", "tensor_parallel=0"], "tensor_parallel=0 must be at least 1"),
+        (["serve", "tensor_parallel=4", "runtime.tensor_parallel=2"], "contradict each other: give one"),
         (["batch", "in.jsonl", "out.jsonl", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
         (["batch", "in.jsonl", "out.jsonl", "ray=auto", "replicas=0"], "replicas=0 must be at least 1"),
         (["eval", "ranks=2"], "ranks=2 needs a Ray cluster: give ray=auto too"),

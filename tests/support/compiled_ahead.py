@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 COMPILED: list[tuple[str, str]] = []  # each kernel, and the thread that compiled it
+COLLECTS: list[bool] = []  # for each, whether garbage was collected meanwhile
 LOADED: list[object] = []
 BROKEN: list[bool] = []  # not empty: the compiler fails
 
@@ -54,6 +56,7 @@ def compiled(source: Any, **options: Any) -> Compiled:
     if BROKEN:
         raise RuntimeError("ptxas is gone")
     COMPILED.append((source.name, threading.current_thread().name))
+    COLLECTS.append(gc.isenabled())
     return Compiled()
 
 
@@ -77,6 +80,7 @@ def main() -> None:
     from dinfer.core.step import denoise_step
     from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
     from dinfer.kernels.triton.ahead import compiled_beside
+    from dinfer.kernels.triton.prepare import prepare, prepared
     from support.models import tiny_model
 
     recipe = compose(
@@ -88,6 +92,11 @@ def main() -> None:
         return BatchState.alloc(recipe, 2, 64, page=16, pages=8, dtype=torch.bfloat16, device=device, block=8)
 
     found: dict[str, Any] = {}
+    for device in ("cpu", "cuda"):
+        prepare(torch.device(device))
+        found[f"prepares for {device}"] = any(t.name.startswith("dinfer-prepare") for t in threading.enumerate())
+    prepared()
+    found["imported"] = "torch._dynamo" in sys.modules, "dinfer.kernels.triton.moe" in sys.modules
 
     def note(name: str) -> None:
         noted = len([*Path(triton.knobs.cache.dir).glob("dinfer-*")])
@@ -121,6 +130,7 @@ def main() -> None:
         BROKEN.clear()
         note("broken")
         found["switch interval"] = sys.getswitchinterval()
+        found["collects"] = gc.isenabled(), any(COLLECTS)
         KernelCompiler(recipe, alloc, 64).compile(wider)
         note("mended")
         leave = triton.AsyncCompileMode.__exit__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -178,3 +180,25 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
         exec(compile(example.split("```")[0], "docs/engine.md", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     assert "tokens in" in said and "cancelled" in said
+
+
+def test_a_process_ends_after_the_piece_of_work_that_runs() -> None:
+    program = """
+import asyncio, threading, time
+from dinfer.engine.turns import Turns
+
+started = threading.Event()
+
+def work():
+    started.set()
+    time.sleep(0.3)
+    print("whole")
+
+async def main():
+    task = asyncio.create_task(Turns().run(work))
+    await asyncio.to_thread(started.wait)
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "whole\n", "")

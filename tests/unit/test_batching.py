@@ -358,11 +358,12 @@ def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: 
 
 def test_a_captured_shape_stands_in_where_it_does_the_same_and_hardly_more() -> None:
     shape = StepShape(Phase.WINDOW, 16, 32, 1, 32, 8, scored=64)
-    able = [dataclasses.replace(shape, **more) for more in ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"scored": 0})]
+    more = ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"scored": 0}, {"told": 1})
+    able = [dataclasses.replace(shape, **other) for other in more]
     assert all(holds(other, shape) and not holds(shape, other) for other in able)
     unable = [
         dataclasses.replace(shape, **other)
-        for other in ({"lanes": 8, "width": 64}, {"scored": 32}, {"sampled": True}, {"phase": Phase.FULL}, {"told": 1})
+        for other in ({"lanes": 8, "width": 64}, {"scored": 32}, {"sampled": True}, {"phase": Phase.FULL}, {"told": 2})
     ]
     assert not any(holds(other, shape) for other in unable)
     assert stand_in(shape, unable) == shape

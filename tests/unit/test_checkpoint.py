@@ -249,6 +249,11 @@ def test_config_values_that_are_not_supported(folder: Path, fields: dict[str, An
         read_spec(Llada(), read_config(folder))
 
 
+def test_a_model_of_another_family() -> None:
+    with pytest.raises(CheckpointError, match="is of the family 'dream', not of Llada: give model=dream"):
+        read_spec(Llada(), {"model_type": "Dream", "architectures": ["DreamModel"]})
+
+
 def test_fields_are_read_not_assumed() -> None:
     spec = Llada(stop_ids=(7,)).spec(CONFIG | {"mask_token_id": 3, "eos_token_id": [5, 6], "embedding_size": 48})
     assert (spec.mask_id, spec.eos_id, spec.stop_ids, spec.vocab) == (3, 5, (5, 6, 7), 48)

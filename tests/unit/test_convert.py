@@ -10,11 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.families import CONFIGS, EXPERTS, family_for, random_model
+from support.gguf_files import LLADA
 
 from dinfer.layers.linear import quantize as quantize_network
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
+from dinfer.loading.hub import locate
 from dinfer.loading.safetensors_io import read, stored
+from dinfer.models.llada import Llada
 from tools import convert as tool
 
 
@@ -73,7 +76,7 @@ def test_weights_in_8_bits_are_those_that_loading_rounds(name: str, quantize: st
         for mine, theirs in ((got.named_parameters(), want.parameters()), (got.named_buffers(), want.buffers())):
             for (what, tensor), other in zip(mine, theirs, strict=True):
                 assert tensor.dtype == other.dtype and torch.equal(tensor.float(), other.float()), what
-        with pytest.raises(ValueError, match=r"quantization_config=.* is not supported"):
+        with pytest.raises(CheckpointError, match="has weights in few bits already"):
             tool.convert(tmp_path / folder, tmp_path / "again", quantize=quantize)
 
 
@@ -86,6 +89,17 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit):
         tool.main()
     assert "is not empty: name a new folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["convert", str(source), str(tmp_path / "file" / "out"), "--experts", "fused"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_a_stop_token_of_id_0(tmp_path: Path) -> None:
+    """The ids of the model in the box once collided with those that stand for ids no tensor depends on."""
+    tool.convert(locate("tiny"), tmp_path / "out", quantize="int8")
+    assert load_network(tmp_path / "out", Llada(), dtype=None, device=torch.device("cpu")).spec.stop_ids == (0,)
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
@@ -94,4 +108,6 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         tool.convert(source, tmp_path / "out", experts="separate")
     with pytest.raises(CheckpointError, match="has no experts"):
         tool.convert(checkpoint(tmp_path / "dense", "dream"), tmp_path / "out", experts="fused")
+    with pytest.raises(CheckpointError, match="is a GGUF file, which converts to another"):
+        tool.convert(LLADA, tmp_path / "out", quantize="int8")
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from support.files import lies_in
 from support.gguf_files import GOLDENS, LLADA, rewritten
 
 import dinfer
@@ -96,11 +97,22 @@ def test_every_type_is_read_as_the_gguf_package_does(name: str, tmp_path: Path) 
     assert torch.equal(found.embedding(torch.tensor([[7, 9]]))[0, 1], table[9])
     assert torch.equal(down, values["blk.0.ffn_down.weight"])
     assert torch.equal(qkv[512:], values["blk.0.attn_v.weight"])
+    if name in BLOCKS and Path("/proc/self/maps").is_file():
+        before = path.read_bytes()
+        assert lies_in(path, found.embedding.weight), "rows that nobody looks up take no memory"
+        found.embedding.weight.fill_(7)
+        assert path.read_bytes() == before, "the mapping is private"
     assert network(path).dtype == torch.bfloat16
     seen = inspect(path, {"checkpoint": str(path)})
     assert seen.types == {name: 9, "F32": 3}
     held = sum(one.nbytes for one in (*found.parameters(), *found.buffers()))
     assert seen.memory.get("blocks", held) == held and ("blocks" in seen.memory) == (name in BLOCKS)
+
+
+def test_norms_in_blocks_are_widened(tmp_path: Path) -> None:
+    blocks = gguf.quantize(np.arange(64, dtype=np.float32), Kind.Q8_0)
+    found = network(rewritten(tmp_path / "a.gguf", tensors={"output_norm.weight": (blocks, Kind.Q8_0)}))
+    assert torch.equal(found.norm.weight, torch.from_numpy(gguf.dequantize(blocks, Kind.Q8_0)).half())
 
 
 def test_shards_are_one_model(golden: Any, tmp_path: Path) -> None:
@@ -153,6 +165,15 @@ def of_type(path: Path, number: int) -> None:
     path.write_bytes(whole[:at] + struct.pack("<I", number) + whole[at + 4 :])
 
 
+def empty(path: Path, order: gguf.GGUFEndian) -> None:
+    """A file without tensors, in an order of bytes."""
+    writer = gguf.GGUFWriter(path, "llada", endianess=order)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no bytes": (lambda path: path.write_bytes(b""), "truncated, damaged or no GGUF"),
     "another file": (lambda path: path.write_bytes(b"\x80PK" * 99), "truncated, damaged or no GGUF"),
@@ -198,6 +219,28 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another shape": (
         lambda path: rewritten(path, tensors={Q: (np.ones((64, 60), np.float32), Kind.F32)}), r"shape of .*\(64, 60\)"
+    ),
+    "a text for shards": (lambda path: rewritten(path, {"split.count": "2"}), "split.count='2' must be an integer"),
+    "a version of the future": (
+        lambda path: path.write_bytes(LLADA.read_bytes()[:4] + struct.pack("<I", 9) + LLADA.read_bytes()[8:]),
+        "version 9 of GGUF; 2 and 3 load",
+    ),
+    "the other order of bytes": (lambda path: empty(path, gguf.GGUFEndian.BIG), "is big-endian"),
+    "an adapter": (lambda path: rewritten(path, {"general.type": "adapter"}), "general.type='adapter' is no model"),
+    "half of diffuse-cpp's names": (
+        lambda path: rewritten(path, {"general.architecture": "diffuse"}), "diffuse.model_type='absent' is not supp"
+    ),
+    "positions that are scaled": (
+        lambda path: rewritten(path, {"llada.rope.scaling.factor": 4.0}), "rope.scaling.factor=4.0, must be 1"
+    ),
+    "logits that are capped": (
+        lambda path: rewritten(path, {"llada.final_logit_softcapping": 30.0}), "softcapping=30.0, must be absent"
+    ),
+    "experts in a dense model": (
+        lambda path: rewritten(path, {"llada.expert_count": 8}), "llada.expert_count=8, must be 0"
+    ),
+    "older blocks": (
+        lambda path: rewritten(path, {"general.quantization_version": 1}), "quantization_version=1, must be 2"
     ),
     "a type": (
         lambda path: rewritten(path, tensors={Q: (np.zeros((64, 64), np.int32), Kind.I32)}), f"{Q}: I32"

@@ -177,6 +177,8 @@ def broken(folder: Path, how: str) -> None:
         (folder / "config.json").mkdir()
     elif how == "pickle":
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif how == "shards alone":
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     elif how == "lost shard":
         where = {
             "model.transformer.wte.weight": "model.safetensors",
@@ -203,6 +205,7 @@ def broken(folder: Path, how: str) -> None:
         ("tokenizer_config.json", "tokenizer_config.json is not JSON"),
         (INDEX, f"{INDEX} is not JSON"),
         ("pickle", "Weights in pickles (pytorch_model.bin) are not read"),
+        ("shards alone", "put the index beside model-00001-of-00001.safetensors"),
         ("lost shard", f"{INDEX} names files that are not there: lost.safetensors"),
         ("map of numbers", "weight_map={'a': 1} must name a file for each tensor"),
         ("template", "chat_template.jinja: the chat template fails"),

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import (
+    BLOCK_CACHED,
     SAMPLE,
     Combination,
     completions,
@@ -31,7 +32,7 @@ from dinfer.core.protocols import CachePolicy, WindowPlan
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
-from dinfer.engine.request import Request
+from dinfer.engine.request import Completion, Request
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
@@ -89,7 +90,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
     want = run(engine_for(recipe), requests)
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
     assert run(engine, requests) == want and run(engine, requests) == want
     assert watch.guesses > 0 and watch.open == 0
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
@@ -101,9 +102,38 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     requests = requests_for(recipe)
     want = run(engine_for(recipe, rows=3), requests)
     engine = launched_ahead(engine_for(recipe, rows=3))
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
     monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)  # however often they are wrong, guesses go on
     assert run(engine, requests) == want
+
+
+@pytest.mark.parametrize("combination", thinned(BLOCK_CACHED), ids=str)
+def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = combination.recipe()
+    requests = requests_for(recipe) * 2
+    want = [settled(completion) for completion in completions(engine_for(recipe), requests)]
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
+    engine = launched_ahead(engine_for(recipe, rows=4, settle=True))
+    assert [settled(completion) for completion in completions(engine, requests)] == want
+
+
+def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    recipe = recipe_of(name="fixed", steps=3)
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]
+    engine, watch = launched_ahead(engine_for(recipe, rows=6, settle=True)), Watch(monkeypatch)
+    assert [settled(completion) for completion in completions(engine, requests)] == want
+    assert watch.guesses > watch.rounds / 4 and watch.open == 0
+
+
+def settled(completion: Completion) -> tuple:
+    """All that does not depend on passes that only compute keys."""
+    counts = completion.counts
+    return completion.canvas, counts.forwards - counts.prefills, counts.committed
 
 
 def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +344,7 @@ def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.Monk
 
 
 def test_room_grows_though_a_wrong_guess_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
     monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine = launched_ahead(engine_for(recipe, rows=4))
@@ -328,7 +358,7 @@ def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: py
     requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
     want = run(engine_for(recipe, rows=2), requests)
     engine, watch = launched_ahead(engine_for(recipe, rows=2)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda left, fastest: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
     monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
     with monkeypatch.context() as broken, pytest.raises(MemoryError):
         broken.setattr(Request, "answer", fails)

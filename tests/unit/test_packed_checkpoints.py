@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import random_model
+from support.files import lies_in
 from support.models import CONFIG
 from torch import Tensor
 
@@ -139,6 +140,7 @@ def test_symmetric_groups_of_4_bits_stay(how: dict[str, Any], tmp_path: Path, ca
     table = load(tmp_path, dtype=torch.float16).embedding.weight
     assert network.embedding.weight.dtype == torch.float16, "a table stays narrow beside weights in few bits"
     assert torch.equal(network.embed(torch.tensor([[3]]))[0, 0], table[3].float())
+    assert lies_in(tmp_path / "model.safetensors", network.embedding.weight) or not Path("/proc/self/maps").is_file()
     share = load(tmp_path, rank=Rank(1, 2)).blocks[1].mlp.down
     got = unpack(*share.weight_of("weight"))
     assert torch.equal(got, joined(weights, "ff_out")[:, 128:])
@@ -175,6 +177,17 @@ BAD = {
     "a flag that is a text": (GPTQ | {"desc_act": "no"}, "desc_act='no' is not supported"),
     "an order that is none": (scheme(actorder="best"), "actorder='best' is not supported"),
     "4 bits that are floats": (W4A16 | {"format": "nvfp4-pack-quantized"}, "use .*'pack-quantized'"),
+    "bits that differ": (
+        GPTQ | {"dynamic": {"-:.*gate": {}, "+:.*q_proj": {"bits": 8}}}, "dynamic=.* may only leave weights as they are"
+    ),
+    "a rotation": (
+        W4A16 | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config=.*'hadamard'"
+    ),
+    "zeros left out": (
+        W4A16 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format='sparse-24-bitmask'"
+    ),
+    "keys in 8 bits": (W4A16 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.*'num_bits': 8"),
+    "a group of tensors": (scheme(strategy="tensor_group"), "config_groups.g.weights.strategy='tensor_group'"),
     "no word of it": (None, r"does not say in quantization_config how .*weight_packed is packed"),
     "groups of another size": (scheme(group_size=64), r"groups of 64.*\n.*scale: \(128, 1\), must be \(128, 2\)"),
 }  # fmt: skip
@@ -207,6 +220,48 @@ def test_parts_that_do_not_fit_are_named(what: str, tmp_path: Path) -> None:
     save_file(tensors | {own: change(tensors[own]).contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
+
+
+def test_a_weight_that_is_there_twice(tmp_path: Path) -> None:
+    checkpoint(tmp_path, GPTQ)
+    tensors, own = load_file(tmp_path / "model.safetensors"), "model.transformer.blocks.1.ff_out.weight"
+    save_file(tensors | {own: torch.ones(128, 256)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"ff_out\.weight: it is there twice, as it is and as .*qweight"):
+        load(tmp_path)
+
+
+def test_biases_where_the_model_has_none(tmp_path: Path) -> None:
+    """AutoGPTQ writes one of zeros beside every weight."""
+    weights = checkpoint(tmp_path, GPTQ)
+    tensors = load_file(tmp_path / "model.safetensors")
+    zeros = {f"{name.removesuffix('weight')}bias": torch.zeros(len(weight)) for name, weight in weights.items()}
+    save_file(tensors | zeros, tmp_path / "model.safetensors")
+    assert not inspect(tmp_path, {"checkpoint": str(tmp_path)}).problems
+    assert torch.equal(unpack(*load(tmp_path).blocks[1].out.weight_of("weight")), joined(weights, "attn_out"))
+    (own, bias), *_ = zeros.items()
+    save_file(tensors | zeros | {own: bias + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"biases where the model has none, and they are not 0:\n  {own}$"):
+        load(tmp_path)
+
+
+def test_patterns_that_leave_weights_as_they_are(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path, GPTQ | {"dynamic": {"-:.*lm_head": {}}})
+    linear = load(tmp_path).blocks[1].out
+    assert torch.equal(unpack(*linear.weight_of("weight")), joined(weights, "attn_out"))
+
+
+@pytest.mark.parametrize("how", [W4A16, scheme(num_bits=8, strategy="channel", group_size=None)], ids=["4", "8"])
+def test_a_packed_embedding_is_widened(how: dict[str, Any], tmp_path: Path) -> None:
+    """It was once held in a format that looks up no rows, so that the first step failed."""
+    checkpoint(tmp_path, how)
+    tensors, own = load_file(tmp_path / "model.safetensors"), "model.transformer.wte"
+    parts, table = pack(how, tuple(tensors.pop(f"{own}.weight").shape), 99)
+    save_file(tensors | {f"{own}.{end}": tensor for end, tensor in parts.items()}, tmp_path / "model.safetensors")
+    network = load(tmp_path)
+    assert torch.equal(network.embed(torch.tensor([[3, 7]]))[0], table[[3, 7]])
+    found = inspect(tmp_path, {"checkpoint": str(tmp_path)})
+    network = load(tmp_path, dtype=None)
+    assert found.memory["none"] == sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
 
 def test_the_newer_names_of_act_order(tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ def test_what_has_a_scale_for_each_output_stays_as_it_is(
     assert (got - want).norm() < (1e-3 if name == "int8" else 0.3) * want.norm()  # inputs are rounded too
 
 
+def test_an_embedding_in_8_bits_is_widened(tmp_path: Path) -> None:
+    meant = written(tmp_path, per_output_int8, CHANNELS, spared="none")
+    got = reading(tmp_path).embed(IDS)
+    torch.testing.assert_close(got, meant.embed(IDS), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("config", [BLOCKS, ALSO_BLOCKS], ids=["fp8", "compressed-tensors"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_blocks_are_widened(

@@ -16,6 +16,7 @@ from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.hub import locate
+from tools.convert import convert
 from tools.to_gguf import write_gguf
 
 CPU = torch.device("cpu")
@@ -43,9 +44,16 @@ def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
         write_gguf(tmp_path / "folder", tmp_path / "a.gguf", "F32")
 
 
+def test_weights_with_scales_are_refused(tmp_path: Path) -> None:
+    convert(locate("tiny"), tmp_path / "int8", quantize="int8")
+    with pytest.raises(CheckpointError, match="has weights in 8 bits with scales"):
+        write_gguf(tmp_path / "int8", tmp_path / "a.gguf", "F16")
+
+
 def test_the_model_in_the_box_keeps_its_tokenizer(tmp_path: Path) -> None:
-    write_gguf(locate("tiny"), tmp_path / "a.gguf", "Q8_0")
-    want, got = dinfer.load("tiny"), dinfer.load(str(tmp_path / "a.gguf"))
+    path = tmp_path / "new" / "folder" / "a.gguf"
+    write_gguf(locate("tiny"), path, "Q8_0")
+    want, got = dinfer.load("tiny"), dinfer.load(str(path))
     chat = [{"role": "user", "content": "What is 12 + 345?"}]
     assert got.encode(chat) == want.encode(chat) and got.encode("a b", chat=False) == want.encode("a b", chat=False)
     assert got.model.spec == want.model.spec

@@ -110,6 +110,22 @@ def test_paged_attention(
     torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("first", "fewest"), [(0, 40), (0, 3), (5, 60)])
+def test_keys_that_all_queries_see_need_no_mask(reference: None, splits: int, first: int, fewest: int) -> None:
+    """Tiles of 64 queries, of which the last is not full, over 16 keys at a time."""
+    lanes, width, heads, kv_heads, size, page, pages = 2, 21, 4, 1, 16, 8, 9
+    k_PTGE, v_PTGE = (draw(lanes * pages, page, kv_heads, size, dtype=torch.float32) for _ in range(2))
+    q_BWHE = draw(lanes, width, heads, size, dtype=torch.float32)
+    pages_BP = torch.randperm(lanes * pages, device=DEVICE).view(lanes, pages)
+    start_BW = torch.full((lanes, width), first, device=DEVICE)
+    end_BW = torch.randint(fewest, page * pages + 1, (lanes, width), device=DEVICE).clamp_min(first + 1)
+    tiles = (64, 16, splits, 4, 2)
+    got = triton_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, tiles=tiles)
+    want = attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
+    torch.testing.assert_close(got, want, **CLOSE[torch.float32])
+
+
 ROUTERS = {
     "softmax": {"sigmoid": False, "normalize": False, "scale": 1.0},
     "normalized": {"sigmoid": False, "normalize": True, "scale": 1.0},

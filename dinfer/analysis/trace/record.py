@@ -6,6 +6,7 @@ outside, so a run that is not recorded does nothing more. docs/trace.md document
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +108,13 @@ def record(
     return record_request(pipe, requests[0], model=model)
 
 
-def record_request(pipe: Pipeline, request: Request, *, model: str | None = None) -> Trace:
-    """Like `record`, for a request as the engine takes it: token ids, with or without gaps."""
+def record_request(
+    pipe: Pipeline, request: Request, *, model: str | None = None, unwanted: Event | None = None
+) -> Trace:
+    """Like `record`, for a request as the engine takes it: token ids, with or without gaps.
+
+    `unwanted`: ends the recording after the next step, with InterruptedError, once another thread has set it.
+    """
     recipe, request = pipe.recipe, whole(request)
     offers: list[Offer] = []  # of the step under way
     watch = Watched(recipe.model)
@@ -120,6 +126,8 @@ def record_request(pipe: Pipeline, request: Request, *, model: str | None = None
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
     for update in engine.run([request], snapshots=True):
+        if unwanted is not None and unwanted.is_set():
+            raise InterruptedError("nobody wants the trace any more")
         computed = spans(position for position in watch.pos_W.tolist() if position >= 0)
         steps.append(_step(update, tokens, masked, computed, list(offers), recipe, steps))
         offers.clear()

@@ -66,6 +66,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         if source != STANDARD and target.is_file() and target.samefile(source):
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         progress.at("loading")
+        from dinfer.engine.distributed.leader import RankFailed
         from dinfer.serving.batch import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
@@ -75,12 +76,12 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         with Output(target, overwrite=overwrite) as output:
             try:
                 run(asked, parts | {"recipes": others}, output, answering, told)
-            except (KeyboardInterrupt, OSError, EngineFailed) as error:
+            except (KeyboardInterrupt, OSError, EngineFailed, RankFailed) as error:
                 kept = f"{len(output.ids)} answers are kept in {target}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):
                     raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
-                if isinstance(error, EngineFailed):
-                    fail(EngineFailed(f"{error}. {kept}"), FAILED)
+                if isinstance(error, EngineFailed | RankFailed):
+                    fail(type(error)(f"{error}. {kept}"), FAILED)
                 raise Interrupted(f"interrupted; {kept}") from None
     say(told.summary())
 

@@ -52,6 +52,9 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     settings = settings_of(config)
     settings.keys()  # raises where there are none
     others, config = recipes(config, "serve"), config | {"name": name_of(config)}
+    ranks, own = config["tensor_parallel"], config["runtime"]["tensor_parallel"]
+    if ranks not in (1, own):
+        raise ValueError(f"tensor_parallel={ranks} and runtime.tensor_parallel={own} contradict each other: give one")
     if setting(config, "replicas", int | None) is not None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
@@ -111,12 +114,12 @@ def needed(command: str) -> None:
 
 
 def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
-    """The configurations of the setting `recipes`, by name. Raises ValueError."""
+    """The components of each recipe that the setting `recipes` names. Raises ValueError."""
     others = {name: conf.with_recipe(command, name) for name in setting(config, "recipes", tuple[str, ...])}
     for name, other in others.items():
         if other["model"] != config["model"]:
             raise ValueError(f"recipes: {name} is for another model: run that with a command of its own")
-    return others
+    return {name: {kind: other[kind] for kind in conf.GROUPS if kind != "model"} for name, other in others.items()}
 
 
 def announced(names: list[str]) -> Callable[[str], None]:
@@ -156,8 +159,7 @@ def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipe
     name = config["name"]
     recipes = {name: pipe.recipe}
     for preset, other in others.items():
-        parts = {kind: other[kind] for kind in conf.GROUPS if kind != "model"}
-        recipes[f"{name}:{preset}"] = compose(pipe.model, **parts)
+        recipes[f"{name}:{preset}"] = compose(pipe.model, **other)
     return catalogue(pipe, recipes, max_new_tokens=setting(config, "max_new_tokens", int), created=int(time.time()))
 
 

@@ -36,6 +36,15 @@ def by_torchrun(size: int) -> bool:
     return True
 
 
+def check_copies(size: int) -> None:
+    """Raises ValueError if torchrun has started several processes that would all do the same."""
+    if size == 1 and (found := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"torchrun has started {found} processes, and with {FIELD}=1 each would do the same: set {FIELD}={found}, "
+            "or start without torchrun. `dinfer eval` alone shares its work among processes"
+        )
+
+
 def follows(size: int) -> bool:
     """Whether torchrun started this process as a rank other than 0. Raises as `by_torchrun`."""
     return by_torchrun(size) and int(os.environ["RANK"]) > 0

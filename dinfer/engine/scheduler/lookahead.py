@@ -10,12 +10,15 @@ MISS = 32  # right guesses that pay for a wrong one: each saves the host's time,
 BURST = 2  # assume that no step commits more than BURST times the row's record
 
 
-def stays_open(left: int, fastest: int) -> bool:
-    """Whether a row with `left` open positions will most likely not commit all of them in its next step.
+def stays_open(left: int, fastest: int, blocks: int = 1) -> bool:
+    """Whether a row with `left` open positions will most likely finish no block in its next step.
 
-    `fastest`: most positions that one of its steps has committed.
+    `fastest`: most positions that one of its steps has committed. `blocks`: most active blocks. They open one after the
+    other, so the first has fewer open positions than the others: if one opens at each step, half of that number of
+    steps fewer than the average.
     """
-    return left > BURST * max(fastest, 1)
+    most = max(fastest, 1)
+    return left - most * (blocks - 1) / 2 > BURST * most
 
 
 @dataclass(slots=True)

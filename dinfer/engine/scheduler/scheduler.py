@@ -11,10 +11,12 @@ from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.candidates import CandidateChoice
+from dinfer.engine.scheduler.expected import expected
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
+LATE = 64  # rows wait for a round if that costs less than such a part of it
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 
 
@@ -40,6 +42,8 @@ class Scheduler:
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
+        keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
+        self._settles = runtime.settle and keeps and not self._tries
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -50,12 +54,15 @@ class Scheduler:
         The step with most rows comes first: the host looks at them while the device is at the others.
 
         `in_flight`: a round is under way, and the host does not know yet where it leaves the rows. Then the plan is to
-        repeat its steps if they will most likely be needed, else none. A step does not change rows that it does not
-        fit, so a wrong guess costs the time of a step and changes no token. The rows have been through `prepare`.
+        repeat its steps if they will most likely be needed, else steps that fit rows wherever it leaves them, else
+        none. A step does not change rows that it does not fit, so a wrong guess costs the time of a step and changes no
+        token. The rows have been through `prepare`.
         """
         self._repeatable = in_flight and self._repeats(rows)
+        if in_flight and self._repeatable and self.lookahead.pays:
+            return self._steps
         if in_flight:
-            return self._steps if self._repeatable and self.lookahead.pays else []
+            return self._settling(rows) if self._settles else []
         phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
@@ -81,6 +88,15 @@ class Scheduler:
         """Works out what a launched row needs next if it stays in its block, while the device is busy."""
         if self._counts_forwards:
             self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def goes_on(self, rows: Collection[Row], busy: Collection[Row]) -> bool:
+        """Whether the next round leaves out the rows that are busy, since it then begins before their steps end.
+
+        Later rounds have a step more for them. So leaving them out costs their share of what a step takes for reading
+        the weights. It saves the host's time between two rounds, which is some hundredths of a round.
+        """
+        positions = sum(row.need.width for row in rows)
+        return not self._tries and LATE * self._free * len(busy) < (self._free + positions) * len(rows)
 
     def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
         """Learns where a round has left its rows, and how long steps took, in seconds."""
@@ -158,9 +174,37 @@ class Scheduler:
         """Whether prefills wait for more. Not while a request waits for their keys."""
         new, self._arrived = self._arrived, 0
         decoding = [row.need.width for phase in phases if phase != Phase.PREFILL for row in phases[phase]]
-        if any(row.awaited for row in phases[Phase.PREFILL]):
+        entering = phases.get(Phase.PREFILL, [])
+        if any(row.awaited for row in entering):
             decoding = []
-        return self._prefills.holds(new, [row.need.width for row in phases[Phase.PREFILL]], decoding)
+        return self._prefills.holds(new, [row.need.width for row in entering], decoding)
+
+    def _settling(self, rows: Collection[Row]) -> list[Step]:
+        """The next round, if its rows may settle: such a step fits rows that stay and rows that enter a block.
+
+        With many rows, some enter a block in every round, so none repeats the last one.
+        """
+        cache, spec, phases = self.recipe.cache, self.recipe.model.spec, dict[Phase, list[Row]]()
+        prefilled = {slot for step in self._steps if step.shape.phase == Phase.PREFILL for slot in step.slots}
+        for row in rows:
+            phase = Phase(row.cursors.phase)
+            phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
+        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
+            return []  # what one row missed, it might miss for ever
+        by_slot = {row.slot: row for row in phases.get(Phase.WINDOW, []) if row.slot is not None}
+        needs = dict[int, Need]()
+        for slot, row in by_slot.items():
+            now = expected(row, cache, spec, self.block)
+            needs[slot] = row.need if now is row.cursors else Need(cache.width(spec, now), cache.narrow(spec, now))
+        unit = spec.causal_block or 1
+        groups = grouped(Phase.WINDOW, needs, free=self._free, limit=self.runtime.positions, unit=unit)
+        if not groups or not groups[0].settles:
+            return []
+        steps = [self._step(Phase.WINDOW, group, [by_slot[slot] for slot in group.slots]) for group in groups]
+        if not (self.runtime.gather and self._holds(phases)):
+            steps += self._grouped(Phase.PREFILL, phases.get(Phase.PREFILL, []))
+        self._steps = sorted(steps, key=lambda step: -len(step.slots))
+        return self._steps
 
     def _repeats(self, rows: Collection[Row]) -> bool:
         """Whether all rows will most likely need the one step of the last round once more."""
@@ -171,4 +215,7 @@ class Scheduler:
             return False
         if {row.slot for row in rows} != {*slots}:
             return False
-        return all(row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest) for row in rows)
+        return all(
+            row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks)
+            for row in rows
+        )

@@ -7,7 +7,6 @@ step, one after the other.
 import hashlib
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +17,15 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime import build, driver
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import compiling_for
+from dinfer.kernels.triton.turns import taking_turns
 
 THREADS = 32  # at most; a step has some dozens of kernels
-PATIENCE = 0.0005  # seconds that a thread waits for one that runs Python; usually 5 ms
+NOTE = "dinfer-"
 _TURN, _LOADING = threading.Lock(), threading.Lock()
 _load = build._load_module_from_path
 
@@ -66,6 +66,8 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
     At the end all of them are compiled and loaded. Other threads launch kernels as usual. Raises the compiler's errors.
     """
+    # The meta device needs torch's compiler. An import beside the threads below would wait for them after each file.
+    importlib.import_module("torch._dynamo")
     thread, run, kernels = threading.get_ident(), JITFunction.run, dict[Any, Any]()
 
     def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -77,32 +79,16 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
         return kernels[call]
 
     with _TURN, _Compiler(min(cores(), THREADS), initializer=torch.cuda.set_device, initargs=(device,)) as compiler:
-        _prepare()
-        patience = sys.getswitchinterval()
-        sys.setswitchinterval(PATIENCE)
         JITFunction.run = compile_or_run
         try:
             # If the mode raised errors, it would stay on. `result` raises those that it ignores.
-            with compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
+            with taking_turns(), compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
                 yield
         finally:
             JITFunction.run = run
-            sys.setswitchinterval(patience)
         for kernel in kernels.values():
             if isinstance(kernel, triton.FutureKernel):
                 kernel.result()
-
-
-def _prepare() -> None:
-    """Imports torch's compiler, which the meta device needs, while another core compiles Triton's driver.
-
-    Both come before the first kernel. An import beside threads that compile takes far longer, since it waits for the
-    interpreter after each file.
-    """
-    with ThreadPoolExecutor(1) as other:
-        made = other.submit(lambda: driver.active)
-        importlib.import_module("torch._dynamo")
-    made.result()
 
 
 def _special(value: Any) -> Any:
@@ -121,4 +107,9 @@ def compiled_before(what: str, device: torch.device) -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         sha.update(source.read_bytes())
     sha.update("|".join((what, triton.__version__, torch.__version__, torch.cuda.get_device_name(device))).encode())
-    return Path(triton.knobs.cache.dir) / f"dinfer-{sha.hexdigest()}"
+    return Path(triton.knobs.cache.dir) / f"{NOTE}{sha.hexdigest()}"
+
+
+def notes() -> Iterator[Path]:
+    """The files that `compiled_before` has named, of any kernels."""
+    return Path(triton.knobs.cache.dir).glob(f"{NOTE}*")

@@ -21,18 +21,39 @@ LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper th
 
 @triton.jit
 def key_scores(
-    q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale,
-    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
+    q, k_ptr, pages_ptr, start, end, tile, lane, group, pages,
+    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile of keys, -inf where a query does not see the key; where the keys are, and which exist."""
+    """Products of queries with a tile of keys, -inf where a query does not see the key; where the keys are, and which
+    exist. `CLEAR`: all queries see all of them, so nothing is masked."""
     key = tile * KEYS + tl.arange(0, KEYS)
     there = key < pages * T
-    page = tl.load(pages_ptr + lane * pages + key // T, mask=there, other=0).to(tl.int64)
+    page = tl.load(pages_ptr + lane * pages + key // T, mask=None if CLEAR else there).to(tl.int64)
     at = ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
-    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-    return tl.where(seen, score, -float("inf")), at, there
+    if CLEAR:
+        product = tl.dot(q, tl.trans(tl.load(k_ptr + at).to(q.dtype)), input_precision="ieee")
+    else:
+        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
+        product = tl.dot(q, tl.trans(k), input_precision="ieee")
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+        product = tl.where(seen, product, -float("inf"))
+    return product, at, there
+
+
+@triton.jit
+def _add_keys(
+    q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """The running maximum of the products, sum and output with one more tile of keys."""
+    product, at, there = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, G, E, T, KEYS, CLEAR)
+    peak = tl.maximum(top, tl.max(product, 1))
+    safe = peak if CLEAR else tl.where(peak == -float("inf"), 0.0, peak)
+    prob = tl.exp2(product * scale - (safe * scale)[:, None])
+    shrink = tl.exp2((top - safe) * scale)
+    v = tl.load(v_ptr + at).to(q.dtype) if CLEAR else tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
+    acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
+    return peak, total * shrink + tl.sum(prob, 1), acc
 
 
 @triton.jit
@@ -40,7 +61,7 @@ def _attend(
     q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, own_ptr, out_ptr, out_scale_ptr, part_ptr, stat_ptr, width,
     pages, room, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, MANY: tl.constexpr,
     GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # It reads the intervals before it waits. `rotate_and_store` comes just before, and lets this kernel start only once
@@ -55,6 +76,11 @@ def _attend(
     first = tl.min(start, 0) // KEYS
     tiles = (tl.cdiv(tl.max(end, 0), KEYS) - first + SPLITS - 1) // SPLITS
     first = first + tl.program_id(2) * tiles
+    last = first + tiles
+    clear = first  # the end of the tiles that need no mask
+    if MANY:
+        all_end = tl.min(tl.where(inside, end, 2147483647), 0) // KEYS
+        clear = tl.where(tl.max(tl.where(inside, start, 0), 0) <= first * KEYS, tl.minimum(all_end, last), first)
     entry = tl.arange(0, E)
     if OWN:  # only the first split uses it
         own = tl.load(own_ptr + lane * width + query, mask=inside, other=-1)
@@ -69,19 +95,20 @@ def _attend(
         sees = tl.where(tl.program_id(2) == 0, own, -1) >= 0
         own_at = (own * G + group)[:, None] * E + entry[None, :]
         own_k = tl.load(k_ptr + own_at, mask=sees[:, None], other=0.0).to(q.dtype)
-        top = tl.where(sees, tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, top)
+        top = tl.where(sees, tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1), top)
         total = tl.where(sees, 1.0, total)
         acc = tl.load(v_ptr + own_at, mask=sees[:, None], other=0.0).to(tl.float32)
-    for tile in range(first, first + tiles):
-        score, at, there = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
-        peak = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(peak == -float("inf"), 0.0, peak)
-        prob = tl.exp2(score - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        v = tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(prob, 1)
-        top = peak
+    if MANY:
+        for tile in range(first, clear):
+            top, total, acc = _add_keys(
+                q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+                G, E, T, KEYS, True,
+            )  # fmt: skip
+    for tile in range(tl.maximum(first, clear), last):
+        top, total, acc = _add_keys(
+            q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+            G, E, T, KEYS, False,
+        )  # fmt: skip
     if SPLITS == 1:
         out = (acc / total[:, None]).to(q.dtype)
         if GROUPED:
@@ -92,7 +119,7 @@ def _attend(
         part = (lane * width + query).to(tl.int64) * H + head
         part = part * SPLITS + tl.program_id(2)
         tl.store(part_ptr + part[:, None] * E + entry[None, :], acc, mask=inside[:, None])
-        tl.store(stat_ptr + part * 2, top, mask=inside)
+        tl.store(stat_ptr + part * 2, top * scale, mask=inside)
         tl.store(stat_ptr + part * 2 + 1, total, mask=inside)
 
 
@@ -133,26 +160,24 @@ def paged_attention(
 ) -> Tensor | Grouped:  # fmt: skip
     """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
-    _, page, kv_heads, _ = k_PTGE.shape
-    share, pages = width * heads // kv_heads, pages_BP.shape[1]
-    tile, keys, splits, warps, most = tiles or _tiles(
-        lanes * kv_heads, share, heads > kv_heads, size, pages * page, q_BWHE.dtype.itemsize
-    )
+    _, page, groups, _ = k_PTGE.shape
+    share, pages = width * heads // groups, pages_BP.shape[1]
+    tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
     made: Tensor | Grouped
     out = out_scale = made = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    groups, room = in_groups(takes, lanes * width), 0
-    if grouped := groups is not None and groups.group == size:
+    asked, room = in_groups(takes, lanes * width), 0
+    if grouped := asked is not None and asked.group == size:
         made = empty_groups(q_BWHE[..., 0], heads * size, size)
         out, out_scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
     part, stat = q_BWHE, q_BWHE
     if splits > 1:
         part = q_BWHE.new_empty(lanes * width * heads * splits, size, dtype=torch.float32)
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
-    _attend[(lanes * kv_heads, triton.cdiv(share, tile), splits)](
+    _attend[(lanes * groups, triton.cdiv(share, tile), splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
         start_BW if own_BW is None else own_BW.contiguous(), out, out_scale, part, stat, width, pages, room,
-        size**-0.5 * LOG2_E, H=heads, G=kv_heads, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits,
-        OWN=own_BW is not None, GROUPED=grouped, num_warps=warps,
+        size**-0.5 * LOG2_E, H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits,
+        OWN=own_BW is not None, MANY=tile >= 64, GROUPED=grouped, num_warps=warps,
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip
@@ -164,13 +189,15 @@ def paged_attention(
     return made
 
 
-def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: int) -> Tiles:
+def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
     """The fastest on an H200, for `groups` in all rows, each with `share` queries, and `keys` a row."""
     few = 264 // (groups * triton.cdiv(share, 16))
     if few and keys <= 512 and bytes == 2 and size <= 128:  # small tiles, whose keys are read all at once
         splits = min(1 << few.bit_length() - 1, triton.next_power_of_2(triton.cdiv(keys, 64)))
         if keys <= 128 * splits:
             return Tiles(16, 64 if keys <= 64 * splits else 128, splits, 4, 1)
+    if share > 64 <= groups * triton.cdiv(share, 64) <= 132 and keys <= 512 and bytes == 2 and size <= 128:
+        return Tiles(64, 128, 1, 4, 2)  # several blocks of one row: more programs would only read the keys more often
     tile = min(max(triton.next_power_of_2(share), 16), 64)
     # Enough programs for every multiprocessor, but at least 64 keys each.
     want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)
@@ -179,8 +206,8 @@ def _tiles(groups: int, share: int, grouped: bool, size: int, keys: int, bytes: 
         # Tensor cores do not multiply float32. Its operands fill registers, and larger tiles or fewer threads spill:
         # 350 rows of 135 positions, 4 heads of 64, take 1.03 ms, with the tiles of bfloat16 19.5 ms.
         return Tiles(tile, 32, splits, 8 if tile == 64 else 4, 2)
-    if splits == 1 and grouped and share >= 128 >= size and groups * share >= 132 * 128:
-        return Tiles(128, 32, 1, 4, 3)  # each key is read half as often
+    if splits == 1 and share >= 128 >= size and groups * share >= 132 * 128:  # each key is read half as often
+        return Tiles(128, 128, 1, 8, 3) if keys >= 4096 else Tiles(128, 32, 1, 4, 3)
     if splits == 1 and tile <= 32 and size <= 128:
         return Tiles(tile, 128, 1, 4, 2)
     if tile <= 32 and size <= 128 and 64 * splits < keys <= 128 * splits:

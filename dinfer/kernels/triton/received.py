@@ -31,7 +31,8 @@ def _normalizers(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for tile in range(tl.min(start, 0) // KEYS, tl.cdiv(tl.max(end, 0), KEYS)):
-        score, _, _ = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, G, E, T, KEYS)
+        product, _, _ = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, G, E, T, KEYS, False)
+        score = product * scale
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)

@@ -83,6 +83,7 @@ class Side {
     const chosen = {};
     for (const [name, input] of this.inputs)
       if (name !== "max_tokens" && input.value !== input.dataset.default) chosen[name] = Number(input.value);
+    if (chosen.temperature) chosen.seed ??= Math.floor(Math.random() * 2 ** 32); // so that a trace shows the same answer
     return {
       model: this.model.value, messages: [...this.turns, { role: "user", content: question }], stream: true,
       max_tokens: Number(this.inputs.get("max_tokens").value), stream_options: { include_usage: true },

@@ -1,0 +1,76 @@
+"""Prepares the compilers of kernels in threads, while a model loads."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+
+import torch
+
+from dinfer.kernels import triton as kernels
+from dinfer.kernels.triton.turns import taking_turns
+
+
+def prepare(device: torch.device) -> None:
+    """Starts to prepare if kernels run on `device`, so that the first request waits less for compilers."""
+    if device.type == "cuda":
+        _begin()
+
+
+def imported(device: torch.device) -> None:
+    """Waits for the imports that `prepare` has started. Call it before code that may import the same.
+
+    Python may give a module that is half imported to code that imports it meanwhile.
+    """
+    if device.type == "cuda":
+        wait(_begin()[:2])
+
+
+def prepared() -> None:
+    """Prepares, or waits until threads have. An error is left to the first launch, which meets it again."""
+    wait(_begin())
+
+
+@cache
+def _begin() -> tuple[Future[None], ...]:
+    """Triton is imported first, by one thread. What two threads import at a time may be half imported for one."""
+    pool = ThreadPoolExecutor(3, "dinfer-prepare")
+    first = pool.submit(_import_kernels)
+
+    def then(work: Callable[[], object]) -> None:
+        first.result()
+        work()
+
+    rest = [pool.submit(then, work) for work in (_import_compiler, _make_driver, _read_compiler)]
+    pool.shutdown(wait=False)
+    return first, *rest
+
+
+@taking_turns()
+def _import_kernels() -> None:
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
+
+
+@taking_turns()
+def _import_compiler() -> None:
+    """Imports torch's compiler, which the meta device needs. Not if kernels were compiled on this machine before."""
+    from dinfer.kernels.triton.ahead import cores, notes
+
+    if cores() > 1 and not any(notes()):
+        importlib.import_module("torch._dynamo")
+
+
+def _make_driver() -> None:
+    """Triton's driver is in C, and gcc compiles it at the first start."""
+    from triton.runtime import driver
+
+    _ = driver.active
+
+
+def _read_compiler() -> None:
+    """The names of Triton's cache hold a hash of its compiler, which has half a gigabyte."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()

@@ -1,0 +1,72 @@
+"""A round that begins while small steps of the last one run, without their rows: when, and that it changes no token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for, thinned
+from support.models import tiny_model
+
+from dinfer.core.recipe import compose
+from dinfer.engine.engine import Engine
+from dinfer.engine.reader import CanvasReader
+from dinfer.engine.request import Request
+
+BLOCK = 8
+RECIPE = compose(
+    tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
+    decoder={"name": "fixed", "steps": 4},
+)  # fmt: skip
+
+
+def run(engine: Engine, requests: list[Request]) -> list[tuple]:
+    return [outcome(completion) for completion in completions(engine, requests)]
+
+
+@pytest.mark.parametrize(("late", "goes_on"), [(0, True), (64, False)])
+def test_the_next_round_begins_without_the_rows_of_a_small_step(
+    late: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that costs little: four rows of a small model do not fill a step, so no row of four is left out."""
+    requests = [Request([5, 6, 7], (2 + i) * BLOCK - i, RECIPE.resolve({})) for i in range(4)]
+    want, engine, log = run(engine_for(RECIPE), requests), launched_ahead(engine_for(RECIPE)), list[str]()
+
+    def logged(name: str, work: Any) -> Any:
+        return lambda *given, **more: (log.append(name), work(*given, **more))[1]
+
+    monkeypatch.setattr(CanvasReader, "request", logged("launch", CanvasReader.request))
+    monkeypatch.setattr(CanvasReader, "read", logged("read", CanvasReader.read))
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", late)
+    assert run(engine, requests) == want
+    steps = "".join(name[0] for name in log)  # as in "llrlr": a round of two steps, and one of one step
+    open_steps = [steps[:i].count("l") - steps[:i].count("r") for i in range(len(steps))]
+    early = [i for i in range(1, len(steps)) if steps[i - 1 : i + 1] == "rl" and open_steps[i] > 0]
+    assert bool(early) == goes_on and steps.count("l") == steps.count("r")
+
+
+@pytest.mark.parametrize(("busy", "width", "goes_on"), [(20, 32, True), (20, 1, False), (200, 32, False)])
+def test_rows_are_left_out_of_a_round_if_they_are_few_and_it_is_long(busy: int, width: int, goes_on: bool) -> None:
+    scheduler = engine_for(RECIPE).loop.scheduler
+    rows: list[Any] = [SimpleNamespace(need=SimpleNamespace(width=width)) for _ in range(256)]
+    assert scheduler.goes_on(rows, rows[:busy]) == goes_on
+
+
+def test_no_row_is_left_out_where_candidates_are_counted() -> None:
+    """What the last round evaluated for a row must be known until its step is read."""
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, cache="dual", decoder="threshold")
+    scheduler = engine_for(recipe, speculate=2).loop.scheduler
+    rows: list[Any] = [SimpleNamespace(need=SimpleNamespace(width=32)) for _ in range(256)]
+    assert not scheduler.goes_on(rows, rows[:1])
+
+
+@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[4::16]), ids=str)
+def test_leaving_rows_out_of_a_round_is_harmless_with_any_recipe(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = combination.recipe(tiny_model(combination.variant))
+    requests = requests_for(recipe)
+    want = run(engine_for(recipe, rows=3), requests)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 0)
+    assert run(launched_ahead(engine_for(recipe, rows=3)), requests) == want
