@@ -188,13 +188,13 @@ def staggered(requests: list[Request]) -> list[Request]:
 
 
 def measured(
-    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float],
-    warm_card: dict[str, float], most_warm_up: float | None = None,
+    engine: Engine, requests: list[Request], rounds: int, stagger: bool,
+    card: tuple[dict[str, float], dict[str, float]], most_warm_up: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
 
-    With `stagger` and three rounds or more, figures and limits are those under load. `card` and `warm_card`: its rates
-    at rest and after seconds of products, see `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under
+    With `stagger` and three rounds or more, figures and limits are those under load. `card`: its rates at rest
+    and after seconds of products, see `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under
     load ends.
     """
     in_flight, began = len(requests), time.perf_counter()
@@ -215,7 +215,7 @@ def measured(
         run_limit(
             engine.recipe.model, pool(engine), steps, block=engine.recipe.iteration.block, rates=rates,
             prompt=statistics.mean(len(r.prompt) for r in work), new=statistics.mean(r.new_tokens for r in work),
-        ) for rates in (card, warm_card)
+        ) for rates in card
     )  # fmt: skip
     for limit in (least, sustained):
         limit["tokens_per_s"] = result["tokens"] / limit["all"]["limit_s"]
@@ -328,7 +328,7 @@ def main(args: list[str] | None = None) -> None:
     if cuda and not given.kept_kernels:  # of an earlier program's kernels the first block would take none
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
     report: dict[str, Any] = {**begun(given, device), "runs": []}
-    report["card"], report["warm_card"] = card, warm_card = [rates(device, given.quantize, t) for t in (0.0, WARM)]
+    report["card"], report["warm_card"] = (rates(device, given.quantize, warm) for warm in (0.0, WARM))
     pipe = pipeline(given, device)
     if cuda:
         torch.cuda.synchronize()
@@ -339,9 +339,8 @@ def main(args: list[str] | None = None) -> None:
     alone = closed_loop(pipe.engine, requests[:1], 1)
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
-        run = measured(
-            pipe.engine, requests[:in_flight], rounds, given.stagger, report["card"], report["warm_card"], given.warm_up
-        )
+        card = report["card"], report["warm_card"]
+        run = measured(pipe.engine, requests[:in_flight], rounds, given.stagger, card, given.warm_up)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(
