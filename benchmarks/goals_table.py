@@ -24,7 +24,7 @@ def goals(results: Path) -> str:
     lines = [
         f"One {some['hardware']}, torch {some['torch']}, commit {', '.join(commits)}. The limit is the figure if every "
         "step took the least time that its bytes or its multiply-adds allow, at rates of the card from the same run, "
-        "and the host none. *warm*: at the rate of a card that has multiplied for two seconds, which is then at the limit "
+        "and the host none. *warm*: at the rate of a card that has multiplied for two seconds, which is at the limit "
         "of its power, as under load. -: not measured.",
         "",
         "| work | in flight | figure | measured | to be reached | limit | of the limit | warm | of that |",
