@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from numpy import broadcast_shapes  # torch's own imports the system, too
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -49,7 +48,9 @@ class Shapes(TorchDispatchMode):
 
 def _elementwise(func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Tensor:
     few_args, few_kwargs = tree_map_only(Tensor, _one, (args, kwargs))
-    shape = broadcast_shapes(*(each.shape for each in tensors))
+    dims = max(each.dim() for each in tensors)  # torch's own function for the rest imports the algebra, too
+    sizes = zip(*((1,) * (dims - each.dim()) + each.shape for each in tensors), strict=True)
+    shape = [next((size for size in some if size != 1), 1) for some in sizes]
     return torch.empty(shape, dtype=func(*few_args, **few_kwargs).dtype, device=META)
 
 
