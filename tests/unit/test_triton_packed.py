@@ -11,10 +11,12 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import norm, packed  # noqa: E402
 from dinfer.kernels.deferred import close  # noqa: E402
+from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
+from dinfer.kernels.triton.groups import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
 from dinfer.kernels.types import GROUPED_ROWS, InGroups  # noqa: E402
 
@@ -78,6 +80,22 @@ def test_norm_and_gate_leave_the_rows_that_the_product_rounds(reference: None, r
         torch.testing.assert_close(close(grouped._replace(wide=None)), rounded, equal_nan=True)
         assert grouped.wide is None or torch.equal(grouped.wide.nan_to_num(7), plain.nan_to_num(7))
     assert isinstance(triton_norm.swiglu(gate_up.expand(1 + GROUPED_ROWS // rows, -1, -1), inputs), torch.Tensor)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_leaves_the_rows_that_the_product_rounds(splits: int) -> None:
+    lanes, width, heads, size, page = 2, 5, 4, 32, 16
+    q_BWHE = draw(lanes, width, heads, size, dtype=torch.bfloat16)
+    k_PTGE, v_PTGE = draw(12, page, 2, size, dtype=torch.bfloat16), draw(12, page, 2, size, dtype=torch.bfloat16)
+    pages_BP = torch.arange(12, device=q_BWHE.device).view(lanes, 6)
+    start_BW = pages_BP.new_zeros(lanes, width)
+    read = q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, start_BW + 90
+    tiles = triton_attention.Tiles(16, 32, splits, 4, 1)
+    plain = triton_attention.paged_attention(*read, tiles=tiles).flatten(2)
+    grouped = triton_attention.paged_attention(*read, tiles=tiles, takes=InGroups(size))
+    want, rows = round_groups(plain, size), lanes * width
+    assert grouped.shape == plain.shape and torch.equal(grouped.values_RK[:rows], want.values_RK[:rows])
+    assert torch.equal(grouped.scale_GR[:, :rows], want.scale_GR[:, :rows])
 
 
 @pytest.mark.parametrize("tiles", [False, True])
