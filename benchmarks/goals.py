@@ -81,16 +81,16 @@ def level(report: dict[str, Any], in_flight: int) -> dict[str, Any] | None:
     return next((run for run in report["runs"] if run["in_flight"] == in_flight), None)
 
 
-def figure(name: str, run: dict[str, Any]) -> tuple[float | None, float | None]:
-    """A figure of a level, and its limit."""
-    limit, usual, forwards = run["limit"], run["limit"]["usual"], run["most_forwards"]
+def figure(name: str, run: dict[str, Any], limit: str = "limit") -> tuple[float | None, float | None]:
+    """A figure of a level, and its limit: `limit`, or `limit_warm` of a card that has multiplied for seconds."""
+    limits, usual, forwards = run[limit], run[limit]["usual"], run["most_forwards"]
     found: dict[str, tuple[float | None, float | None]] = {
-        "steady tokens/s": (run["steady_tokens_per_s"], limit["tokens_per_s"]),
-        "ms a forward": (1e3 * run["seconds"] / forwards, 1e3 * limit["all"]["limit_s"] / forwards),
-        "tokens/s": (run["tokens_per_s"], limit["tokens_per_s"]),
+        "steady tokens/s": (run["steady_tokens_per_s"], limits["tokens_per_s"]),
+        "ms a forward": (1e3 * run["seconds"] / forwards, 1e3 * limits["all"]["limit_s"] / forwards),
+        "tokens/s": (run["tokens_per_s"], limits["tokens_per_s"]),
         "step, ms": (usual["median_ms"], usual["limit_ms"]),
         "GPU busy": (run["device_share"], 1.0),
-        "prefill, share of the limit": (limit["prefill"].get("share"), 1.0),
+        "prefill, share of the limit": (limits["prefill"].get("share"), 1.0),
     }
     return found[name]
 

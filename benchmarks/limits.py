@@ -1,6 +1,8 @@
 """The least time of a step, from the bytes it must read, its operations, and the rates of the card.
 
-Rates are measured: by a copy of 4 GB, and a product of two large matrices. On a CPU, for dry runs, both are small.
+Rates are measured: by a copy of 4 GB, and a product of two large matrices. On a CPU, for dry runs, both are small. A
+card that multiplies for seconds comes to the limit of its power and slows down. So there is a second rate of the
+product, after `WARM` seconds of it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dinfer.kernels.types import FLOAT8
 from dinfer.layers.mlp import Experts
 
 SIDE = 8192  # of the matrices
+WARM = 2.0  # seconds of products, after which a card's clock is what its power allows
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -28,14 +31,27 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a product of two large matrices, bfloat16 or float8."""
+def product_rate(device: torch.device, dtype: torch.dtype, warm: float = 0.0) -> float:
+    """Floating-point operations per second of a product of two large matrices, bfloat16 or float8.
+
+    `warm`: seconds of such products before.
+    """
     if device.type != "cuda":
         a, b = (torch.randn(SIDE // 16, SIDE // 16) for _ in range(2))
         return 2 * len(a) ** 3 / median_seconds(lambda: torch.mm(a, b), device)
+    product, end = products(device, dtype), time.perf_counter() + warm
+    while time.perf_counter() < end:
+        for _ in range(32):
+            product()
+        torch.cuda.synchronize(device)
+    return 2 * SIDE**3 / median_seconds(product, device)
+
+
+def products(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """A product of two large matrices, bfloat16 or float8."""
     a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
     if dtype != FLOAT8:
-        return 2 * SIDE**3 / median_seconds(lambda: torch.mm(a, b), device)
+        return lambda: torch.mm(a, b)
     one = torch.ones((), dtype=torch.float32, device=device)
     narrow_a, narrow_b = a.to(FLOAT8), b.to(FLOAT8)
 
@@ -44,7 +60,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
             narrow_a, narrow_b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return 2 * SIDE**3 / median_seconds(product, device)
+    return product
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -104,10 +120,13 @@ def operations(model: Any, positions: float, decoded: float, keys: float) -> dic
     return {"weights": 2.0 * weights, "attention": 2.0 * attention}
 
 
-def rates(device: torch.device, quantize: str | None) -> dict[str, float]:
-    """The rates of the card: bytes a second, and operations a second in the weights' format and in bfloat16."""
-    found = {"copy_bytes_per_s": copy_bandwidth(device), "bfloat16_per_s": product_rate(device, torch.bfloat16)}
-    narrow = product_rate(device, FLOAT8) if quantize == "fp8" else found["bfloat16_per_s"]
+def rates(device: torch.device, quantize: str | None, warm: float = 0.0) -> dict[str, float]:
+    """The rates of the card: bytes a second, and operations a second in the weights' format and in bfloat16.
+
+    `warm`: seconds of products before those that count.
+    """
+    found = {"copy_bytes_per_s": copy_bandwidth(device), "bfloat16_per_s": product_rate(device, torch.bfloat16, warm)}
+    narrow = product_rate(device, FLOAT8, warm) if quantize == "fp8" else found["bfloat16_per_s"]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found | {"weights_per_s": narrow}

@@ -34,7 +34,7 @@ import torch
 import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
-from benchmarks.limits import rates, run_limit
+from benchmarks.limits import WARM, rates, run_limit
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
@@ -188,13 +188,14 @@ def staggered(requests: list[Request]) -> list[Request]:
 
 
 def measured(
-    engine: Engine, requests: list[Request], rounds: int, stagger: bool, card: dict[str, float],
-    most_warm_up: float | None = None,
+    engine: Engine, requests: list[Request], rounds: int, stagger: bool,
+    card: tuple[dict[str, float], dict[str, float]], most_warm_up: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
 
-    With `stagger` and three rounds or more, figures and limits are those under load. `card`: its rates, see
-    `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under load ends.
+    With `stagger` and three rounds or more, figures and limits are those under load. `card`: its rates at rest
+    and after seconds of products, see `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under
+    load ends.
     """
     in_flight, began = len(requests), time.perf_counter()
     work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
@@ -210,15 +211,19 @@ def measured(
         result = result or closed_loop(engine, work, in_flight)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
-    least = run_limit(
-        engine.recipe.model, pool(engine), steps, block=engine.recipe.iteration.block, rates=card,
-        prompt=statistics.mean(len(r.prompt) for r in work), new=statistics.mean(r.new_tokens for r in work),
+    least, sustained = (
+        run_limit(
+            engine.recipe.model, pool(engine), steps, block=engine.recipe.iteration.block, rates=rates,
+            prompt=statistics.mean(len(r.prompt) for r in work), new=statistics.mean(r.new_tokens for r in work),
+        ) for rates in card
     )  # fmt: skip
-    least["tokens_per_s"] = result["tokens"] / least["all"]["limit_s"]
+    for limit in (least, sustained):
+        limit["tokens_per_s"] = result["tokens"] / limit["all"]["limit_s"]
     return {
         "in_flight": in_flight, **result, "warm_up_s": warm_up, "device_share": busy / result["seconds"],
         "graphs": engine.runner.captured, "captured_while_timed": engine.runner.captured - captured,
-        "refused_graphs": [*engine.runner.refused.values()], "limit": least, "steps": steps[:12],
+        "refused_graphs": [*engine.runner.refused.values()], "limit": least, "limit_warm": sustained,
+        "steps": steps[:12],
     }  # fmt: skip
 
 
@@ -323,7 +328,7 @@ def main(args: list[str] | None = None) -> None:
     if cuda and not given.kept_kernels:  # of an earlier program's kernels the first block would take none
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="dinfer-kernels-")
     report: dict[str, Any] = {**begun(given, device), "runs": []}
-    report["card"] = card = rates(device, given.quantize)
+    report["card"], report["warm_card"] = (rates(device, given.quantize, warm) for warm in (0.0, WARM))
     pipe = pipeline(given, device)
     if cuda:
         torch.cuda.synchronize()
@@ -334,6 +339,7 @@ def main(args: list[str] | None = None) -> None:
     alone = closed_loop(pipe.engine, requests[:1], 1)
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
+        card = report["card"], report["warm_card"]
         run = measured(pipe.engine, requests[:in_flight], rounds, given.stagger, card, given.warm_up)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)

@@ -222,7 +222,7 @@ class PagedAttend:
         v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
         return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
-    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Any:
         k_PTGE, v_PTGE, near = self.pool.of(layer)
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
@@ -230,10 +230,10 @@ class PagedAttend:
         if self.queries is not None:
             self.queries.append(q_BWHE)
         if read_BX is None:
-            return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW)
+            return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW, qkv.takes)
         if read_BX.shape[1] == 0:
             return q_BWHE[:, :0]
         start_BX, end_BX = (at(bound_BW, read_BX) for bound_BW in interval_BW)
         own_BX = None if self.own_BW is None else at(self.own_BW, read_BX)
         q_BXHE = at(q_BWHE, read_BX)  # the last of them: no interval may be written right before `paged_attention`
-        return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), own_BX)
+        return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), own_BX, qkv.takes)

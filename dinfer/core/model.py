@@ -19,10 +19,11 @@ class Attend(Protocol):
     @property
     def read_BX(self) -> Tensor | None: ...  # int64, which of the W hidden states are read, see `Model.forward`
 
-    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Any:
         """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
         `read_BX`: only the queries at these of the W places attend. [B, X, heads, E]
+        Where `qkv` says that the next layer takes groups, it may leave `dinfer.kernels.types.Grouped` instead.
         `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
         ...

@@ -4,9 +4,8 @@ The step runs on the meta device first, where tensors have shapes but no values.
 first of them runs, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend only on a model's
 shapes, so this computes nothing and uses no memory of the card.
 
-On the meta device torch imports its compiler, which takes a second. Loading a model has begun that
-(`dinfer.kernels.triton.prepare`). A file in Triton's cache notes what is compiled. The next start on the machine
-launches at once, and each launch reads its kernel from the cache.
+A file in Triton's cache notes what is compiled. The next start on the machine launches at once, and each launch reads
+its kernel from the cache.
 """
 
 import copy
@@ -26,8 +25,8 @@ from dinfer.core.protocols import StepShape
 from dinfer.core.recipe import Recipe
 from dinfer.core.state import BatchState
 from dinfer.core.step import denoise_step
+from dinfer.engine.shapes import META, Shapes
 
-META = torch.device("meta")
 logger = logging.getLogger(__name__)
 
 
@@ -70,10 +69,10 @@ class KernelCompiler:
 
         device = self._recipe.model.device
         done = compiled_before(f"{self._what} {shape}", device)
-        prepared()  # a launch needs most of it, too
+        prepared()  # a launch needs it, too
         if done.exists() or cores() == 1:
             return
-        with compiled_beside(device):
+        with compiled_beside(device), Shapes():
             if self._twin is None:
                 recipe = on_meta(self._recipe)
                 self._twin = recipe, self._alloc(recipe, META)

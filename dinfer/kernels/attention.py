@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dinfer.kernels.cpu import float as native
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.types import FLOAT8
+from dinfer.kernels.types import FLOAT8, Grouped, Inputs
 
 PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
 
@@ -80,9 +80,9 @@ def neighbours(pages_BP: Tensor) -> slice | None:
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
-    own_BW: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Interval attention over keys in pages of T positions. [B, W, H, E]
+    own_BW: Tensor | None = None, takes: Inputs = "plain",
+) -> Tensor | Grouped:  # fmt: skip
+    """Interval attention over keys in pages of T positions. [B, W, H, E]; [B, W, H * E] in groups, if it `takes` these.
 
     Key s of a row is in page `pages_BP[row, s // T]`. `own_BW` is the place in the pool of one more key, which the
     query sees whatever its interval; -1: none. Every query must see a key. Keys outside a query's interval must be
@@ -93,7 +93,7 @@ def paged_attention(
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton.attention import paged_attention as kernel
 
-        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW)
+        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW, takes=takes)
     size = q_BWHE.shape[-1]
     if (
         own_BW is None

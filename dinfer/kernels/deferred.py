@@ -1,9 +1,10 @@
 """Closes deferred values: the only place where one becomes a tensor, and so the only place where ranks add up."""
 
+import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.types import Deferred, Parts, Rounded, Share, Summing
+from dinfer.kernels.types import Deferred, Grouped, Parts, Rounded, Share, Summing
 
 
 def close(x: Deferred) -> Tensor:
@@ -14,6 +15,8 @@ def close(x: Deferred) -> Tensor:
         return x.ranks.all_reduce(close(x.value))
     if isinstance(x, Rounded):
         return widened(x).to(x.dtype) if x.wide is None else x.wide
+    if isinstance(x, Grouped):
+        return ungrouped(x) if x.wide is None else x.wide
     if x.weights_NC is None:
         return x.values.sum(0).to(x.dtype)
     if use_triton(x.values, "experts"):
@@ -45,7 +48,16 @@ def held(x: Deferred) -> Tensor:
     """A tensor on the device of `x`, in the dtype that kernels read it in."""
     if isinstance(x, Share):
         return held(x.value)
+    if isinstance(x, Grouped):
+        return x.values_RK
     return x if isinstance(x, Tensor) else x.values
+
+
+def ungrouped(x: Grouped) -> Tensor:
+    """The rows, in the dtype that they had."""
+    rows, groups = x.shape[:-1].numel(), len(x.scale_GR)
+    values = x.values_RK[:rows].float().unflatten(-1, (groups, -1)) * (16 * x.scale_GR[:, :rows].mT[..., None])
+    return values.view(x.shape).to(x.dtype)
 
 
 def widened(x: Tensor | Rounded) -> Tensor:
@@ -57,6 +69,9 @@ def rows_of(x: Deferred) -> Deferred:
     """All rows in one dimension. [..., K] -> [R, K]"""
     if isinstance(x, Tensor):
         return x.flatten(0, -2)
+    if isinstance(x, Grouped):
+        wide = None if x.wide is None else x.wide.flatten(0, -2)
+        return x._replace(shape=torch.Size((x.shape[:-1].numel(), x.shape[-1])), wide=wide)
     if not isinstance(x, Rounded):
         return close(x).flatten(0, -2)
     wide = None if x.wide is None else x.wide.flatten(0, -2)

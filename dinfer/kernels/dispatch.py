@@ -37,6 +37,12 @@ def on_hopper(tensor: Tensor) -> bool:
     return device is not None and _capability(device) >= (9, 0)
 
 
+def multiplies_integers(tensor: Tensor) -> bool:
+    """Whether kernels on its `card` multiply 8-bit integers: Triton compiles that from Ampere on."""
+    device = card(tensor.device)
+    return device is not None and _capability(device) >= (8, 0)
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -109,8 +109,21 @@ class ExpertWeight(ABC):
         """The most rows of one expert that a program of the GPU takes."""
         raise NotImplementedError
 
-    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
-        """Each token times the matrices of its experts, gated. One row a pair, in the order of tiles. [P, O / 2]"""
+    @property
+    def able(self) -> bool:
+        """Whether the GPU's kernels multiply with it."""
+        return True
+
+    @property
+    def takes(self) -> Inputs:
+        """How a gate should leave the inputs."""
+        return "plain"
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
+        """Each token times the matrices of its experts, gated, as `down` takes them. [P, O / 2]
+
+        One row a pair, in the order of tiles.
+        """
         raise NotImplementedError
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
@@ -155,10 +168,10 @@ class ScaledExperts(ExpertWeight):
 
         return rows_of_tile(pairs_per_expert, self.each.dtype.itemsize)
 
-    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         from dinfer.kernels.triton.moe import gated_linear
 
-        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], piece)
+        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         from dinfer.kernels.triton.moe import expert_linear
@@ -202,7 +215,7 @@ def expert_mixture(
         experts_NC, weights_NC = own_pairs(experts_NC, weights_NC, dealt, len(gate_up.each))
     flat = rows_of(x)
     wide_ND = close(flat)
-    if not use_triton(wide_ND, "experts"):
+    if not (use_triton(wide_ND, "experts") and gate_up.able and down.able):
         mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
         mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
@@ -216,7 +229,7 @@ def expert_mixture(
         else:
             plus_ND = shared.mlp(wide_ND)
     made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
-    hidden_PM = gate_up.gated_rows(flat, made, gated, down.piece)
+    hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)
     if plus_ND is None and tokens <= TOGETHER:  # more rows would fill memory until they are read
         return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())

@@ -9,7 +9,7 @@ from dinfer.kernels.deferred import close, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.symmetric import Exchange
-from dinfer.kernels.types import Deferred, Inputs, Share
+from dinfer.kernels.types import Deferred, InGroups, Inputs, Share
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -85,6 +85,6 @@ def geglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
 
 
 def _as(x: Tensor, inputs: Inputs) -> Deferred:
-    if inputs == "plain":
+    if inputs == "plain" or isinstance(inputs, InGroups):  # there the product rounds its inputs itself
         return x
     return round_rows(x)._replace(wide=x if inputs == "both" else None)

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.cpu.linear import Part, native_linear, use_native
-from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.deferred import close, held
+from dinfer.kernels.dispatch import multiplies_integers, use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
-from dinfer.kernels.types import Deferred, Plan
+from dinfer.kernels.types import GROUPED_ROWS, Deferred, Grouped, InGroups, Inputs, Parts, Plan
 
 GROUPS = (128, 64, 32)
-FEW = 512  # rows up to which the kernel is faster than unpacking the weight for cuBLAS
+SMALL = 8192  # outputs up to which the consumer may add up parts
 TILE = 64  # outputs of which the weights of a group are one piece of memory, for a GPU
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
 
@@ -79,6 +79,11 @@ def flat(values: Tensor, scale: Tensor) -> Tensor:
     return values.transpose(-3, -2).flatten(-4, -3).flatten(-2)
 
 
+def inputs_of_group(values: Tensor, scale: Tensor) -> int:
+    """How many inputs share a scale of a weight, whether it is `tiled` or not."""
+    return 2 * values.shape[-1] // (scale.shape[-1] if values.ndim == scale.ndim else 1)
+
+
 def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight that was packed, rounded; its values may be `tiled`. [..., O, H], [..., O, G] -> [..., O, K]"""
     grouped = flat(values, scale).unflatten(-1, (scale.shape[-1], -1))
@@ -86,13 +91,16 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
     return (whole * scale[..., None].float()).flatten(-2).to(dtype)
 
 
-def packed_linear(x: Tensor, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Deferred, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
+) -> Tensor | Parts:
     """x times the transpose of a weight in 4 bits, which may be `tiled`. [..., K] -> [..., O]
 
-    A GPU rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do the compiled
-    kernels of a CPU.
+    A GPU from Ampere on rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do
+    the compiled kernels of a CPU. `parts`: the consumer may add up parts.
     """
-    if not use_triton(x, "packed"):
+    if not use_triton(held(x), "packed"):
+        x = close(x)
         if use_native(x, "packed"):
             out = native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
         else:
@@ -100,19 +108,27 @@ def packed_linear(x: Tensor, values: Tensor, scale_OG: Tensor, bias_O: Tensor | 
         return (out if bias_O is None else out + bias_O).to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
 
-    if x.numel() // x.shape[-1] <= FEW:
-        return kernels.linear(x, values, scale_OG, bias_O)
+    x = _grouped(x)
+    if x.shape[:-1].numel() <= GROUPED_ROWS and multiplies_integers(values):
+        return kernels.linear(x, values, scale_OG, bias_O, split=parts and len(scale_OG) <= SMALL)
+    x = close(x)
     return F.linear(x, kernels.unpack(values, scale_OG, x.dtype), bias_O)
 
 
 class PackedExperts(ExpertWeight):
-    """Values in 4 bits, uint8 [X, O, H] or `tiled`, and scales [X, O, G]."""
+    """Values in 4 bits, uint8 [X, O, H] or `tiled`, and scales [X, O, G]; those of a shared expert without X."""
 
-    def __init__(self, values: Tensor, scale: Tensor) -> None:
-        self.each, self.scale = values, scale
+    def __init__(self, values: Tensor, scale: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> None:
+        self.each, self.scale, self.shared = values, scale, shared
+
+    def joined(self, shared: ExpertWeight) -> "PackedExperts | None":
+        if not isinstance(shared, PackedExperts) or shared.each.shape != self.each.shape[1:]:
+            return None
+        alike = shared.scale.shape == self.scale.shape[1:] and shared.scale.stride() == self.scale.stride()[1:]
+        return PackedExperts(self.each, self.scale, (shared.each, shared.scale)) if alike else None
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
-        return packed_linear(close(x_RK), self.each[expert], self.scale[expert])
+        return close(packed_linear(x_RK, self.each[expert], self.scale[expert]))
 
     def parts(self) -> Sequence[Part]:
         return [Part("int4", flat(self.each, self.scale), self.scale)]
@@ -122,17 +138,30 @@ class PackedExperts(ExpertWeight):
 
         return rows_of_tile(pairs_per_expert)
 
-    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, piece: int | None) -> Deferred:
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         from dinfer.kernels.triton.packed_moe import expert_linear
 
-        return gated(expert_linear(close(x_ND), self.each, self.scale, plan, by_token=True), "plain")
+        both_PX = expert_linear(_grouped(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
+        return gated(both_PX, down.takes)
+
+    @property
+    def able(self) -> bool:
+        return multiplies_integers(self.each)
+
+    @property
+    def takes(self) -> Inputs:
+        return InGroups(inputs_of_group(self.each, self.scale))
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         from dinfer.kernels.triton.packed_moe import expert_linear
 
-        return expert_linear(close(x_PK), self.each, self.scale, plan, by_token=False)
+        return expert_linear(_grouped(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
         rows_ITK = close(x_ITK)
         return (rows_ITK.float() @ weight_IOK.mT).to(rows_ITK.dtype)
+
+
+def _grouped(x: Deferred) -> Tensor | Grouped:
+    return x if isinstance(x, Grouped) else close(x)

@@ -12,7 +12,7 @@ from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.norm import rms_norm
-from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Projections, Table
+from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Inputs, Projections, Table
 
 
 def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
@@ -51,9 +51,11 @@ def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
     return turned if part.shape == x_BWXE.shape else torch.cat((turned, x_BWXE[..., cos.shape[-1] :]), -1)
 
 
-def projections(qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None) -> Projections:
+def projections(
+    qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None, takes: Inputs = "plain"
+) -> Projections:  # fmt: skip
     """Projections for `dinfer.core.protocols.Attend`: heads of `size` entries, the first `heads` of them queries."""
-    return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm)
+    return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm, takes)
 
 
 def queries_keys_values(x: Projections) -> tuple[Tensor, Tensor, Tensor]:

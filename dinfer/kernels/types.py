@@ -48,6 +48,19 @@ class Rounded(NamedTuple):
     wide: Tensor | None = None  # the rows before rounding, if the consumer wants both
 
 
+class Grouped(NamedTuple):
+    """Rows as 8-bit integers, each group of neighbouring inputs at a scale of its own, for weights in 4 bits.
+
+    There is room for rows of whole tiles. Nothing writes the last of them.
+    """
+
+    values_RK: Tensor
+    scale_GR: Tensor  # float32, a 16th of each scale
+    shape: torch.Size  # of the rows before rounding
+    dtype: torch.dtype  # of the rows before rounding
+    wide: Tensor | None = None  # the rows before rounding, if the consumer wants both
+
+
 class Summing(Protocol):
     """The ranks that divide a layer's inputs."""
 
@@ -72,7 +85,7 @@ class Share(NamedTuple):
         return self.value.shape
 
 
-Deferred = Tensor | Parts | Rounded | Share
+Deferred = Tensor | Parts | Rounded | Grouped | Share
 """A tensor, or a value whose last sum or product the reading kernel does, so that no kernel runs for it alone.
 `dinfer.kernels.deferred.close` turns any of them into a tensor."""
 
@@ -107,8 +120,16 @@ class Plan(NamedTuple):
     whole: bool = True  # False: some pairs belong to experts of other ranks, and no tile has them
 
 
-Inputs = Literal["plain", "rounded", "both"]
-"""How a layer takes its input rows: as they are, rounded to float8, or both."""
+class InGroups(NamedTuple):
+    """A layer takes up to `GROUPED_ROWS` rows as `Grouped`, more as they are."""
+
+    group: int  # inputs that share a scale
+    both: bool = False  # whether it takes the rows as they are too
+
+
+GROUPED_ROWS = 512
+Inputs = Literal["plain", "rounded", "both"] | InGroups
+"""How a layer takes its input rows: as they are, rounded to float8, both, or in groups of 8-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +151,4 @@ class Projections(NamedTuple):
     heads: int  # query heads
     table: Table
     norm: HeadNorm | None = None
+    takes: Inputs = "plain"  # how the layer behind the attention takes its inputs

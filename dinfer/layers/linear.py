@@ -48,7 +48,7 @@ class Linear(Formatted, nn.Linear):
     @property
     def takes(self) -> Inputs:
         """How whatever makes the inputs should leave them."""
-        return self.formats["weight"].takes
+        return self.formats["weight"].takes(self.weight_of("weight"))
 
     def forward(self, x: Deferred) -> Tensor:
         return close(self.deferred(x, parts=False))

@@ -9,7 +9,7 @@ from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.types import Dealt, Deferred, Inputs, Summing
+from dinfer.kernels.types import Dealt, Deferred, InGroups, Inputs, Summing
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 
@@ -70,7 +70,10 @@ class Experts(Formatted):
     @property
     def takes(self) -> Inputs:
         """How whatever makes the inputs should leave them; the router takes them as they are."""
-        return "both" if self.formats["gate_up"].takes == "rounded" else "plain"
+        inputs = self.formats["gate_up"].takes(self.weight_of("gate_up"))
+        if isinstance(inputs, InGroups):
+            return inputs._replace(both=True)
+        return "both" if inputs == "rounded" else "plain"
 
     @untraced
     def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:

@@ -20,7 +20,7 @@ from dinfer.kernels.dispatch import keep_untraced, on_own_device
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.rows import at
-from dinfer.kernels.types import Deferred, HeadNorm, Projections, Table
+from dinfer.kernels.types import Deferred, Grouped, HeadNorm, Projections, Table
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.layers.vocabulary import embed, mix, whole
@@ -61,7 +61,9 @@ class Block(nn.Module):
         before, after = pieces
         norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
         x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
-        seen_BXHE = attend(self.layer, projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm), read_BX)
+        takes = self.out.takes if after is Block.after else "plain"  # what is compiled takes tensors
+        qkv = projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm, takes)
+        seen_BXHE = attend(self.layer, qkv, read_BX)
         if read_BX is None:
             return after(self, x_BWD, seen_BXHE, attend.pos_BW)
         if read_BX.shape[1] == 0:
@@ -73,9 +75,10 @@ class Block(nn.Module):
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.takes)
         return x_BWD, self.qkv.deferred(h_BWD)
 
-    def after(self, x_BWD: Tensor, seen_BWHE: Tensor, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
+    def after(self, x_BWD: Tensor, seen_BWHE: Tensor | Grouped, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
         """Output projection of the attention, and MLP: the residual stream as a sum of two."""
-        delta_BWD, eps = self.out.deferred(seen_BWHE.flatten(2)), self.spec.norm_eps
+        seen_BWX = seen_BWHE if isinstance(seen_BWHE, Grouped) else seen_BWHE.flatten(2)
+        delta_BWD, eps = self.out.deferred(seen_BWX), self.spec.norm_eps
         x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.takes)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 

@@ -79,6 +79,7 @@ def main() -> None:
     from dinfer.core.state import BatchState
     from dinfer.core.step import denoise_step
     from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
+    from dinfer.engine.shapes import Shapes
     from dinfer.kernels.triton.ahead import compiled_beside
     from dinfer.kernels.triton.prepare import prepare, prepared
     from support.models import tiny_model
@@ -96,7 +97,7 @@ def main() -> None:
         prepare(torch.device(device))
         found[f"prepares for {device}"] = any(t.name.startswith("dinfer-prepare") for t in threading.enumerate())
     prepared()
-    found["imported"] = "torch._dynamo" in sys.modules, "dinfer.kernels.triton.moe" in sys.modules
+    found["imported"] = "dinfer.kernels.triton.moe" in sys.modules
 
     def note(name: str) -> None:
         noted = len([*Path(triton.knobs.cache.dir).glob("dinfer-*")])
@@ -140,12 +141,14 @@ def main() -> None:
         triton.AsyncCompileMode.__exit__ = leave
         KernelCompiler(recipe, alloc, 66).compile(wider)
         note("after an interrupt")
-        twin = on_meta(recipe)
-        state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
-        with compiled_beside(torch.device("cuda", 0)):  # what the steps launch
+        with Shapes():
+            twin = on_meta(recipe)
+            state, slot_B = alloc(twin, META), torch.empty(1, dtype=torch.int64, device=META)
+        with compiled_beside(torch.device("cuda", 0)), Shapes():  # what the steps launch
             for step in (shape, StepShape(Phase.WINDOW, 1, 8, 1, 8, 4)):
                 denoise_step(twin, state, step, slot_B)
         found["steps"] = len(COMPILED)
+    found["heavy"] = sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
     print(json.dumps(found))
 
 

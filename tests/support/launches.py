@@ -53,8 +53,9 @@ def recorded_launches(monkeypatch: Any) -> Iterator[set[str]]:
         for name, module in [*sys.modules.items()]:
             if name.startswith("dinfer.") and "use_triton" in vars(module):
                 patch.setattr(module, "use_triton", lambda tensor, group, head_dim=16: head_dim >= 16)
-            if name.startswith("dinfer.") and "on_hopper" in vars(module):
-                patch.setattr(module, "on_hopper", lambda tensor: True)
+            for able in ("on_hopper", "multiplies_integers"):
+                if name.startswith("dinfer.") and able in vars(module):
+                    patch.setattr(module, able, lambda tensor: True)
         yield launches
 
 
@@ -77,12 +78,12 @@ def plain(value: Any) -> Any:
     return {"kernel": [value.fn.__module__, value.fn.__name__]}
 
 
-def failures(launches: set[str]) -> list[str]:
-    """What does not compile for a Hopper card, with the compiler's words. In a process whose Triton compiles."""
+def failures(launches: set[str], capability: int = HOPPER) -> list[str]:
+    """What does not compile for such a card, with the compiler's words. In a process whose Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", __name__], input="\n".join(sorted(launches)), env=environment | {"PYTHONPATH": path()},
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-m", __name__, str(capability)], input="\n".join(sorted(launches)),
+        env=environment | {"PYTHONPATH": path()}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -106,14 +107,15 @@ def main() -> None:
         module, name = value["kernel"]
         return getattr(importlib.import_module(module), name)
 
-    failed = []
+    failed, capability = [], int(sys.argv[1])
     for line in sys.stdin.read().splitlines():
         module, name, types, fixed, options = json.loads(line)
+        fixed |= {"EARLY": capability >= HOPPER} if "EARLY" in fixed else {}
         kernel = getattr(importlib.import_module(module), name)
         signature = {argument: types[argument] for argument in kernel.arg_names}
         source = ASTSource(kernel, signature, {argument: meant(value) for argument, value in fixed.items()})
         try:
-            triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
+            triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         except Exception as error:
             failed.append(f"{module}.{name} {fixed}: {error}")
     print(json.dumps(failed))

@@ -30,7 +30,8 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert (found["prepares for cpu"], found["prepares for cuda"]) == (False, True)
-    assert found["imported"] == [True, True], "a request does not wait for imports"
+    assert found["imported"], "a request does not wait for imports"
+    assert found["heavy"] == [], "torch's compiler takes seconds and 145 MB"
     assert len(found["first"]["kernels"]) == found["first"]["loaded"] > 10
     assert "MainThread" not in found["first"]["threads"]
     assert found["again"]["kernels"] == []
@@ -44,24 +45,6 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert found["switch interval"] == sys.getswitchinterval()
     assert found["collects"] == [True, False]
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
-
-
-SECOND_START = """
-import sys, torch
-from dinfer.kernels.triton.prepare import prepare, prepared
-prepare(torch.device("cuda"))
-prepared()
-print("dinfer.kernels.triton.moe" in sys.modules, "torch._dynamo" in sys.modules)
-"""
-
-
-def test_a_second_start_imports_no_compiler(tmp_path: Path) -> None:
-    """It takes 145 MB and seconds, and kernels that were compiled on the machine before need none."""
-    (tmp_path / "dinfer-0").touch()
-    environment = os.environ | {"PYTHONPATH": path(), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SECOND_START]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["True", "False"]
 
 
 LAUNCHER = """

@@ -12,7 +12,7 @@ from support.launches import failures, recorded_launches
 from support.matrix import LEGAL, SAMPLE, Combination
 from support.models import UNIFORM, tiny_model
 
-from dinfer.kernels.types import FLOAT8, Matrices, Plan, Rounded
+from dinfer.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
 triton_moe = pytest.importorskip("dinfer.kernels.triton.moe")
@@ -77,7 +77,7 @@ def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) ->
 @torch.inference_mode()
 def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run their PTX. Groups of 128 and 32, dense and of experts."""
-    from dinfer.kernels import packed
+    from dinfer.kernels import norm, packed
     from dinfer.kernels.triton import moe, packed_moe  # noqa: F401 (their launches are recorded)
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
@@ -87,7 +87,34 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
             values = packed.tiled(values, scale)
             packed.packed_linear(x, values[0], scale[0])
             plan = moe.plan(torch.zeros(32, 1, dtype=torch.int32), 2, 16)
-            packed.PackedExperts(values, scale).gated_rows(x, plan, lambda both, inputs: both, None)
-    wanted = {launch for launch in launches if "packed" in launch}
-    assert sum('"ASM": true' in launch for launch in wanted) == 4
+            experts = packed.PackedExperts(values, scale)
+            experts.gated_rows(x, plan, norm.swiglu, experts)
+            shared = experts.joined(packed.PackedExperts(values[0], scale[0]))
+            inputs = norm.add_rms_norm(x, x, x[0], 1e-5, InGroups(group, both=True))[1]
+            shared.gated_rows(inputs, plan, norm.swiglu, experts)
+            packed.packed_linear(inputs, values[0], scale[0], parts=True)
+            packed.packed_linear(x.repeat(5, 1), values[0], scale[0])
+    wanted = {launch for launch in launches if "packed" in launch or '"GROUP"' in launch}
+    assert sum('"ASM": true' in launch for launch in wanted) == 10
     assert failures(wanted) == []
+
+
+@torch.inference_mode()
+def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles no products of integers there, so weights are unpacked."""
+    from dinfer.kernels import packed
+    from dinfer.kernels.moe import expert_mixture
+
+    with recorded_launches(monkeypatch) as launches, torch.device("meta"):
+        monkeypatch.setattr(packed, "multiplies_integers", lambda tensor: False)
+        x, weight = torch.empty(32, 128, dtype=torch.float16), packed.pack(torch.empty(2, 128, 128))
+        packed.packed_linear(x, weight[0][0], weight[1][0])
+        chosen, experts = torch.zeros(32, 1, dtype=torch.int64), packed.PackedExperts(*weight)
+        assert (
+            expert_mixture(
+                x, chosen, chosen.float(), experts, packed.PackedExperts(weight[0][..., :32], weight[1][..., :1])
+            ).shape
+            == x.shape
+        )
+    assert ["_unpack" in launch for launch in launches if "packed" in launch] == [True]
+    assert failures(launches, 75) == []

@@ -10,10 +10,15 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import norm, packed  # noqa: E402
+from dinfer.kernels.deferred import close  # noqa: E402
+from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
+from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
+from dinfer.kernels.triton.groups import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
+from dinfer.kernels.types import GROUPED_ROWS, InGroups  # noqa: E402
 
 
 @pytest.fixture
@@ -24,7 +29,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("config", [None, Config(16, 64, 2, 4, 2), Config(32, 32, 1, 4, 2, parts=4)])
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 192, 192), (33, 64, 96)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 40, 512), (70, 192, 192), (33, 64, 96), (129, 128, 128)])
 def test_linear_in_4_bits(
     reference: None, dtype: torch.dtype, config: Config | None, rows: int, outputs: int, width: int
 ) -> None:
@@ -41,6 +46,8 @@ def test_linear_in_4_bits(
     assert (tiled is weight_OH) == (outputs == 40)
     assert torch.equal(packed.flat(tiled, scale_OG), weight_OH)
     assert torch.equal(got, triton_packed.linear(x, tiled, scale_OG, bias_O, config=config))
+    parts = triton_packed.linear(x, tiled, scale_OG, bias_O, config=config, split=True)
+    torch.testing.assert_close(close(parts), want, **CLOSE[dtype])
     for values in (weight_OH, tiled):
         assert torch.equal(triton_packed.unpack(values, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
@@ -53,6 +60,68 @@ def test_rounding_the_inputs_keeps_nan() -> None:
     x[1, 5] = float("nan")
     broken = triton_packed.linear(x, *weight, None)
     assert broken[1].isnan().all() and torch.equal(broken[::2], whole[::2])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize(("rows", "width"), [(3, 96), (70, 1280)])
+def test_norm_and_gate_leave_the_rows_that_the_product_rounds(reference: None, rows: int, width: int) -> None:
+    """Bit for bit, NaN too; more rows stay as they are."""
+    x, gate_up = draw(1, rows, width, dtype=torch.bfloat16), draw(1, rows, 2 * width, dtype=torch.bfloat16)
+    weight, inputs = packed.pack(draw(64, width)), InGroups(packed.group_of(width), both=True)
+    x[0, 1, 5] = gate_up[0, 2, 7] = float("nan")
+    for plain, grouped in (
+        (triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5)[1], triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, inputs)[1]),
+        (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs)),
+    ):
+        want = triton_packed.linear(plain, *weight, None)
+        got = triton_packed.linear(grouped, *weight, None)
+        assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and want.isnan().any()
+        rounded = in_8_bits(plain, inputs.group)
+        torch.testing.assert_close(close(grouped._replace(wide=None)), rounded, equal_nan=True)
+        assert grouped.wide is None or torch.equal(grouped.wide.nan_to_num(7), plain.nan_to_num(7))
+    assert isinstance(triton_norm.swiglu(gate_up.expand(1 + GROUPED_ROWS // rows, -1, -1), inputs), torch.Tensor)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_leaves_the_rows_that_the_product_rounds(splits: int) -> None:
+    lanes, width, heads, size, page = 2, 5, 4, 32, 16
+    q_BWHE = draw(lanes, width, heads, size, dtype=torch.bfloat16)
+    k_PTGE, v_PTGE = draw(12, page, 2, size, dtype=torch.bfloat16), draw(12, page, 2, size, dtype=torch.bfloat16)
+    pages_BP = torch.arange(12, device=q_BWHE.device).view(lanes, 6)
+    start_BW = pages_BP.new_zeros(lanes, width)
+    read = q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, start_BW + 90
+    tiles = triton_attention.Tiles(16, 32, splits, 4, 1)
+    plain = triton_attention.paged_attention(*read, tiles=tiles).flatten(2)
+    grouped = triton_attention.paged_attention(*read, tiles=tiles, takes=InGroups(size))
+    want, rows = round_groups(plain, size), lanes * width
+    assert grouped.shape == plain.shape and torch.equal(grouped.values_RK[:rows], want.values_RK[:rows])
+    assert torch.equal(grouped.scale_GR[:, :rows], want.scale_GR[:, :rows])
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
+    reference: None, monkeypatch: pytest.MonkeyPatch, tiles: bool
+) -> None:
+    tokens, experts, hidden, width = 5, 4, 64, 64
+    x_ND, (weights_NC, experts_NC) = draw(tokens, hidden), draw(tokens, experts).softmax(-1).topk(2)
+    gate_up, down = (
+        packed.pack(draw(experts + 1, 2 * width, hidden) / 8),
+        packed.pack(draw(experts + 1, hidden, width) / 8),
+    )
+    if tiles:
+        gate_up, down = ((packed.tiled(*weight), weight[1]) for weight in (gate_up, down))
+    each = [packed.PackedExperts(*(part[:experts] for part in weight)) for weight in (gate_up, down)]
+    shared = [packed.PackedExperts(*(part[experts] for part in weight)) for weight in (gate_up, down)]
+    plan = triton_moe.plan(experts_NC, experts, 16, shared=True)
+    both = [one.joined(more) for one, more in zip(each, shared, strict=True)]
+    got = triton_moe.combine(
+        both[1].mixed_rows(both[0].gated_rows(x_ND, plan, triton_norm.swiglu, both[1]), plan), weights_NC
+    )
+    plan = triton_moe.plan(experts_NC, experts, 16)
+    hidden_NM = triton_norm.swiglu(triton_packed.linear(x_ND, *(part[experts] for part in gate_up), None))
+    alone_ND = triton_packed.linear(hidden_NM, *(part[experts] for part in down), None)
+    mixed_PD = each[1].mixed_rows(each[0].gated_rows(x_ND, plan, triton_norm.swiglu, each[1]), plan)
+    torch.testing.assert_close(got, triton_moe.combine(mixed_PD, weights_NC, alone_ND))
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

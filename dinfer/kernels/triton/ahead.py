@@ -5,7 +5,6 @@ step, one after the other.
 """
 
 import hashlib
-import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from dinfer.kernels.dispatch import compiling_for
 from dinfer.kernels.triton.turns import taking_turns
 
 THREADS = 32  # at most; a step has some dozens of kernels
-NOTE = "dinfer-"
 _TURN, _LOADING = threading.Lock(), threading.Lock()
 _load = build._load_module_from_path
 
@@ -66,8 +64,6 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
     At the end all of them are compiled and loaded. Other threads launch kernels as usual. Raises the compiler's errors.
     """
-    # The meta device needs torch's compiler. An import beside the threads below would wait for them after each file.
-    importlib.import_module("torch._dynamo")
     thread, run, kernels = threading.get_ident(), JITFunction.run, dict[Any, Any]()
 
     def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -107,9 +103,4 @@ def compiled_before(what: str, device: torch.device) -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         sha.update(source.read_bytes())
     sha.update("|".join((what, triton.__version__, torch.__version__, torch.cuda.get_device_name(device))).encode())
-    return Path(triton.knobs.cache.dir) / f"{NOTE}{sha.hexdigest()}"
-
-
-def notes() -> Iterator[Path]:
-    """The files that `compiled_before` has named, of any kernels."""
-    return Path(triton.knobs.cache.dir).glob(f"{NOTE}*")
+    return Path(triton.knobs.cache.dir) / f"dinfer-{sha.hexdigest()}"

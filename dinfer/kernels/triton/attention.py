@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.kernels.triton.groups import empty_groups, in_groups, whole
 from dinfer.kernels.triton.launch import early, follow, stages
+from dinfer.kernels.types import Grouped, Inputs
 
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
@@ -56,10 +58,11 @@ def _add_keys(
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, own_ptr, out_ptr, part_ptr, stat_ptr, width, pages, scale,
+    q_ptr, k_ptr, v_ptr, pages_ptr, start_ptr, end_ptr, own_ptr, out_ptr, out_scale_ptr, part_ptr, stat_ptr, width,
+    pages, room, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, MANY: tl.constexpr,
-    EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # It reads the intervals before it waits. `rotate_and_store` comes just before, and lets this kernel start only once
     # everything older has been written.
@@ -107,7 +110,11 @@ def _attend(
             G, E, T, KEYS, False,
         )  # fmt: skip
     if SPLITS == 1:
-        tl.store(out_ptr + place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        out = (acc / total[:, None]).to(q.dtype)
+        if GROUPED:
+            out, out_scale = whole(out.to(tl.float32), 1)
+            tl.store(out_scale_ptr + head * room + lane * width + query, out_scale, mask=inside)
+        tl.store(out_ptr + place, out, mask=inside[:, None])
     else:
         part = (lane * width + query).to(tl.int64) * H + head
         part = part * SPLITS + tl.program_id(2)
@@ -117,7 +124,10 @@ def _attend(
 
 
 @triton.jit
-def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+def _join(
+    q_ptr, part_ptr, stat_ptr, out_ptr, out_scale_ptr, room, H: tl.constexpr, E: tl.constexpr,
+    SPLITS: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, entry = tl.arange(0, SPLITS), tl.arange(0, E)
@@ -126,7 +136,12 @@ def _join(part_ptr, stat_ptr, out_ptr, E: tl.constexpr, SPLITS: tl.constexpr, EA
     weight = tl.exp2(top - tl.max(top, 0))
     part = tl.load(part_ptr + (row * SPLITS + split)[:, None] * E + entry[None, :])
     out = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(out_ptr + row * E + entry, out.to(out_ptr.dtype.element_ty))
+    out = out.to(q_ptr.dtype.element_ty)
+    if GROUPED:
+        out, out_scale = whole(out.to(tl.float32)[None, :], 1)
+        out = tl.reshape(out, (E,))
+        tl.store(out_scale_ptr + row % H * room + row // H + tl.arange(0, 1), out_scale)
+    tl.store(out_ptr + row * E + entry, out)
 
 
 class Tiles(NamedTuple):
@@ -141,28 +156,37 @@ class Tiles(NamedTuple):
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
-    own_BW: Tensor | None = None, tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    own_BW: Tensor | None = None, tiles: Tiles | None = None, takes: Inputs = "plain",
+) -> Tensor | Grouped:  # fmt: skip
     """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = width * heads // groups, pages_BP.shape[1]
     tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
-    out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    part, stat = out, out
+    made: Tensor | Grouped
+    out = out_scale = made = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
+    asked, room = in_groups(takes, lanes * width), 0
+    if grouped := asked is not None and asked.group == size:
+        made = empty_groups(q_BWHE[..., 0], heads * size, size)
+        out, out_scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    part, stat = q_BWHE, q_BWHE
     if splits > 1:
         part = q_BWHE.new_empty(lanes * width * heads * splits, size, dtype=torch.float32)
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
     _attend[(lanes * groups, triton.cdiv(share, tile), splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
-        start_BW if own_BW is None else own_BW.contiguous(), out, part, stat, width, pages, size**-0.5 * LOG2_E,
-        H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits, OWN=own_BW is not None, MANY=tile >= 64,
-        num_warps=warps, num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
+        start_BW if own_BW is None else own_BW.contiguous(), out, out_scale, part, stat, width, pages, room,
+        size**-0.5 * LOG2_E, H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits,
+        OWN=own_BW is not None, MANY=tile >= 64, GROUPED=grouped, num_warps=warps,
+        num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:
-        _join[(lanes * width * heads,)](part, stat, out, E=size, SPLITS=splits, num_warps=1, **early(q_BWHE))
-    return out
+        _join[(lanes * width * heads,)](
+            q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits,
+            GROUPED=grouped, num_warps=1, **early(q_BWHE),
+        )  # fmt: skip
+    return made
 
 
 def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
@@ -172,6 +196,8 @@ def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
         splits = min(1 << few.bit_length() - 1, triton.next_power_of_2(triton.cdiv(keys, 64)))
         if keys <= 128 * splits:
             return Tiles(16, 64 if keys <= 64 * splits else 128, splits, 4, 1)
+    if share > 64 <= groups * triton.cdiv(share, 64) <= 132 and keys <= 512 and bytes == 2 and size <= 128:
+        return Tiles(64, 128, 1, 4, 2)  # several blocks of one row: more programs would only read the keys more often
     tile = min(max(triton.next_power_of_2(share), 16), 64)
     # Enough programs for every multiprocessor, but at least 64 keys each.
     want = min(264 // (groups * triton.cdiv(share, tile)), keys // 64)

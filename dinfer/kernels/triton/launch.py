@@ -58,6 +58,24 @@ def let_next(EARLY: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def fetch(ptrs):
+    """Asks for the 32 bytes at each pointer, so that the L2 cache has them soon."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_piece(ptr, bytes):
+    """Asks for a piece of memory, in multiples of 16 bytes. One thread does."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred one; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, 0;"
+        " @one cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [ptr.to(tl.int64), bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 def early(tensor: Tensor) -> dict[str, Any]:
     """Launch options of a kernel that calls `follow`. `DINFER_EARLY=0` in the environment turns early starts off."""
     if os.environ.get("DINFER_EARLY", "1") != "0" and on_hopper(tensor):

@@ -8,9 +8,10 @@ from torch import Tensor
 from dinfer.kernels import symmetric
 from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.triton.deferred import Addends, added
+from dinfer.kernels.triton.groups import empty_groups, in_groups, store_groups
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
-from dinfer.kernels.types import FLOAT8, LARGEST, Inputs, Parts, Rounded
+from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded
 
 EMPTY = tl.constexpr(symmetric.EMPTY)
 
@@ -71,9 +72,9 @@ def _add(
 @triton.jit
 def _add_rms_norm(
     x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, mine_ptr, theirs_ptr, count_ptr,
-    width, apart, stride, eps,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    width, apart, stride, room, eps,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, BOTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -93,6 +94,9 @@ def _add_rms_norm(
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
     if BOTH:
         tl.store(wide_ptr + row + column, normed, mask=inside)
+    if GROUP:
+        store_groups(normed.to(tl.float32), out_ptr, scale_ptr, tl.program_id(0), 0, width, room, GROUP, BLOCK)
+        return
     if LARGEST:
         normed, scale = scaled(normed.to(tl.float32), 0, LARGEST)
         tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
@@ -125,44 +129,68 @@ def _places(exchange: Exchange | None, x: Tensor) -> tuple[tuple[Tensor, ...], i
 def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
     exchange: Exchange | None = None,
-) -> tuple[Tensor, Tensor | Rounded]:  # fmt: skip
+) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
     """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
-    narrow, both = inputs != "plain", inputs == "both"
-    plain = torch.empty_like(x_BWD) if inputs != "rounded" else x_BWD
-    made = empty_rounded(x_BWD)._replace(wide=plain if both else None) if narrow else None
-    out, scale = (plain, plain) if made is None else (made.values, made.scale)
-    width = x_BWD.shape[-1]
+    width, groups = x_BWD.shape[-1], in_groups(inputs, x_BWD.shape[:-1].numel())
+    both = inputs == "both" or (groups is not None and groups.both)
+    narrow = groups is not None or inputs in ("rounded", "both")
+    plain = x_BWD if narrow and not both else torch.empty_like(x_BWD)
+    wide, out, scale, room = plain if both else None, plain, plain, 0
+    made: Tensor | Rounded | Grouped = plain
+    if groups is not None:
+        made = empty_groups(x_BWD, width, groups.group)._replace(wide=wide)
+        out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    elif narrow:
+        made = empty_rounded(x_BWD)._replace(wide=wide)
+        out, scale = made.values, made.scale
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
     delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
     swapped, rows, widest = _places(exchange, x_BWD)
     _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if narrow else 0, BOTH=both, ROWS=rows, WIDEST=widest,
+        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, room, eps,
+        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
+        GROUP=0 if groups is None else groups.group, BOTH=both, ROWS=rows, WIDEST=widest,
         **_size(width), **early(x_BWD),
     )  # fmt: skip
-    return sum_BWD, plain if made is None else made
+    return sum_BWD, made
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _swiglu(
+    gate_up_ptr, out_ptr, scale_ptr, width, room, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
+    out = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
+    if GROUP:
+        first = tl.program_id(1) * BLOCK
+        store_groups(out.to(tl.float32), out_ptr, scale_ptr, row, first, width, room, GROUP, BLOCK)
+    else:
+        tl.store(out_ptr + row * width + column, out, mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded:
+def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.kernels.norm.swiglu`."""
     gate_up_BWX = gate_up_BWX.contiguous()
     width = gate_up_BWX.shape[-1] // 2
-    out_BWM = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+    rows = gate_up_BWX.shape[:-1].numel()
+    if groups := in_groups(inputs, rows):
+        made = empty_groups(gate_up_BWX, width, groups.group)
+        out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    else:
+        out = scale = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
+        room = 0
     block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(out_BWM.numel() // width, triton.cdiv(width, block))](
-        gate_up_BWX, out_BWM, width, BLOCK=block, num_warps=4, **early(gate_up_BWX)
-    )
+    _swiglu[(rows, triton.cdiv(width, block))](
+        gate_up_BWX, out, scale, width, room, GROUP=groups.group if groups else 0, BLOCK=block, num_warps=4,
+        **early(gate_up_BWX),
+    )  # fmt: skip
+    if groups:
+        return made
     # A scale needs the whole row. One program for a whole row would take longer than a second launch.
-    return out_BWM if inputs == "plain" else round_rows(out_BWM)
+    return round_rows(out) if inputs == "rounded" else out

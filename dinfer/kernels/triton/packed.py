@@ -15,41 +15,9 @@ from torch import Tensor
 
 from dinfer.kernels import packed
 from dinfer.kernels.dispatch import card
-from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
-from dinfer.kernels.triton.linear import largest
-
-
-@triton.jit
-def _round_groups(
-    x_ptr, out_ptr, scale_ptr, room, width, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    follow(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    x = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    scale = largest(x, 1, 1e-30) / 127
-    whole = tl.floor(tl.reshape(x / scale, (BLOCK,)) + 0.5)
-    tl.store(out_ptr + row * width + column, whole.to(tl.int8), mask=inside)
-    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(scale_ptr + group * room + row, tl.reshape(scale, (BLOCK // GROUP,)) / 16, mask=group * GROUP < width)
-
-
-def round_groups(x_RK: Tensor, group: int, many: int = 1) -> tuple[Tensor, Tensor]:
-    """Inputs as 8-bit integers, and a 16th of each group's scale. [R, K] -> int8 [R, K], float32 [G, R]
-
-    There is room for rows of whole tiles of `many`. The last of them are not written.
-    """
-    rows, width = x_RK.shape
-    room, block = triton.cdiv(rows, many) * many, 512 if rows <= 64 else 2048
-    out_RK = x_RK.new_empty(room, width, dtype=torch.int8)
-    scale_GR = x_RK.new_empty(width // group, room, dtype=torch.float32)
-    _round_groups[(rows, triton.cdiv(width, block))](
-        x_RK, out_RK, scale_GR, room, width, GROUP=group, BLOCK=block, num_warps=4, **early(x_RK)
-    )
-    return out_RK, scale_GR
-
+from dinfer.kernels.triton.groups import round_groups
+from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
+from dinfer.kernels.types import Grouped, Parts
 
 TILE = tl.constexpr(packed.TILE)
 
@@ -105,32 +73,67 @@ def group_sums(
         next, x_next = tl.load(scale_ptrs + after * scale_group), tl.load(x_scale_ptr + after * room + row)
         low, high = _integers(tl.load(weight_ptrs + group * step), ASM)
         weight = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (OUTPUTS, GROUP))
-        sum = tl.dot(weight, tl.load(x_ptrs + group * GROUP), out_dtype=tl.int32)
-        total += sum.to(tl.float32) * (scale.to(tl.float32)[:, None] * x_scale[None, :])
+        x = tl.load(x_ptrs + group * GROUP)
+        if ROWS < 128:
+            sum = tl.dot(weight, x, out_dtype=tl.int32)
+            total += sum.to(tl.float32) * (scale.to(tl.float32)[:, None] * x_scale[None, :])
+        else:
+            # Converting integers takes long. So the sums begin at 3 * 2**22: the bits of such a float32 count in ones.
+            sum = tl.dot(weight, x, tl.full((OUTPUTS, ROWS), 0x4B400000, tl.int32), out_dtype=tl.int32)
+            by = tl.broadcast_to(scale.to(tl.float32)[:, None], (OUTPUTS, ROWS))
+            scaled = tl.fma(sum.to(tl.float32, bitcast=True), by, by * -12582912.0)
+            total = tl.fma(scaled, tl.broadcast_to(x_scale[None, :], (OUTPUTS, ROWS)), total)
         scale, x_scale = next, x_next
     return total
+
+
+@triton.jit
+def _fetch_ahead(
+    weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Asks for what `group_sums` will read first of a `tiled` weight. No kernel writes weights, so it need not wait."""
+    SOME: tl.constexpr = TILE * GROUP // 2  # bytes of a group of TILE outputs
+    for piece in tl.static_range(OUTPUTS // TILE):
+        block = tl.minimum(tile * (OUTPUTS // TILE) + piece, outputs // TILE - 1).to(tl.int64)
+        fetch_piece(weight_ptr + (block * (width // GROUP) + first) * SOME, tl.minimum(end - first, AHEAD) * SOME)
+    group = tl.minimum(first + tl.arange(0, SCALES), end - 1)
+    output = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS // 16) * 16, outputs - 1)
+    fetch(scale_ptr + group.to(tl.int64)[:, None] * scale_group + output[None, :] * scale_output)
+
+
+AHEAD = tl.constexpr(2)  # groups; more delay what the kernel before reads: 4 take 3 us longer in five layers, 8 more
+SCALES = tl.constexpr(32)  # groups whose scales are asked for
 
 
 @triton.jit
 def _linear(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs, width,
     scale_output, scale_group,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TILED: tl.constexpr,
-    TOGETHER: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr,
+    TILED: tl.constexpr, TOGETHER: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     seen, inside = row < rows, output < outputs
     groups = width // GROUP
-    let_next(EARLY)
+    first, end = part * groups // PARTS, (part + 1) * groups // PARTS
+    if not FEW:
+        let_next(EARLY)
+    elif EARLY and TILED:
+        _fetch_ahead(weight_ptr, scale_ptr, tile, outputs, width, scale_output, scale_group, first, end, OUTPUTS, GROUP)
     # Outputs that are not there read those of the last one: cheaper than a mask.
     total = group_sums(
         x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, tl.minimum(output, outputs - 1), room, outputs, width,
-        scale_output, scale_group, part * groups // PARTS, (part + 1) * groups // PARTS,
-        ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
+        scale_output, scale_group, first, end, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
     )  # fmt: skip
-    if PARTS > 1:
+    if FEW:
+        let_next(EARLY)
+    if LEFT:
+        out_ptr += part.to(tl.int64) * rows * outputs
+    elif PARTS > 1:
         tiles = tile * tl.num_programs(1) + row_tile
         cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         part_ptr += tiles.to(tl.int64) * PARTS * OUTPUTS * ROWS
@@ -143,13 +146,17 @@ def _linear(
             total += tl.load(part_ptr + other * OUTPUTS * ROWS + cell, cache_modifier=".cg")
         tl.store(turn_ptr + tiles, 0)
     if BIAS:
-        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(part == 0, bias, 0.0)[:, None] if LEFT else bias[:, None]
     place = out_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=seen[None, :] & inside[:, None])
 
 
 _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14  # tiles whose groups may be divided
+
+
+FEW = 64  # rows up to which weights are asked for early, the next kernel starts late, and a consumer may add up parts
 
 
 class Config(NamedTuple):
@@ -165,8 +172,8 @@ class Config(NamedTuple):
 
 def config_for(rows: int, outputs: int, groups: int) -> Config:
     """By measurements on an H200 with the shapes of LLaDA-8B."""
-    if rows > 64:
-        many = 128 if outputs > 16384 or groups > 64 else 64
+    if rows > FEW:
+        many = 128 if outputs > 16384 or groups > 64 or (outputs <= 4096 and rows > 128) else 64
         tiles = triton.cdiv(outputs, 64) * triton.cdiv(rows, many)
         return Config(many, 64, 1, 4, 4, 2 if tiles <= 128 and groups >= 16 else 1)
     many = max(16, triton.next_power_of_2(rows))
@@ -183,28 +190,32 @@ def _parts(room: int, groups: int) -> int:
 
 
 def linear(
-    x: Tensor, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
-    config: Config | None = None,
-) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.packed.packed_linear`."""
+    x: Tensor | Grouped, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
+    config: Config | None = None, split: bool = False,
+) -> Tensor | Parts:  # fmt: skip
+    """See `dinfer.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
     (outputs, groups), width = scale_OG.shape, x.shape[-1]
-    rows, group = x.numel() // width, width // groups
+    rows, group = x.shape[:-1].numel(), width // groups
     many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
-    x_RK, x_scale_GR = round_groups(x.reshape(rows, width).contiguous(), group, many)
-    out = x.new_empty(*x.shape[:-1], outputs)
+    given = x if isinstance(x, Grouped) else round_groups(x, group, many)
+    few = rows <= FEW
+    split = split and few and parts > 1
+    shape = (*x.shape[:-1], outputs)
+    out = values.new_empty(*((parts, *shape) if split else shape), dtype=torch.float32 if split else x.dtype)
     tiles = triton.cdiv(outputs, tall), triton.cdiv(rows, many)
     part, turn = out, out
-    if parts > 1:
-        if x.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
-            _TURNS[x.device] = torch.zeros(TURNS, dtype=torch.int32, device=x.device)
-        part, turn = x.new_empty(tiles[0] * tiles[1] * parts * tall * many, dtype=torch.float32), _TURNS[x.device]
+    if parts > 1 and not split:
+        if out.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
+            _TURNS[out.device] = torch.zeros(TURNS, dtype=torch.int32, device=out.device)
+        part, turn = out.new_empty(tiles[0] * tiles[1] * parts * tall * many, dtype=torch.float32), _TURNS[out.device]
     _linear[(*tiles, parts)](
-        x_RK, x_scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows, len(x_RK),
-        outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts, TILED=values.ndim > 2,
-        TOGETHER=together, BIAS=bias_O is not None, ASM=card(x.device) is not None, num_warps=warps,
-        num_stages=stages(x.device, (tall // 2 + many) * group * together, most), **early(x),
+        given.values_RK, given.scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows,
+        len(given.values_RK), outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts,
+        LEFT=split, TILED=values.ndim > 2, TOGETHER=together, BIAS=bias_O is not None, FEW=few,
+        ASM=card(out.device) is not None, num_warps=warps,
+        num_stages=stages(out.device, (tall // 2 + many) * group * together, most), **early(out),
     )  # fmt: skip
-    return out
+    return Parts(out, x.dtype) if split else out
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def imported(device: torch.device) -> None:
     Python may give a module that is half imported to code that imports it meanwhile.
     """
     if device.type == "cuda":
-        wait(_begin()[:2])
+        wait(_begin()[:1])
 
 
 def prepared() -> None:
@@ -34,15 +34,15 @@ def prepared() -> None:
 
 @cache
 def _begin() -> tuple[Future[None], ...]:
-    """Triton is imported first, by one thread. What two threads import at a time may be half imported for one."""
-    pool = ThreadPoolExecutor(3, "dinfer-prepare")
+    """One thread imports, before the others begin: what two threads import may be half imported for one of them."""
+    pool = ThreadPoolExecutor(2, "dinfer-prepare")
     first = pool.submit(_import_kernels)
 
     def then(work: Callable[[], object]) -> None:
         first.result()
         work()
 
-    rest = [pool.submit(then, work) for work in (_import_compiler, _make_driver, _read_compiler)]
+    rest = [pool.submit(then, work) for work in (_make_driver, _read_compiler)]
     pool.shutdown(wait=False)
     return first, *rest
 
@@ -51,15 +51,6 @@ def _begin() -> tuple[Future[None], ...]:
 def _import_kernels() -> None:
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
-
-
-@taking_turns()
-def _import_compiler() -> None:
-    """Imports torch's compiler, which the meta device needs. Not if kernels were compiled on this machine before."""
-    from dinfer.kernels.triton.ahead import cores, notes
-
-    if cores() > 1 and not any(notes()):
-        importlib.import_module("torch._dynamo")
 
 
 def _make_driver() -> None:

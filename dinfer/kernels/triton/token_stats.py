@@ -28,30 +28,31 @@ def _scan(
         return
     lane = piece * P + tl.arange(0, P)
     x = tl.load(logits_ptr + row * vocab + lane, mask=lane < vocab, other=float("-inf")).to(WIDE)
-    broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
-    x = tl.where(x == x, x, float("-inf"))
-    top = tl.max(x, 0)
+    # Reductions take most of the time, so there are as few as possible: the mask token is looked up, not searched.
+    mask_lane = mask_id - first_token
+    here = (mask_lane // P == piece) & (mask_lane >= 0) & (mask_lane < vocab)
+    lure = tl.load(logits_ptr + row * vocab + mask_lane, mask=here, other=float("-inf")).to(WIDE)
+    best, place = tl.max(tl.where(lane == mask_lane, float("-inf"), x), 0, return_indices=True)
+    top = tl.maximum(best, lure)
     base = tl.where(top == float("-inf"), 0.0, top)
     power = tl.exp(x - base)
-    total = tl.sum(power, 0)
+    total = tl.sum(power, 0)  # NaN if a logit is NaN or infinite
     slope = total
     if ENTROPY:
         slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
-    masked = first_token + lane == mask_id
-    wanted = tl.where(masked, float("-inf"), x)
-    best = tl.max(wanted, 0)
     second = top
     if MARGIN:
-        second = tl.max(tl.where(tl.arange(0, P) == tl.argmax(x, 0), float("-inf"), x), 0)
+        out = (lane == mask_lane) | (tl.arange(0, P) == place)
+        second = tl.where(lure > best, best, tl.maximum(lure, tl.max(tl.where(out, float("-inf"), x), 0)))
     at = row * tl.num_programs(1) + piece
-    tl.store(piece_ptr + at * 8, tl.where(broken, float("nan"), top))
+    tl.store(piece_ptr + at * 8, tl.where(total == total, top, float("nan")))
     tl.store(piece_ptr + at * 8 + 1, total)
     tl.store(piece_ptr + at * 8 + 2, slope)
     tl.store(piece_ptr + at * 8 + 3, best)
     tl.store(piece_ptr + at * 8 + 4, top)
     tl.store(piece_ptr + at * 8 + 5, second)
-    tl.store(piece_ptr + at * 8 + 6, tl.max(tl.where(masked, x, float("-inf")), 0))
-    tl.store(piece_ptr + at * 8 + 7, (first_token + piece * P + tl.argmax(wanted, 0)).to(WIDE))
+    tl.store(piece_ptr + at * 8 + 6, lure)
+    tl.store(piece_ptr + at * 8 + 7, (first_token + piece * P + place).to(WIDE))
 
 
 @triton.jit

@@ -27,7 +27,6 @@ class Format(ABC):
 
     beside: ClassVar[tuple[str, ...]] = ()  # name endings of the buffers that belong to a parameter
     stored: ClassVar[str | None] = None  # the dtype of a checkpoint's weights that it holds unchanged
-    takes: ClassVar[Inputs] = "plain"  # "rounded": the producer of the inputs may round them to float8
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
         """Itself, so that a copy of a network can be quantized too: code compares formats by identity."""
@@ -52,6 +51,10 @@ class Format(ABC):
     @abstractmethod
     def experts(self, weight: Weight) -> ExpertWeight:
         """How tiles of rows are multiplied with the matrices of experts."""
+
+    def takes(self, weight: Weight) -> Inputs:
+        """How whatever makes the inputs of that weight should leave them."""
+        return "plain"
 
     def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
         """Fills a part of a weight with a checkpoint's values [..., O, K], around 0, and their scales [..., O, G].
@@ -83,6 +86,7 @@ class EightBits(Format):
 
     beside = ("_scale",)
     values: ClassVar[torch.dtype]
+    rounds: ClassVar[bool] = False  # whether inputs are rounded to float8
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)
@@ -100,7 +104,10 @@ class EightBits(Format):
 
     @untraced
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
-        return scaled_linear(rounded(x) if self.takes == "rounded" else x, weight[0], weight[1], bias_O)
+        return scaled_linear(rounded(x) if self.rounds else x, weight[0], weight[1], bias_O)
 
     def experts(self, weight: Weight) -> ExpertWeight:
-        return ScaledExperts(Matrices(*weight), rounds=self.takes == "rounded")
+        return ScaledExperts(Matrices(*weight), rounds=self.rounds)
+
+    def takes(self, weight: Weight) -> Inputs:
+        return "rounded" if self.rounds else "plain"

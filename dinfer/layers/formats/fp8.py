@@ -11,7 +11,7 @@ from dinfer.layers.formats.format import FORMATS, EightBits
 class Fp8(EightBits):
     """float8 e4m3, and a scale for each output."""
 
-    takes = "rounded"
+    rounds = True
     values, stored = FLOAT8, "F8_E4M3"
 
     def check(self, device: torch.device, what: str) -> None:

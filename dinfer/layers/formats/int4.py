@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.cpu.linear import prepare
-from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import untraced
+from dinfer.kernels.dispatch import multiplies_integers, untraced
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.packed import PackedExperts, group_of, halves, pack, packed_linear, tiled
-from dinfer.kernels.types import Deferred
+from dinfer.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
+from dinfer.kernels.types import Deferred, InGroups, Inputs
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 
@@ -41,12 +40,16 @@ class Int4(Format):
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
 
+    def takes(self, weight: Weight) -> Inputs:
+        return InGroups(inputs_of_group(*weight)) if multiplies_integers(weight[0]) else "plain"
+
     def settled(self, weight: Weight) -> Weight:
         return (tiled(*weight), weight[1]) if weight[0].is_cuda else weight
 
     @untraced
-    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
-        return packed_linear(close(x), weight[0], weight[1], bias_O)
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        return packed_linear(x, weight[0], weight[1], bias_O, parts=parts)
 
     def experts(self, weight: Weight) -> ExpertWeight:
-        return PackedExperts(*weight)
+        values, scale = weight
+        return PackedExperts(values, scale)
