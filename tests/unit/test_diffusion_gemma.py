@@ -242,7 +242,6 @@ def test_a_last_canvas_that_has_no_room_is_shorter() -> None:
     pipe.engine.check(request)
 
 
-
 @pytest.mark.parametrize("name", sorted({*DECODERS.names()} - {"renoise", "insert_delete", "daedal", "s2d2"}))
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""
