@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli.explain import components, explained, tree_of
-from dinfer.core.registry import REGISTRIES, Registry, unknown
+from dinfer.core.registry import REGISTRIES, Registry
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes
@@ -115,6 +115,5 @@ def chosen(kind: str) -> str:
 
 def with_recipe(command: str, recipe: str) -> dict[str, Any]:
     """The running command's configuration with another preset of components. Raises ValueError."""
-    if recipe not in (known := choices(RECIPE)):
-        raise unknown(RECIPE, recipe, known)
-    return compose(command, [*HydraConfig.get().overrides.task, f"{RECIPE}={recipe}"])
+    given = HydraConfig.get().overrides  # those of Hydra hold the folder of --config-dir
+    return compose(command, [*given.hydra, *given.task, f"{RECIPE}={recipe}"])

@@ -248,6 +248,9 @@ def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkp
     ran = dinfer(*line, "--config-dir", str(own), checkpoint, "max_new_tokens=2")
     assert ran.status == 0 and SUMMARY.search(ran.err)
     assert "Did you mean 'bold'?" in dinfer("generate", "a", "decoder=bald", "--config-dir", str(own)).err
+    files = (f"out={tmp_path}/trace.json", "compare.decoder=bold")
+    traced = dinfer("trace", "a", "--config-dir", str(own), checkpoint, "max_new_tokens=2", *files)
+    assert traced.status == 0, traced.err
     for way in ("defaults", "searchpath", "plugins"):
         assert dinfer("generate", "--info", way).status == 0
     assert "${iteration.block}" in dinfer("demo", "--cfg", "job").out

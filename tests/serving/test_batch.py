@@ -133,6 +133,18 @@ def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
     assert said.status == 0 and "0 answers, 0 of them errors, and 2 from before" in said.err
 
 
+def test_a_recipe_of_ones_own_is_a_model(dinfer: CommandLine) -> None:
+    Path("presets/recipe").mkdir(parents=True)
+    Path("presets/recipe/mine.yaml").write_text("# @package _global_\ndecoder:\n  threshold: 0.5\n")
+    write(line(0, model="tiny:mine"))
+    said = dinfer("batch", "in.jsonl", "out.jsonl", "--config-dir", "presets", "recipes=[mine]", *QUICK)
+    assert said.status == 0, said.err
+    (want,) = tiny().generate(
+        [[{"role": "user", "content": question(0)}]], max_new_tokens=16, options={"threshold": 0.5}
+    )
+    assert text(answers()["q0"]) == want.text
+
+
 @pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
 def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine, own: str) -> None:
     write(line(0))

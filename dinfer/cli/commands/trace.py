@@ -66,9 +66,9 @@ def changed(command: str, changes: list[str]) -> dict[str, Any]:
     for key in keys:
         if (root := key.partition(".")[0]) not in MAY_DIFFER:
             raise unknown("setting to compare:", root, list(MAY_DIFFER))
-    given = HydraConfig.get().overrides.task
-    kept = [text for text in given if parse(text).key_or_group.partition(".")[0] not in {*keys} & {*conf.GROUPS}]
-    return conf.compose(command, [*kept, *changes])
+    given = HydraConfig.get().overrides
+    kept = [text for text in given.task if parse(text).key_or_group.partition(".")[0] not in {*keys} & {*conf.GROUPS}]
+    return conf.compose(command, [*given.hydra, *kept, *changes])
 
 
 def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -> None:
