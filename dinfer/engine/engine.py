@@ -83,8 +83,13 @@ class Engine:
     @property
     def max_length(self) -> int:
         """Positions of the longest canvas."""
-        most, limit = self.recipe.model.spec.max_length, self.runtime.max_length
-        return most if limit is None else min(most, limit)
+        runtime = self.runtime
+        most = [self.recipe.model.spec.max_length]
+        if runtime.max_length is not None:
+            most.append(runtime.max_length)
+        if runtime.pages is not None:
+            most.append(runtime.pages * runtime.page)
+        return min(most)
 
     def occupancy(self) -> dict[str, int]:
         """Numbers of waiting and running requests, and of pages of keys and values, all and free."""

@@ -232,7 +232,7 @@ class Pipeline:
                 f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
                 f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
             )
-        room = spec.max_length - len(ids) - new_tokens
+        room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         spare = min(self.recipe.iteration.spare(new_tokens), room)
         return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"), spare=spare)
 

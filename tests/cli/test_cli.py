@@ -92,6 +92,7 @@ WRONG = [
     (["trace"], "a question is needed"),
     (["trace", "a", "out=trace.txt"], "out=trace.txt must end in .html"),
     (["trace", "a", "out=[]"], "out=[] names no file"),
+    (["trace", "a", "runtime.speculate=2", CHECKPOINT], "a trace shows each step by itself: leave it at 0"),
     (
         ["trace", "a", "compare.decodr=fixed", CHECKPOINT],
         "to compare: 'decodr'. Did you mean 'decoder'",

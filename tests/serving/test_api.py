@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-from support.serving import QUESTION, Client, served
+from support.serving import QUESTION, Client, served, tiny
 
+import dinfer
 from dinfer.serving.protocol import NOT_SUPPORTED
 from dinfer.serving.settings import Settings
 
@@ -139,6 +140,15 @@ def test_completions_take_texts_and_tokens(client: Client) -> None:
 def test_a_prompt_that_cannot_be_is_named(client: Client, prompt: Any, message: str) -> None:
     error = client.ask("/v1/completions", {"model": "tiny", "prompt": prompt}).json()["error"]
     assert error["param"] == "prompt" and message in error["message"]
+
+
+def test_an_answer_without_a_length_takes_the_room_that_there_is() -> None:
+    pipe = dinfer.Pipeline(tiny().recipe, tiny().tokenizer, dinfer.Runtime(rows=2, page=16, pages=4))
+    with served(pipe=pipe) as client:
+        answer = chat(client, max_tokens=None).json()
+        assert answer["usage"]["total_tokens"] <= 64 and answer["choices"][0]["message"]["content"]
+        error = chat(client, max_tokens=64).json()["error"]
+        assert error["param"] == "max_tokens" and "exceed the 64 positions" in error["message"]
 
 
 def test_a_trace_shows_one_answer_and_ignores_nothing(client: Client) -> None:

@@ -232,6 +232,16 @@ def test_the_last_canvas_is_decoded_whole() -> None:
     assert len(last.canvas) == 253 and last.counts.committed == CANVAS  # 256 positions are what there is
 
 
+def test_a_last_canvas_that_has_no_room_is_shorter() -> None:
+    recipe = compose(tiny_gemma(), iteration=SWEEP, decoder="threshold", cache="none")
+    pipe = Pipeline(recipe, None, Runtime(max_length=10))
+    (request,) = pipe.requests([[1, 2, 3]], 4, None)
+    assert request.length == 3 + CANVAS
+    (request,) = pipe.requests([[1, 2, 3]], 7, None)
+    assert request.length == 10
+    pipe.engine.check(request)
+
+
 @pytest.mark.parametrize("name", sorted({*DECODERS.names()} - {"renoise", "insert_delete", "daedal", "s2d2"}))
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""

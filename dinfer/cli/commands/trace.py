@@ -76,6 +76,8 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
     prompt = text_of(config, "prompt", question)
     if prompt is None:
         raise ValueError('a question is needed: dinfer trace "question"')
+    if (candidates := config["runtime"]["speculate"]) != 0:
+        raise ValueError(f"runtime.speculate={candidates}: a trace shows each step by itself: leave it at 0")
     paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
     for path in paths:
         if changes and path.suffix == ".svg":
