@@ -104,6 +104,18 @@ def _embedded(weight_VD: Tensor, token: Tensor, *how: Any) -> Tensor:
     return torch.empty((*token.shape, weight_VD.shape[1]), dtype=weight_VD.dtype, device=META)
 
 
+def _reduced(x: Tensor, dims: list[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    gone = {dim % x.dim() for dim in dims}
+    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
+    return torch.empty(shape, dtype=dtype or _one(x).sum().dtype, device=META)
+
+
+def _largest(x: Tensor, count: int, dim: int = -1, *how: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    shape = list(x.shape)
+    shape[dim] = count
+    return torch.empty(shape, dtype=x.dtype, device=META), torch.empty(shape, dtype=torch.int64, device=META)
+
+
 def _sorted(x: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x, dtype=torch.int64)
 
@@ -120,4 +132,5 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product, aten.mm.dtype: _product, aten.matmul.default: _product, aten.linear.default: _linear,
     aten.embedding.default: _embedded, aten.gather.default: _gathered, aten.sort.default: _sorted,
     aten.sort.stable: _sorted, aten._to_copy.default: _like,
+    aten.logsumexp.default: _reduced, aten.sum.dim_IntList: _reduced, aten.topk.default: _largest,
 }  # fmt: skip

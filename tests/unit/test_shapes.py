@@ -51,6 +51,9 @@ CASES = {
     "linear": lambda: functional.linear(X.expand(3, 4, 6), W),
     "embedding": lambda: functional.embedding(N, W),
     "gathered": lambda: X.gather(1, N.long()[:, :2]),
+    "normaliser": lambda: X.logsumexp(-1, keepdim=True) + X.logsumexp((0, 1)),
+    "sum": lambda: (N > 0).sum(-1) + X.sum((0, 1), dtype=torch.float64),
+    "largest": lambda: X.topk(3, 0),
     "sorted": lambda: X.sort(-1, descending=True),
     "not known": lambda: X.std(-1),
 }
