@@ -211,6 +211,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
         job = server.job(served, [request], body.dinfer, Wanted(), stream=False)
         with server.admission.admit([request.length]):
+            server.metrics.prompt_tokens.labels(served.name).inc(request.masked.count(False))
             async with aclosing(server.events(job)) as events:
                 (done,) = [event.completion async for event in events if event.completion is not None]
         found = served.pipe.infilled(request, done)

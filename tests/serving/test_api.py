@@ -241,8 +241,11 @@ def test_a_large_body_is_413() -> None:
 def test_metrics_count_what_was_served() -> None:
     with served() as client:
         answer = chat(client).json()
+        filled = client.ask("/v1/infill", {"model": "tiny", "text": "Tom has [MASK:1] coins."}).json()
         told = client.ask("/metrics").text
-    assert f'dinfer_generated_tokens_total{{model="tiny"}} {float(answer["usage"]["completion_tokens"])}' in told
+    tokens = {name: answer["usage"][name] + filled["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    assert f'dinfer_generated_tokens_total{{model="tiny"}} {float(tokens["completion_tokens"])}' in told
+    assert f'dinfer_prompt_tokens_total{{model="tiny"}} {float(tokens["prompt_tokens"])}' in told
     assert 'dinfer_requests_finished_total{model="tiny",reason="stop"} 1.0' in told
     assert 'dinfer_running{model="tiny"} 0.0' in told
 

@@ -227,6 +227,7 @@ def test_a_named_pipe_is_opened_once(dinfer: CommandLine) -> None:
         (["in.jsonl", "other.jsonl"], "has answers to other lines, or of other settings, such as custom_id='x'"),
         (["in.jsonl", "."], "Is a directory"),
         (["in.jsonl", "new.jsonl", "-m", "max_new_tokens=1,2"], "-m would write one file several times"),
+        (["in.jsonl", "new.jsonl", "max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
         (["in.jsonl", "new.jsonl", "recipes=[nothing]"], "unknown recipe 'nothing'"),
     ],
 )

@@ -59,6 +59,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
     target = target.resolve() if target.is_file() else target
     overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
+    counted(config, "max_new_tokens")
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
     if target.is_file() or target.is_dir() or not target.exists():
         check_file(target)  # a named pipe, once it is closed, has no reader any more
