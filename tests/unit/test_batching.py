@@ -30,7 +30,7 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, holds, stand_in
-from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
+from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
 
 POISON = 37
 
@@ -336,6 +336,15 @@ def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
     assert planned(many, narrow=32) == [Group([*range(16)], 32, settles=True)]
     assert planned({0: 64, 1: 32}, narrow=32) == [Group([0, 1], 64)]
     assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Group([*range(16)], 64)]  # all would lose a step
+
+
+def test_steps_that_settle_are_planned_where_few_rows_enter_a_block() -> None:
+    def step(few: int, rest: int) -> list[Group]:
+        return settling(rows(dict(enumerate([64] * few + [32] * rest)), narrow=32), free=FREE, limit=8192)
+
+    assert step(0, 64) == step(16, 48) == [Group([*range(64)], 32, settles=True)]
+    assert step(17, 47) == step(0, 1) == step(0, 0) == []
+    assert settling(rows({0: 32, 1: 32}), free=1, limit=8192) == [], "these cannot settle"
 
 
 def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:

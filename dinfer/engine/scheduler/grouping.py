@@ -52,6 +52,22 @@ def grouped(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, u
     return [group for width, slots in by_width(widths, free) for group in _cut(slots, width, limit)]
 
 
+def settling(needs: Mapping[int, Need], *, free: int, limit: int) -> list[Group]:
+    """Narrow steps that settle, for rows that may stay in their block or enter the next one. None if they do not pay.
+
+    They do not where many enter: a wide step for all costs less, and then all enter together from then on.
+    """
+    widths, narrows = [need.width for need in needs.values()], [need.narrow for need in needs.values()]
+    if not needs or None in narrows:
+        return []
+    narrow = max(narrow or 0 for narrow in narrows)
+    wide = sum(width > narrow for width in widths)
+    expected = widths if wide else [*widths[1:], 2 * narrow]  # one of them may enter unexpectedly
+    if 4 * wide > len(widths) or not settling_pays(expected, narrow, free):
+        return []
+    return _cut([*needs], narrow, limit, settles=True)
+
+
 def by_width(widths: Mapping[int, int], free: int) -> list[tuple[int, list[int]]]:
     """Steps, given the width that each slot needs: one step for all, or one for narrow rows and one for wide ones.
 

@@ -12,7 +12,7 @@ from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.engine.scheduler.expected import expected
-from dinfer.engine.scheduler.grouping import Group, free_positions, grouped
+from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
@@ -196,9 +196,8 @@ class Scheduler:
         for slot, row in by_slot.items():
             now = expected(row, cache, spec, self.block)
             needs[slot] = row.need if now is row.cursors else Need(cache.width(spec, now), cache.narrow(spec, now))
-        unit = spec.causal_block or 1
-        groups = grouped(Phase.WINDOW, needs, free=self._free, limit=self.runtime.positions, unit=unit)
-        if not groups or not groups[0].settles:
+        groups = settling(needs, free=self._free, limit=self.runtime.positions)
+        if not groups:
             return []
         steps = [self._step(Phase.WINDOW, group, [by_slot[slot] for slot in group.slots]) for group in groups]
         if not (self.runtime.gather and self._holds(phases)):
