@@ -18,7 +18,7 @@ from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton.groups import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
-from dinfer.kernels.types import GROUPED_ROWS, InGroups  # noqa: E402
+from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups  # noqa: E402
 
 
 @pytest.fixture
@@ -62,28 +62,49 @@ def test_rounding_the_inputs_keeps_nan() -> None:
     assert broken[1].isnan().all() and torch.equal(broken[::2], whole[::2])
 
 
+def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int) -> None:
+    """`grouped` holds the rows of `plain`, each value at most half a step away, and NaN where a group has one.
+
+    In the interpreter it holds what `round_groups` makes of them. A card divides less exactly, and a kernel that rounds
+    may add up in another order, so that a value halfway between two steps may go to either.
+    """
+    assert grouped.shape == plain.shape
+    wide = plain.float().unflatten(-1, (-1, group))
+    step = wide.abs().amax(-1, keepdim=True) / 127
+    got = close(grouped._replace(wide=None)).float().unflatten(-1, (-1, group))
+    assert ((got - wide).abs() <= 0.51 * step + 2**-7 * wide.abs())[~step.isnan().squeeze(-1)].all()
+    assert torch.equal(got.isnan().all(-1), step.isnan().squeeze(-1)) and torch.equal(
+        got.isnan().any(-1), got.isnan().all(-1)
+    )
+    if not CUDA:
+        rows, want = plain.shape[:-1].numel(), round_groups(plain, group)
+        there = ~want.scale_GR[:, :rows].mT.isnan().repeat_interleave(group, -1)  # NaN has no integer
+        assert torch.equal(grouped.values_RK[:rows] * there, want.values_RK[:rows] * there)
+        assert torch.equal(grouped.scale_GR[:, :rows].nan_to_num(), want.scale_GR[:, :rows].nan_to_num())
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(("rows", "width"), [(3, 96), (70, 1280)])
-def test_norm_and_gate_leave_the_rows_that_the_product_rounds(reference: None, rows: int, width: int) -> None:
-    """Bit for bit, NaN too; more rows stay as they are."""
+def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int) -> None:
+    """With NaN where a row has one; more rows stay as they are."""
     x, gate_up = draw(1, rows, width, dtype=torch.bfloat16), draw(1, rows, 2 * width, dtype=torch.bfloat16)
-    weight, inputs = packed.pack(draw(64, width)), InGroups(packed.group_of(width), both=True)
+    weight, inputs = packed.pack(draw(64, width) / width**0.5), InGroups(packed.group_of(width), both=True)
     x[0, 1, 5] = gate_up[0, 2, 7] = float("nan")
     for plain, grouped in (
         (triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5)[1], triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, inputs)[1]),
         (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs)),
     ):
-        want = triton_packed.linear(plain, *weight, None)
-        got = triton_packed.linear(grouped, *weight, None)
-        assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and want.isnan().any()
-        rounded = in_8_bits(plain, inputs.group)
-        torch.testing.assert_close(close(grouped._replace(wide=None)), rounded, equal_nan=True)
-        assert grouped.wide is None or torch.equal(grouped.wide.nan_to_num(7), plain.nan_to_num(7))
+        assert_rounded(grouped, plain, inputs.group)
+        got, want = (triton_packed.linear(given, *weight, None) for given in (grouped, plain))
+        torch.testing.assert_close(got, want, atol=0.03, rtol=0.02, equal_nan=True)
+        assert want.isnan().any()
+        if grouped.wide is not None:
+            torch.testing.assert_close(grouped.wide, plain, equal_nan=True)
     assert isinstance(triton_norm.swiglu(gate_up.expand(1 + GROUPED_ROWS // rows, -1, -1), inputs), torch.Tensor)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_attention_leaves_the_rows_that_the_product_rounds(splits: int) -> None:
+def test_attention_leaves_rounded_rows(splits: int) -> None:
     lanes, width, heads, size, page = 2, 5, 4, 32, 16
     q_BWHE = draw(lanes, width, heads, size, dtype=torch.bfloat16)
     k_PTGE, v_PTGE = draw(12, page, 2, size, dtype=torch.bfloat16), draw(12, page, 2, size, dtype=torch.bfloat16)
@@ -93,9 +114,7 @@ def test_attention_leaves_the_rows_that_the_product_rounds(splits: int) -> None:
     tiles = triton_attention.Tiles(16, 32, splits, 4, 1)
     plain = triton_attention.paged_attention(*read, tiles=tiles).flatten(2)
     grouped = triton_attention.paged_attention(*read, tiles=tiles, takes=InGroups(size))
-    want, rows = round_groups(plain, size), lanes * width
-    assert grouped.shape == plain.shape and torch.equal(grouped.values_RK[:rows], want.values_RK[:rows])
-    assert torch.equal(grouped.scale_GR[:, :rows], want.scale_GR[:, :rows])
+    assert_rounded(grouped, plain, size)
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -121,7 +140,8 @@ def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
     hidden_NM = triton_norm.swiglu(triton_packed.linear(x_ND, *(part[experts] for part in gate_up), None))
     alone_ND = triton_packed.linear(hidden_NM, *(part[experts] for part in down), None)
     mixed_PD = each[1].mixed_rows(each[0].gated_rows(x_ND, plan, triton_norm.swiglu, each[1]), plan)
-    torch.testing.assert_close(got, triton_moe.combine(mixed_PD, weights_NC, alone_ND))
+    # Sums in another order differ by little, and may round a value between the maps to its other neighbour.
+    torch.testing.assert_close(got, triton_moe.combine(mixed_PD, weights_NC, alone_ND), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

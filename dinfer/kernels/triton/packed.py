@@ -198,7 +198,7 @@ def linear(
     rows, group = x.shape[:-1].numel(), width // groups
     many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
     given = x if isinstance(x, Grouped) else round_groups(x, group, many)
-    few = rows <= FEW
+    few, parts = rows <= FEW, min(parts, groups)
     split = split and few and parts > 1
     shape = (*x.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if split else shape), dtype=torch.float32 if split else x.dtype)
