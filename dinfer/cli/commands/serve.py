@@ -122,8 +122,8 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
         for key in other.keys() - {*conf.GROUPS}:
             if other[key] != config.get(key):
                 raise ValueError(
-                    f"recipes: {name} sets {key}, which all recipes of a {command} share: take it out of the preset, and "
-                    "set it on the command line"
+                    f"recipes: {name} sets {key}, which all recipes of a {command} share: take it out of the preset, "
+                    "and set it on the command line"
                 )
     return {name: {kind: other[kind] for kind in conf.GROUPS if kind != "model"} for name, other in others.items()}
 
