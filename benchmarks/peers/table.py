@@ -69,16 +69,19 @@ BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", 
 SIDES = {"diffulex": "Diffulex", "ours": "ours"}
 
 
-def diffulex(file: Path = RESULTS / "diffulex-h200.json") -> str:
-    """Diffulex and ours on the same work, as far as it was measured."""
-    if not file.is_file():
+def diffulex(*files: Path) -> str:
+    """Diffulex and ours on the same work, as far as it was measured. Each file has both sides of one session."""
+    found = files or [RESULTS / f"{name}.json" for name in ("diffulex-h200", "diffulex-sdar-h200")]
+    reports = [json.loads(file.read_text()) for file in found if file.is_file()]
+    if not reports:
         return "Not measured yet: `python -m benchmarks.peers.compare --diffulex FOLDER` does it."
-    report = json.loads(file.read_text())
-    runs, some = report["runs"], next(iter(report["runs"].values()))
+    report, commits = reports[0], " and ".join(report["commit"] for report in reports)
+    runs = {name: run for report in reports for name, run in report["runs"].items()}
+    some = next(iter(runs.values()))
     lines = [
         f"Random bfloat16 weights, {some['new']} new tokens, prompts of 128 tokens (LLaDA) and 512 (SDAR). Each step "
         "commits the 4 or 2 leftmost masks on both sides, and keys of finished blocks are final. Diffulex at commit "
-        f"{report['diffulex_commit']}, ours at {report['commit']}, one {report['hardware']}, torch {report['torch']}, "
+        f"{report['diffulex_commit']}, ours at {commits}, one {report['hardware']}, torch {report['torch']}, "
         f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
         "forwards. Ours caches a block in the next one's first step, Diffulex in a step of its own.",
         "",

@@ -257,6 +257,17 @@ def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkp
     assert "steps: 32" in dinfer("demo", "--cfg", "job", "--resolve").out
 
 
+def test_a_preset_may_say_how_it_is_run_but_not_beside_others(dinfer: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nruntime: {rows: 3}\n")
+    own = ("--config-dir", str(tmp_path))
+    assert "rows: 3\n" in dinfer("generate", "a", "recipe=mine", *own, "--cfg", "job").out
+    assert "rows: 5\n" in dinfer("generate", "a", "recipe=mine", "runtime.rows=5", *own, "--cfg", "job").out
+    (tmp_path / "in.jsonl").write_text("")
+    said = dinfer("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "recipes=[mine]", *own)
+    assert said.status == 2 and "mine sets runtime" in said.err
+
+
 @pytest.mark.parametrize("line", [["--hydra-help"], ["eval", "--hydra-help"]])
 def test_hydras_own_help(line: list[str], dinfer: CommandLine) -> None:
     said = dinfer(*line)

@@ -130,37 +130,6 @@ def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatc
     assert watch.guesses > watch.rounds / 4 and watch.open == 0
 
 
-def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 1024)  # no round leaves the prompt out
-    recipe, pieces = recipe_of(name="fixed", steps=BLOCK), 6
-    engine = launched_ahead(engine_for(recipe, rows=7, settle=True, positions=2 * BLOCK, max_length=128))
-    for i in range(6):
-        engine.add(Request([5, 6, 7 + i], 15 * BLOCK, recipe.resolve({})))
-    for _ in range(4):
-        engine.step()
-    long = engine.add(Request([7] * (2 * BLOCK * pieces), BLOCK, recipe.resolve({})))
-    heard = [{update.index for update in engine.step()} for _ in range(pieces + 3)]
-    assert sum(long in indices for indices in heard) >= pieces
-
-
-def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
-    recipe = recipe_of(name="s2d2")
-    plain, ahead = (engine_for(recipe, rows=6, settle=True) for _ in range(2))
-    assert rounds_of(launched_ahead(ahead), recipe) < 1.1 * rounds_of(plain, recipe)
-
-
-def rounds_of(engine: Engine, recipe: Recipe) -> int:
-    for i in range(6):
-        engine.add(Request([5, 6, 7 + i], 12 * BLOCK, recipe.resolve({})))
-    rounds = 0
-    while engine.busy:
-        engine.step()
-        rounds += 1
-    return rounds
-
-
 def settled(completion: Completion) -> tuple:
     """All that does not depend on passes that only compute keys."""
     counts = completion.counts

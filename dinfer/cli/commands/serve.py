@@ -119,6 +119,12 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
     for name, other in others.items():
         if other["model"] != config["model"]:
             raise ValueError(f"recipes: {name} is for another model: run that with a command of its own")
+        for key in other.keys() - {*conf.GROUPS}:
+            if other[key] != config.get(key):
+                raise ValueError(
+                    f"recipes: {name} sets {key}, which all recipes of a {command} share: take it out of the preset, "
+                    "and set it on the command line"
+                )
     return {name: {kind: other[kind] for kind in conf.GROUPS if kind != "model"} for name, other in others.items()}
 
 
