@@ -1,4 +1,4 @@
-"""A round that begins while small steps of the last one run, without their rows: when, and that it changes no token."""
+"""A round that begins before the last one is read: when, with which rows, and that it changes no token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for, thinned
 from support.models import tiny_model
 
-from dinfer.core.recipe import compose
+from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
@@ -70,3 +70,39 @@ def test_leaving_rows_out_of_a_round_is_harmless_with_any_recipe(
     want = run(engine_for(recipe, rows=3), requests)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 0)
     assert run(launched_ahead(engine_for(recipe, rows=3)), requests) == want
+
+
+def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 1024)  # no round leaves the prompt out
+    recipe, pieces = diffusing("fixed", steps=BLOCK), 6
+    engine = launched_ahead(engine_for(recipe, rows=7, settle=True, positions=2 * BLOCK, max_length=128))
+    for i in range(6):
+        engine.add(Request([5, 6, 7 + i], 15 * BLOCK, recipe.resolve({})))
+    for _ in range(4):
+        engine.step()
+    long = engine.add(Request([7] * (2 * BLOCK * pieces), BLOCK, recipe.resolve({})))
+    heard = [{update.index for update in engine.step()} for _ in range(pieces + 3)]
+    assert sum(long in indices for indices in heard) >= pieces
+
+
+def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    recipe = diffusing("s2d2")
+    plain, ahead = (engine_for(recipe, rows=6, settle=True) for _ in range(2))
+    assert rounds_of(launched_ahead(ahead), recipe) < 1.1 * rounds_of(plain, recipe)
+
+
+def rounds_of(engine: Engine, recipe: Recipe) -> int:
+    for i in range(6):
+        engine.add(Request([5, 6, 7 + i], 12 * BLOCK, recipe.resolve({})))
+    rounds = 0
+    while engine.busy:
+        engine.step()
+        rounds += 1
+    return rounds
+
+
+def diffusing(decoder: str, **options: Any) -> Recipe:
+    iteration = {"name": "block_diffusion", "block": BLOCK, "stop": "off"}
+    return compose(tiny_model("block_causal"), iteration=iteration, decoder={"name": decoder} | options, cache="block")

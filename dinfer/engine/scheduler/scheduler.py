@@ -43,7 +43,8 @@ class Scheduler:
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
-        self._settles = runtime.settle and keeps and not self._tries
+        # After a draft comes either its verification or another draft, and no step fits both.
+        self._settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -185,8 +186,12 @@ class Scheduler:
         With many rows, some enter a block in every round, so none repeats the last one.
         """
         cache, spec, phases = self.recipe.cache, self.recipe.model.spec, dict[Phase, list[Row]]()
-        prefilled = {slot for step in self._steps if step.shape.phase == Phase.PREFILL for slot in step.slots}
+        prefilled: dict[int | None, int] = {
+            slot: shape.width for shape, slots in self._steps if shape.phase == Phase.PREFILL for slot in slots
+        }
         for row in rows:
+            if row.need.width > prefilled.get(row.slot, row.need.width):
+                return []  # its prompt goes on in the next round
             phase = Phase(row.cursors.phase)
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
         if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
