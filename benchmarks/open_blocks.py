@@ -7,7 +7,7 @@
 Weights are random; one request uses the dual cache. Every block commits a token at each step, and the next block opens
 at once, so most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time
 is that of the most frequent window step with CUDA graphs, the ratio is to the first run, and the parts of the step are
-those of `benchmarks.parts`.
+those of `benchmarks.parts` (on a GPU).
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def main(args: list[str] | None = None) -> None:
         pipe = Pipeline(recipe, None, Runtime(graphs=cuda, speculate=candidates))
         generate = partial(pipe.generate_ids, prompts, max_new_tokens=given.new)
         run, shapes = timed_run(pipe, generate)
-        spans, count = profiled(pipe.engine, generate, shapes)
-        parts = {part: row["own_us"] for part, row in by_part(by_kernel(spans, count), run["step_ms"]).items()}
+        parts = {}
+        if cuda:
+            spans, count = profiled(pipe.engine, generate, shapes)
+            parts = {part: row["own_us"] for part, row in by_part(by_kernel(spans, count), run["step_ms"]).items()}
         base = report["runs"][0]["step_ms"] if report["runs"] else run["step_ms"]
         kept = {name: run[name] for name in ("step_ms", "host_ms", "width", "refused_graphs", "steps")}
         about = {"blocks": blocks, "candidates": candidates}
