@@ -71,8 +71,8 @@ def test_the_peak_is_hardly_more_than_the_model(tmp_path: Path) -> None:
     assert 250e6 < model <= peak and model / 2.1 < share < model / 1.9
     assert peak <= 1.15 * model, f"{peak / model:.2f} x the model"
     weight = 4 * 2 * 3072 * 1024  # the largest: gate and up
-    for small_peak, small in rounded:
-        assert small < model / 3.4 and small_peak <= small + 4 * weight, f"{small_peak:,} for {small:,}"
+    for small_peak, small in rounded:  # pages of the file count too, until the system takes them back: 2 to 4.2 weights
+        assert small < model / 3.4 and small_peak <= small + 5 * weight, f"{small_peak:,} for {small:,}"
     assert share_peak <= 1.15 * share, f"{share_peak / share:.2f} x the share of a rank"
 
 
