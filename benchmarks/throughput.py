@@ -187,6 +187,11 @@ def staggered(requests: list[Request]) -> list[Request]:
     return [replace(request, new_tokens=some * (1 + i % 16)) for i, request in enumerate(requests)]
 
 
+def repeated(requests: list[Request], rounds: int, stagger: bool) -> list[Request]:
+    """The requests, so many times. `stagger`: at first of all lengths, so that rows end one by one from then on."""
+    return (staggered(requests) if stagger else requests) + requests * (rounds - 1)
+
+
 def measured(
     engine: Engine, requests: list[Request], rounds: int, stagger: bool,
     card: tuple[dict[str, float], dict[str, float]], most_warm_up: float | None = None,
@@ -198,7 +203,7 @@ def measured(
     load ends.
     """
     in_flight, began = len(requests), time.perf_counter()
-    work = (staggered(requests) if stagger else requests) + requests * (rounds - 1)
+    work = repeated(requests, rounds, stagger)
     loaded = stagger and rounds > 2 and aligned(engine, work)  # or there is no time in which the load is steady
     # The whole where time allows it: what sizes come up later is captured while it is timed.
     if loaded:

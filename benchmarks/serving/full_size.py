@@ -27,7 +27,6 @@ from benchmarks import throughput
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
 from dinfer.core.protocols import ModelSpec
-from dinfer.engine.request import Request
 from dinfer.serving.address import listen
 from dinfer.serving.log import log_as_json
 from dinfer.serving.run import serve, tuned
@@ -43,11 +42,6 @@ def words(spec: ModelSpec) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
-
-
-def work(requests: list[Request], rounds: int, stagger: bool) -> list[Request]:
-    """The requests, so many times. `stagger`: at first of all lengths, so that rows end one by one from then on."""
-    return (throughput.staggered(requests) if stagger else requests) + requests * (rounds - 1)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -70,11 +64,11 @@ def main(args: list[str] | None = None) -> None:
         pipe.tokenizer.save_pretrained(own.prompts_to)
         rows = [
             {"prompt": " ".join(f"w{i}" for i in request.prompt), "output_tokens_count": request.new_tokens}
-            for request in work(requests, max(given.rounds), given.stagger)
+            for request in throughput.repeated(requests, max(given.rounds), given.stagger)
         ]
         (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
-        timed = work(requests[:in_flight], rounds, given.stagger)
+        timed = throughput.repeated(requests[:in_flight], rounds, given.stagger)
         throughput.closed_loop(pipe.engine, timed if given.stagger else requests[:in_flight], in_flight)
         alone = throughput.closed_loop(pipe.engine, timed, in_flight)
         followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")

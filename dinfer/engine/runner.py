@@ -44,8 +44,8 @@ class Runner:
     A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
     width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
     larger stands in until the other has come up `WORTH` times, and one that differs in telling drafts alone stands in
-    for good. All graphs share a memory pool. A step cannot be
-    captured if a component waits for the device. It then always runs eagerly, and a warning says why.
+    for good. All graphs share a memory pool. A step cannot be captured if a component waits for the device. It then
+    always runs eagerly, and a warning says why.
     """
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:

@@ -122,12 +122,11 @@ def load_network(
         prepare(device)
     changed = adapter.pairs if adapter else ()
     held = formats_of(tensors, placements, scales, takes, changed, rank)
-    blocks: dict[str, Any] = {}
-    if folder.suffix == GGUF and quantize is None and device.type == "cpu" and rank.ranks == 1:
+    whole_on_cpu = alone and device.type == "cpu"
+    if folder.suffix == GGUF and quantize is None and whole_on_cpu:
         from dinfer.loading.gguf_blocks import blocks_of  # slow to import
 
-        blocks = dict(blocks_of(tensors, placements, changed))
-        held |= blocks
+        held |= blocks_of(tensors, placements, changed)
     for format in {type(format): format for format in held.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
     wanted = None if quantize is None else linear.format_of(quantize)
@@ -136,7 +135,7 @@ def load_network(
     table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
     network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
     weights, scale_of, wide = linear.formatted(network, embeddings=True), scales.read(), set()
-    mapped = table_of(placements) if device.type == "cpu" and rank.ranks == 1 and TABLE in table | blocks else None
+    mapped = table_of(placements) if whole_on_cpu and TABLE in table | held else None
     if mapped is not None:  # only rows that are looked up take memory
         module, own = weights[TABLE]
         module.hold(own, (tensors[mapped].mapped(mapped),), module.formats[own])
@@ -152,7 +151,7 @@ def load_network(
         rest = {name: one for name, one in weights.items() if name not in held and one[0].rounds}
         targets = [(placements[name].parameter, target) for name, _, target in pieces]
         rounding = Rounding(wanted, rest, (one for one in targets if one[0] in rest), dtype, device)
-    parts = [(name, None if rank.ranks == 1 else source) for name, source, _ in pieces]
+    parts = [(name, None if alone else source) for name, source, _ in pieces]
     with torch.no_grad():
         for name, source, target in (piece for piece in every if piece[0] in whole):
             module, own = weights[placements[name].parameter]

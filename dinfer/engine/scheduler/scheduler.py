@@ -115,12 +115,16 @@ class Scheduler:
         at = now[: self._deciding]
         if row.need_at == at:
             return
-        cache, spec = self.recipe.cache, self.recipe.model.spec
         if self.recipe.iteration.branches:  # one may open a block that the present state does not
             most = now.start + self.recipe.iteration.blocks * self.block
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
+        row.need, row.need_at = self._need(now), at
+
+    def _need(self, now: Cursors) -> Need:
+        """What a row with these cursors needs of its next step."""
+        cache, spec = self.recipe.cache, self.recipe.model.spec
         narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
-        row.need, row.need_at = Need(cache.width(spec, now), narrow), at
+        return Need(cache.width(spec, now), narrow)
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
         """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
@@ -131,11 +135,14 @@ class Scheduler:
     def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
         if not rows:
             return []
-        by_slot = {row.slot: row for row in rows if row.slot is not None}
-        needs = {slot: row.need for slot, row in by_slot.items()}
+        needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
+        return self._made(phase, rows, grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit))
+
+    def _made(self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group]) -> list[Step]:
+        """The steps of groups of these rows."""
+        by_slot = {row.slot: row for row in rows}
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots]) for group in groups]
 
     def _step(self, phase: Phase, group: Group, rows: list[Row]) -> Step:
@@ -185,7 +192,7 @@ class Scheduler:
 
         With many rows, some enter a block in every round, so none repeats the last one.
         """
-        cache, spec, phases = self.recipe.cache, self.recipe.model.spec, dict[Phase, list[Row]]()
+        phases = dict[Phase, list[Row]]()
         prefilled: dict[int | None, int] = {
             slot: shape.width for shape, slots in self._steps if shape.phase == Phase.PREFILL for slot in slots
         }
@@ -196,15 +203,14 @@ class Scheduler:
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
         if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
             return []  # what one row missed, it might miss for ever
-        by_slot = {row.slot: row for row in phases.get(Phase.WINDOW, []) if row.slot is not None}
-        needs = dict[int, Need]()
-        for slot, row in by_slot.items():
-            now = expected(row, cache, spec, self.block)
-            needs[slot] = row.need if now is row.cursors else Need(cache.width(spec, now), cache.narrow(spec, now))
-        groups = settling(needs, free=self._free, limit=self.runtime.positions)
-        if not groups:
+        decoding, needs = phases.get(Phase.WINDOW, []), dict[int, Need]()
+        for row in decoding:
+            now = expected(row, self.recipe.cache, self.recipe.model.spec, self.block)
+            if row.slot is not None:
+                needs[row.slot] = row.need if now is row.cursors else self._need(now)
+        steps = self._made(Phase.WINDOW, decoding, settling(needs, free=self._free, limit=self.runtime.positions))
+        if not steps:
             return []
-        steps = [self._step(Phase.WINDOW, group, [by_slot[slot] for slot in group.slots]) for group in groups]
         if not (self.runtime.gather and self._holds(phases)):
             steps += self._grouped(Phase.PREFILL, phases.get(Phase.PREFILL, []))
         self._steps = sorted(steps, key=lambda step: -len(step.slots))
