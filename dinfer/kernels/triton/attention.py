@@ -20,6 +20,16 @@ LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper th
 
 
 @triton.jit
+def _keys(ptrs, there, CLEAR: tl.constexpr):
+    """Keys or values, 0 where there are none. `CLEAR`: all are there."""
+    if CLEAR:
+        found = tl.load(ptrs)
+    else:
+        found = tl.load(ptrs, mask=there[:, None], other=0.0)
+    return found
+
+
+@triton.jit
 def key_scores(
     q, k_ptr, pages_ptr, start, end, tile, lane, group, pages,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
@@ -30,11 +40,9 @@ def key_scores(
     there = key < pages * T
     page = tl.load(pages_ptr + lane * pages + key // T, mask=None if CLEAR else there).to(tl.int64)
     at = ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
-    if CLEAR:
-        product = tl.dot(q, tl.trans(tl.load(k_ptr + at).to(q.dtype)), input_precision="ieee")
-    else:
-        k = tl.load(k_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
-        product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k = _keys(k_ptr + at, there, CLEAR).to(q.dtype)
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if not CLEAR:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
         product = tl.where(seen, product, -float("inf"))
     return product, at, there
@@ -51,7 +59,7 @@ def _add_keys(
     safe = peak if CLEAR else tl.where(peak == -float("inf"), 0.0, peak)
     prob = tl.exp2(product * scale - (safe * scale)[:, None])
     shrink = tl.exp2((top - safe) * scale)
-    v = tl.load(v_ptr + at).to(q.dtype) if CLEAR else tl.load(v_ptr + at, mask=there[:, None], other=0.0).to(q.dtype)
+    v = _keys(v_ptr + at, there, CLEAR).to(q.dtype)
     acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
     return peak, total * shrink + tl.sum(prob, 1), acc
 
