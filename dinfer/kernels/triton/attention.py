@@ -22,11 +22,7 @@ LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper th
 @triton.jit
 def _keys(ptrs, there, CLEAR: tl.constexpr):
     """Keys or values, 0 where there are none. `CLEAR`: all are there."""
-    if CLEAR:
-        found = tl.load(ptrs)
-    else:
-        found = tl.load(ptrs, mask=there[:, None], other=0.0)
-    return found
+    return tl.load(ptrs) if CLEAR else tl.load(ptrs, mask=there[:, None], other=0.0)
 
 
 @triton.jit
