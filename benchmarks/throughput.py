@@ -183,7 +183,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def lengths(in_flight: int, rounds: int, new: int, stagger: bool) -> list[int]:
-    """The tokens of each request. `stagger`: the first ones have all lengths, so that rows end one by one afterwards."""
+    """The tokens of each request. `stagger`: the first have all lengths, so that rows end one by one from then on."""
     some = max(new // 16, 1)
     first = [some * (1 + i % 16) if stagger else new for i in range(in_flight)]
     return first + [new] * in_flight * (rounds - 1)

@@ -14,7 +14,7 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 
 `measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
-`--url` there is no such baseline; it asks held-out problems as chats. Each load comes twice, and the second time counts.
+`--url` there is no such baseline; it asks held-out problems as chats. Each load comes twice, and the second one counts.
 `captured_while_timed` says how many CUDA graphs the server captured then: a capture takes as long as many steps.
 """
 
@@ -217,9 +217,10 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
         runs = []
         for level, drafts in itertools.product(levels, (False,) if args.no_drafts else (False, True)):
+            each = throughput.lengths(level, args.rounds, args.new, stagger)
             own = [
                 body | usage | {"max_tokens": new, "dinfer": {"drafts": drafts}}
-                for body, new in zip(itertools.cycle(bodies[:level]), throughput.lengths(level, args.rounds, args.new, stagger), strict=False)
+                for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
             ]
             timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
             before = gauges(url).get("graphs")
