@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, from the files in benchmarks/results."""
+"""The tables of docs/scaling, from the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def layouts(report: dict[str, Any]) -> str:
 
 
 def sections(results: Path) -> dict[str, str]:
-    """The parts of docs/scaling.md by name."""
+    """The generated sections of docs/scaling by name."""
     names = ("check", "llada2-mini", "layouts", "trace", "degrees")
     check, scaling, layout, trace, degree = (
         json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
