@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, from the files in benchmarks/results."""
+"""The tables of docs/scaling, from the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def experts(reports: list[dict[str, Any]]) -> str:
         case = found.get("case")
         if case and (case["shape"], case["cards"], case["quantize"], case["sums"]) == ("llada2-mini", 2, None, "fused"):
             took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
-    lines = ["| requests | experts divided | dealt out whole |", "| --- | --- | --- |"]
+    lines = ["| requests | divided experts | whole experts |", "| --- | --- | --- |"]
     for rows, each in sorted(took.items()):
         if len(each) > 1:
             lines.append(f"| {rows} | {each['divided']:.2f} ms | {each['dealt out']:.2f} ms |")
@@ -155,7 +155,7 @@ def experts(reports: list[dict[str, Any]]) -> str:
 
 
 def sections(results: Path) -> dict[str, str]:
-    """The parts of docs/scaling.md by name."""
+    """The generated sections of docs/scaling by name."""
     names = ("check", "llada2-mini", "layouts", "trace", "degrees")
     check, scaling, layout, trace, degree = (
         json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
