@@ -312,7 +312,7 @@ def load(
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
-    above 1, other processes have the other shares of the model (`dinfer.pipeline.ranks`, docs/scaling.md).
+    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md).
     """
     where = _device(device)
     if isinstance(dtype, str):

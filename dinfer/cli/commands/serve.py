@@ -9,7 +9,7 @@ Examples:
   dinfer serve model=tiny port=8000 runtime.rows=64
   dinfer serve model=llada2_mini 'recipes=[careful]'      # two models for clients: llada2_mini, llada2_mini:careful
   DINFER_KEY=... dinfer serve host=0.0.0.0 api_key=env:DINFER_KEY
-  dinfer serve model=llada2_mini replicas=8               # on Ray: pip install 'dinfer[ray]', docs/scaling.md
+  dinfer serve model=llada2_mini replicas=8               # on Ray: pip install 'dinfer[ray]', docs/scaling/replicas.md
 """
 
 from __future__ import annotations
