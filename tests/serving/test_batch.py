@@ -85,7 +85,8 @@ def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
         "method='GET'": json.dumps(good | {"custom_id": "a", "method": "GET"}),
         "url='/v1/embeddings'": json.dumps(good | {"custom_id": "b", "url": "/v1/embeddings"}),
         "is that of line 1 too": line(0), "body.stream=True": line(1, stream=True),
-        "temperature=-1": line(2, temperature=-1), "model='gpt'": line(3, model="gpt"), "a line must be one request in braces, not 7": "7",
+        "temperature=-1": line(2, temperature=-1), "model='gpt'": line(3, model="gpt"),
+        "a line must be one request in braces, not 7": "7",
     }  # fmt: skip
     wrong["custom_id"] = wrong.pop("custom_id is missing")
     write(line(0), *wrong.values())
