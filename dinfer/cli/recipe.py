@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
@@ -76,26 +75,12 @@ def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = M
 
     For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
     """
-    from dinfer.core.recipe import compose
-    from dinfer.layers.linear import taken
-    from dinfer.loading.files import CheckpointError
-    from dinfer.loading.inspect import inspect
-    from dinfer.loading.safetensors_io import stored
-    from dinfer.pipeline.pipeline import dtype_of
+    from dinfer.pipeline.ahead import check
 
-    taken(setting(config, "quantize", str | None))
-    dtype_of(setting(config, "dtype", str | None) or "float32")
     runtime_of(config, setting(config, "device", str | None) or "cpu")
-    name, options = GROUPS["model"].check(config["model"])
-    family = GROUPS["model"].build(config["model"])
-    found = inspect(folder := locate(family.checkpoint, family.revision, wanted=SMALL), {"name": name, **options})
-    if found.problems:
-        raise CheckpointError(found.problems[0])
-    if Path(family.checkpoint).expanduser().is_dir():  # weights of the hub may still be downloaded
-        stored(folder)
-    model: Any = SimpleNamespace(spec=found.spec)
-    for parts in (config, *others.values()):
-        compose(model, **{kind: parts[kind] for kind in GROUPS if kind != "model"})
+    recipes = [{kind: parts[kind] for kind in GROUPS if kind != "model"} for parts in (config, *others.values())]
+    dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
+    check(config["model"], recipes, dtype=dtype, quantize=quantize)
 
 
 def setting(config: dict[str, Any], name: str, hint: Any) -> Any:
