@@ -161,7 +161,7 @@ def summary() -> str:
             '<img src="docs/images/speed.svg" width="600" alt="Tokens a second, ours and the published dInfer">',
             "",
             f"**Accuracy.** The model in the box on {box['rows'][0]['problems']} held-out problems, each point a "
-            "setting of a decoder. [docs/results.md](docs/results.md) has every decoder with every cache.",
+            "setting of a decoder. [docs/results.md](docs/results.md) has more.",
             "",
             '<img src="docs/images/accuracy.svg" width="600" alt="Accuracy against tokens per forward">',
         ]
