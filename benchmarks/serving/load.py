@@ -16,6 +16,7 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
 `--url` there is no such baseline; it asks held-out problems as chats. Each load comes twice, and the second one counts.
 `captured_while_timed` says how many CUDA graphs the server captured then: a capture takes as long as many steps.
+`rounds` and `round_ms` are of its engine, so that a figure can be set beside the steps that it should take.
 """
 
 from __future__ import annotations
@@ -102,9 +103,20 @@ def gauges(url: str) -> dict[str, float]:
     """The server's gauges of requests and pages."""
     with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
         text = response.read().decode()
-    names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages|graphs"
+    names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
     return {
         name: float(value) for name, value in re.findall(rf"^dinfer_({names})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    }
+
+
+def work(url: str) -> dict[str, float]:
+    """The graphs that the server's engines have captured so far, their rounds, and the seconds of these."""
+    with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
+        text = response.read().decode()
+    parts = {"graphs": "graphs", "rounds": "round_seconds_count", "seconds": "round_seconds_sum"}
+    return {
+        name: sum(map(float, re.findall(rf"^dinfer_{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+        for name, metric in parts.items()
     }
 
 
@@ -223,12 +235,16 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
             ]
             timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
-            before = gauges(url).get("graphs")
+            before = work(url)
             run = timed(f"{url}{path}", level, own)
-            captured = {} if before is None else {"captured_while_timed": gauges(url)["graphs"] - before}
+            done = {name: value - before[name] for name, value in work(url).items()}
+            own_work = {
+                "captured_while_timed": done["graphs"], "rounds": done["rounds"],
+                "round_ms": 1e3 * done["seconds"] / max(done["rounds"], 1),
+            }  # fmt: skip
             engine = alone.get(level)
             share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
-            runs.append({"in_flight": level, "drafts": drafts, **run, **captured, **share})
+            runs.append({"in_flight": level, "drafts": drafts, **run, **own_work, **share})
             print(runs[-1], flush=True)
     return {"setting": setting, "runs": runs}
 
