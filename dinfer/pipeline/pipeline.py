@@ -316,9 +316,7 @@ def load(
     """
     where = _device(device)
     if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
+        dtype = dtype_of(dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
     if dtype is None and where.type == "cpu":
@@ -338,6 +336,13 @@ def load(
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), run)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type with this name. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _device(device: str | torch.device | None) -> torch.device:
