@@ -84,13 +84,7 @@ class Runner:
         Ranks may differ in what they have captured, since one of them may lack memory for a graph. So rank 0 decides
         for all of them.
         """
-        if not self.graphs:
-            return shape
-        kind = self._bucket(shape)
-        if kind in self._captured:
-            return kind
-        other = stand_in(kind, self._captured)
-        return other if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind else kind
+        return self._present(self._bucket(shape)) if self.graphs else shape
 
     def launch(self, asked: StepShape, slots: list[int], run: StepShape | None = None) -> None:
         """Starts a step of the shape `asked` on these slots. Does not wait for the device.
@@ -98,7 +92,7 @@ class Runner:
         `run`: the shape as which it runs. None: what `run_as` says.
         """
         state, kind = self._opened, self._bucket(asked)
-        shape = self.run_as(asked) if run is None else run
+        shape = run or (self._present(kind) if self.graphs else asked)
         lanes = slots + [state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
@@ -122,6 +116,13 @@ class Runner:
     def _bucket(self, shape: StepShape) -> StepShape:
         kv, canvas = self._opened.kv, self._opened.canvas
         return bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
+
+    def _present(self, kind: StepShape) -> StepShape:
+        """The bucket, or the captured shape that stands in for it."""
+        if kind in self._captured:
+            return kind
+        other = stand_in(kind, self._captured)
+        return other if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind else kind
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
