@@ -34,8 +34,7 @@ The step gathers the rows of its lanes and writes live ones back, so no componen
 decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
 """
 
-Options = Mapping[str, Tensor]
-"""Per-request options of one component by name, [R, 1] each."""
+Options = Mapping[str, Tensor]  # per-request options of one component by name, [R, 1] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,7 @@ class StepShape:
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
     candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
+    spare: int = 0  # the last lanes, which no row has: rows that settle borrow them, see `dinfer.core.settling`
 
 
 @dataclass(frozen=True, slots=True)
