@@ -1,4 +1,4 @@
-"""The table of `benchmarks.peers` in docs/performance.md, from what was measured."""
+"""The tables of `benchmarks.peers` in docs/performance.md, from what was measured."""
 
 from __future__ import annotations
 

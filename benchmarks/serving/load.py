@@ -14,7 +14,9 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 
 `measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
-`--url` there is no such baseline; it asks held-out problems as chats.
+`--url` there is no such baseline; it asks held-out problems as chats. Each load comes twice, and the second one counts.
+`captured_while_timed` says how many CUDA graphs the server captured then: a capture takes as long as many steps.
+`rounds` and `round_ms` are of its engine, so that a figure can be set beside the steps that it should take.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from dinfer.demo.problems import generate
 
 LEAVE, SLOW = 0.3, 0.05  # shares of the requests
 PROCESSES = 8  # of clients
+STREAMS = 16  # of a process of clients that is timed
 QUESTIONS = 64
 NEW_TOKENS = 32
 MEGABYTE = 2**20
@@ -103,6 +106,17 @@ def gauges(url: str) -> dict[str, float]:
     names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
     return {
         name: float(value) for name, value in re.findall(rf"^dinfer_({names})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    }
+
+
+def work(url: str) -> dict[str, float]:
+    """The graphs that the server's engines have captured so far, their rounds, and the seconds of these."""
+    with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
+        text = response.read().decode()
+    parts = {"graphs": "graphs", "rounds": "round_seconds_count", "seconds": "round_seconds_sum"}
+    return {
+        name: sum(map(float, re.findall(rf"^dinfer_{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+        for name, metric in parts.items()
     }
 
 
@@ -199,8 +213,8 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             if rest:
                 raise SystemExit(f"{' '.join(rest)}: a server at a URL has settings of its own")
             asked = [p.question for p in generate("heldout", max(levels), 0)]
-            bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": args.new} for text in asked]
-            url, path, alone, setting = args.url, "v1/chat/completions", {}, {"new": args.new}
+            bodies = [{"messages": [{"role": "user", "content": text}]} for text in asked]
+            url, path, alone, setting, stagger = args.url, "v1/chat/completions", {}, {"new": args.new}, False
         else:
             shared = [
                 *rest, "--in-flight", ",".join(map(str, levels)), "--new", str(args.new), "--rounds", str(args.rounds)
@@ -210,17 +224,27 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             url = stack.enter_context(started(command, f"{folder}/server.log")).url
             alone = {run["in_flight"]: run["tokens_per_s"] for run in json.loads(Path(report).read_text())["runs"]}
             asked = random_prompts(shape(given.shape)[1], max(levels), given.prompt)
-            bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in asked]
-            path, setting = "v1/completions", vars(given) | {"out": None}
+            bodies = [{"prompt": prompt, "ignore_eos": True} for prompt in asked]
+            path, setting, stagger = "v1/completions", vars(given) | {"out": None}, given.stagger
         usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
         runs = []
         for level, drafts in itertools.product(levels, (False,) if args.no_drafts else (False, True)):
-            own = [body | usage | {"dinfer": {"drafts": drafts}} for body in bodies[:level]]
+            each = throughput.lengths(level, args.rounds, args.new, stagger)
+            own = [
+                body | usage | {"max_tokens": new, "dinfer": {"drafts": drafts}}
+                for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
+            ]
             timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
-            run = timed(f"{url}{path}", level, own * args.rounds)
+            before = work(url)
+            run = timed(f"{url}{path}", level, own)
+            done = {name: value - before[name] for name, value in work(url).items()}
+            own_work = {
+                "captured_while_timed": done["graphs"], "rounds": done["rounds"],
+                "round_ms": 1e3 * done["seconds"] / max(done["rounds"], 1),
+            }  # fmt: skip
             engine = alone.get(level)
             share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
-            runs.append({"in_flight": level, "drafts": drafts, **run, **share})
+            runs.append({"in_flight": level, "drafts": drafts, **run, **own_work, **share})
             print(runs[-1], flush=True)
     return {"setting": setting, "runs": runs}
 
@@ -228,10 +252,13 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
     """A closed loop over the requests."""
     outcomes: list[dict[str, Any]] = []
-    count = min(PROCESSES // 2, streams)
     clients = [
-        Clients(outcomes, url=url, streams=len(range(i, streams, count)), bodies=bodies[i::count]) for i in range(count)
-    ]
+        Clients(
+            outcomes, url=url, streams=len(own := range(first, min(first + STREAMS, streams))),
+            bodies=[body for i, body in enumerate(bodies) if i % streams in own],
+        )
+        for first in range(0, streams, STREAMS)
+    ]  # fmt: skip
     if any([client.wait() for client in clients]):
         raise RuntimeError("a process of clients failed")
     return taken([Outcome(**found) for found in outcomes])

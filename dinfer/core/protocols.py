@@ -80,7 +80,6 @@ class Proposal:
 class BlockAfter:
     """The active blocks after this step's commits, as an iteration sees them."""
 
-    tokens_BKL: Tensor
     given_BKL: Tensor  # part of the request, or padding
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded

@@ -199,7 +199,6 @@ def decode(
     finished_R = commits.finished_R if proposal.busy_R is None else commits.finished_R & ~proposal.busy_R
     by_block = (slot_B.shape[0], shape.blocks)
     after = BlockAfter(
-        tokens_BKL=commits.tokens_RL.view(*by_block, -1),
         given_BKL=view.given_RL.view(*by_block, -1),
         stop_BKL=commits.stop_RL.view(*by_block, -1),
         open_BKL=commits.open_RL.view(*by_block, -1),

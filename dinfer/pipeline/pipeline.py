@@ -312,13 +312,11 @@ def load(
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
-    above 1, other processes have the other shares of the model (`dinfer.pipeline.ranks`, docs/scaling.md).
+    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md).
     """
     where = _device(device)
     if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
+        dtype = dtype_of(dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
     if dtype is None and where.type == "cpu":
@@ -338,6 +336,13 @@ def load(
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
     return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), run)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type with this name. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _device(device: str | torch.device | None) -> torch.device:

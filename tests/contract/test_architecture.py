@@ -100,6 +100,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline.infilling",
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
+    "pipeline.ahead": {
+        "core.recipe", "core.registry", "layers", "loading.files", "loading.hub", "loading.inspect",
+        "loading.safetensors_io", "pipeline.pipeline",
+    },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {
         "analysis.trace", "core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step",
@@ -121,7 +125,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
         "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip

@@ -25,7 +25,7 @@ from benchmarks.clock import Clock
 from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
 from dinfer.engine.distributed.started import leader
-from dinfer.engine.request import Update
+from dinfer.engine.request import Request, Update
 
 LANES = (1, 2, 4, 8, 64)
 
@@ -253,6 +253,16 @@ def test_what_is_measured_can_be_simulated_and_compared(tmp_path: Path, monkeypa
     setting = json.loads(out.read_text())["setting"] | {"prompt": 32, "new": 64}
     row = check.compared(times, setting, run, FrontEnd())["tokens_per_s"]
     assert row["simulated"] > 0 and row["off"] == pytest.approx(row["simulated"] / 100 - 1)
+
+
+def test_the_requests_of_a_run_are_those_that_were_measured() -> None:
+    """With `stagger` the first have all lengths. A run may end within a round."""
+    setting = {"prompt": 8, "new": 32, "stagger": True}
+    asked = check.asked(setting, {"in_flight": 18, "requests": 40})
+    requests = [Request([5], 32, {})] * 18
+    assert [one.new for one in asked] == [one.new_tokens for one in throughput.repeated(requests, 3, True)][:40]
+    assert [one.new for one in asked[14:20]] == [30, 32, 2, 4, 32, 32]
+    assert {one.new for one in check.asked(setting | {"stagger": False}, {"in_flight": 18, "requests": 40})} == {32}
 
 
 @pytest.mark.matrix
