@@ -233,9 +233,7 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     lanes = _power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
     if wide > 64 and rows <= lanes * 3 // 4:  # unused lanes are computed too
         lanes = lanes * 3 // 4
-    some = max(
-        _power_of_2(lanes) // 16, 1
-    )  # rounded to the nearest: a row that settles and finds no lane does it in its own
+    some = max(_power_of_2(lanes) // 16, 1)  # rounded up or down, since a row that finds no lane settles in its own
     spare = max((shape.lanes - lanes + some // 2) // some * some, 0) if shape.spare else 0
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
