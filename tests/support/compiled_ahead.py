@@ -153,7 +153,9 @@ def main() -> None:
         found["steps"] = len(COMPILED)
         COMPILED.clear()
         with compiled_beside(torch.device("cuda", 0)), torch.device(META):
-            q_BWHE, pool_PTGE = (torch.empty(*sizes, dtype=torch.bfloat16) for sizes in ((1, 64, 4, 64), (9, 16, 2, 64)))
+            q_BWHE, pool_PTGE = (
+                torch.empty(*sizes, dtype=torch.bfloat16) for sizes in ((1, 64, 4, 64), (9, 16, 2, 64))
+            )
             pages_BP, end_BW = torch.empty(1, 8, dtype=torch.int64), torch.empty(1, 64, dtype=torch.int64)
             for _ in range(2):
                 hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
