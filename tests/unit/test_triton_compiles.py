@@ -110,9 +110,11 @@ def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> 
                 torch.empty(2, 256, heads, size, dtype=dtype),
                 torch.empty(9, page, groups, size, dtype=dtype),
             )
-            pages_BP, end_BW = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int64)
-            hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
-    assert len(launches) == 2
+            end_BW = torch.zeros(2, 256, dtype=torch.int64)
+            for pages in (8, 2048 // page):
+                pages_BP = torch.zeros(2, pages, dtype=torch.int64)
+                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
+    assert len(launches) == 4
     assert failures(launches) == []
 
 

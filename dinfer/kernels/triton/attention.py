@@ -210,7 +210,7 @@ def _many(q_BWHE: Tensor, k_PTGE: Tensor) -> bool:
         and q_BWHE.dtype == k_PTGE.dtype in (torch.bfloat16, torch.float16)
         and size in (64, 128)
         and share in (1, 2, 4, 8, 16, 32, 64)
-        and page in (8, 16, 32, 64, 128)
+        and page in (8, 16, 32, 64)
     )
     return able and width * share >= 128 and lanes * groups * triton.cdiv(width * share, 128) >= 132
 

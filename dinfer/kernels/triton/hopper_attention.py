@@ -7,6 +7,7 @@ arXiv:2407.08608). It is in Gluon, since Triton itself does not divide this loop
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -281,9 +282,17 @@ def _attend_wide(
     )  # fmt: skip
 
 
+class Tiles(NamedTuple):
+    """What a program holds at once."""
+
+    keys: int  # of a tile
+    stages: int  # tiles of keys
+    queue: int  # tiles of queries
+
+
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, scale: float,
-    keys: int = 128, stages: int = 2, queue: int = 1,
+    tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.attention.paged_attention`. `scale`: of the products, for powers of 2."""
     lanes, width, heads, size = q_BWHE.shape
@@ -296,11 +305,13 @@ def paged_attention(
         for pool in (k_PTGE, v_PTGE)
     )
     out_BWHE = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    tiles = triton.cdiv(width * share, 2 * ROWS.value)
-    works = lanes * groups * tiles
+    # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
+    keys, stages, queue = tiles or (Tiles(128, 3, 1) if pages_BP.shape[1] * page >= 2048 else Tiles(64, 5, 2))
+    query_tiles = triton.cdiv(width * share, 2 * ROWS.value)
+    works = lanes * groups * query_tiles
     _attend_wide[(min(works, _programs(card(q_BWHE.device))),)](
         q_tiles, k_tiles, v_tiles, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(), out_BWHE, width,
-        pages_BP.shape[1], works, tiles, scale, G=groups, SHARE=share, E=size, T=page, KEYS=keys, STAGES=stages,
+        pages_BP.shape[1], works, query_tiles, scale, G=groups, SHARE=share, E=size, T=page, KEYS=keys, STAGES=stages,
         QUEUE=queue, num_warps=4, maxnreg=168, **early(q_BWHE),
     )  # fmt: skip
     return out_BWHE
