@@ -120,7 +120,7 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
     requests = [pipe.requests(throughput.prompts(given, pipe, 1), new, None)[0] for new in news]
     with Clock(pipe.engine) as clock:
         assert len(list(pipe.engine.run(requests))) > len(news)
-    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32)) for s, rows, *_ in clock.marks)
+    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32, s.spare)) for s, rows, *_ in clock.marks)
 
     made = report(settle=settle, shape=shape)
     if shape == "small":
