@@ -11,8 +11,8 @@ from dinfer.core.speculation import deciding
 from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
+from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.expected import BlockEnds, expected
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
@@ -220,15 +220,18 @@ class Scheduler:
             return []  # what one row missed, it might miss for ever
         decoding, lends = phases.get(Phase.WINDOW, []), self._lent(phases.get(Phase.WINDOW, []))
         narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, float]()
+        cache, spec = self.recipe.cache, self.recipe.model.spec
         for row in decoding:
-            chance, now = self._ends.chance(row), row.cursors
-            then = expected(now, self.recipe.cache, self.recipe.model.spec, self.block, leaves=chance >= 0.5)
             if row.slot is None:
                 continue
-            chances[row.slot] = chance
-            narrows[row.slot] = row.need.narrow if then == now else self._need(then).narrow
+            chances[row.slot] = chance = self._ends.chance(row)
+            now, end = row.cursors, min(row.cursors.end + self.block, row.cursors.length)
+            if chance < 0.5:
+                narrows[row.slot] = row.need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
+            else:
+                narrows[row.slot] = cache.narrow(spec, now._replace(start=now.end, end=end))
             if lends:
-                new = row.open_before[min(now.end + self.block, now.length)] - row.open_before[now.end]
+                new = row.open_before[end] - row.open_before[now.end]
                 opens[row.slot] = chance * new + (1 - chance) * row.left
         groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions, lends=lends)
         steps = self._made(Phase.WINDOW, decoding, groups, opens)

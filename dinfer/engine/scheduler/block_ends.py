@@ -1,9 +1,8 @@
-"""Where rows will most likely be once the step under way has ended. Host side; no token depends on it."""
+"""How many rows the step under way most likely takes on to their next blocks. Host side; no token depends on it."""
 
 from dataclasses import dataclass, field
 
-from dinfer.core.canvas import Cursors, Phase
-from dinfer.core.protocols import CachePolicy, ModelSpec
+from dinfer.core.canvas import Phase
 from dinfer.engine.row import Row
 
 MEMORY = 256  # steps after which older ones count half
@@ -32,16 +31,3 @@ class BlockEnds:
         if row.cursors.phase != Phase.WINDOW or row.cursors.end == row.cursors.length:
             return 0.0
         return self.ends.get(row.left, 0) / self.steps.get(row.left, 1)
-
-
-def expected(now: Cursors, cache: CachePolicy, spec: ModelSpec, block: int, *, leaves: bool) -> Cursors:
-    """The cursors of a row after its step, of a recipe whose phases are PREFILL and WINDOW. Counts stay as they are.
-
-    `leaves`: it leaves its block, and enters one of at most `block` positions.
-    """
-    if now.phase == Phase.PREFILL:
-        return now._replace(phase=Phase.WINDOW, kept=cache.prefilled(spec, now.start))
-    kept = cache.plan(Phase.WINDOW).bounds(now.place, spec.frame)[2]
-    if now.kept < min(now.start, kept):  # its first step in a block makes the keys before that final
-        now = now._replace(kept=kept)
-    return now._replace(start=now.end, end=min(now.end + block, now.length)) if leaves else now
