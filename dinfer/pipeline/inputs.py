@@ -18,7 +18,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def encodable(text: str) -> str:
-    """The text. Raises ValueError for half of a surrogate pair, which Python and JSON can spell, but is no character."""
+    """The text. Raises ValueError for half of a surrogate pair, which JSON can spell, but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
