@@ -1,4 +1,4 @@
-"""What `benchmarks.goals` and `benchmarks.startup` have measured: tables and a figure of docs/performance.md."""
+"""What `benchmarks.goals` and `benchmarks.startup` have measured: tables and a figure of the pages on performance."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ STARTS = {  # when kernels are compiled, and the file
 }
 
 
+def measured(results: Path) -> dict[str, dict[str, Any]]:
+    """The files of `benchmarks.goals` that are there, by run."""
+    return {name: report for name in RUNS if (report := report_of(results, name)) is not None}
+
+
 def goals(results: Path) -> str:
-    """Every figure that is to be reached beside its goal and its limit, then the curve."""
-    reports = {name: report for name in RUNS if (report := report_of(results, name)) is not None}
+    """Every figure that is to be reached beside its goal and its limit, then a figure of the curve."""
+    reports = measured(results)
     if not reports:
         return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
     some, commits = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
     lines = [
-        f"One {some['hardware']}, torch {some['torch']}, commit {', '.join(commits)}. The limit is the figure if every "
+        f"One {some['hardware']}, torch {some['torch']}, commits {', '.join(commits)}. *Limit*: the figure if every "
         "step took the least time that its bytes or its multiply-adds allow, at rates of the card from the same run, "
-        "and the host none. *warm*: at the rate of a card that has multiplied for two seconds, which is at the limit "
-        "of its power, as under load. -: not measured.",
+        "and the host none. *Warm*: the same at the rate of a card that has multiplied for two seconds and is at its "
+        "power limit, as under load. -: not measured.",
         "",
-        "| work | in flight | figure | measured | to be reached | limit | of the limit | warm | of that |",
+        "| work | in flight | figure | measured | goal | limit | of the limit | warm | of that |",
         "| --- |" + " --- |" * 8,
     ]
     for row in ROWS:
@@ -37,7 +42,7 @@ def goals(results: Path) -> str:
         cells += [number(limit), share(row, value, limit)]
         value, limit = (None, None) if run is None or "limit_warm" not in run else figure(row.figure, run, "limit_warm")
         lines.append(f"| {' | '.join([*cells, number(limit), share(row, value, limit)])} |")
-    return "\n".join([*lines, *_long(reports), *_curve(reports)])
+    return "\n".join([*lines, "", "![Tokens a second and latency over the requests in flight](images/curve.svg)"])
 
 
 def share(row: Row, value: float | None, limit: float | None) -> str:
@@ -47,10 +52,10 @@ def share(row: Row, value: float | None, limit: float | None) -> str:
     return f"{limit / value if 'ms' in row.figure else value / limit:.0%}"
 
 
-def _long(reports: dict[str, dict[str, Any]]) -> list[str]:
+def long_prompts(results: Path) -> str:
     """Prefills and steps of long prompts."""
+    reports = measured(results)
     lines = [
-        "",
         "| LLaDA2-mini, prompts of | in flight | prefill, positions/s | usual step | by bytes | keys and values read |",
         "| --- |" + " --- |" * 5,
     ]
@@ -61,24 +66,23 @@ def _long(reports: dict[str, dict[str, Any]]) -> list[str]:
                 f"| {length} | {run['in_flight']} | {run['limit']['prefill'].get('positions_per_s', 0):,.0f} "
                 f"| {usual['median_ms']:.2f} ms | {usual['bytes_ms']:.2f} ms | {usual['keys_gb']:.2f} GB |"
             )
-    return lines if len(lines) > 3 else []
+    return "\n".join(lines)
 
 
-def _curve(reports: dict[str, dict[str, Any]]) -> list[str]:
+def curve(results: Path) -> str:
+    """Tokens a second and latency of LLaDA2-mini over the requests in flight."""
     lines = [
-        "",
         "| LLaDA2-mini, in flight | tokens/s, steady | limit | a request, median | worst | GPU busy |",
         "| --- |" + " --- |" * 5,
     ]
-    for title, runs in levels(reports).items():
+    for title, runs in levels(measured(results)).items():
         for run in runs:
             steady, latency = run["steady_tokens_per_s"], run["latency_s"]
             lines.append(
                 f"| {title}, {run['in_flight']} | {number(steady)} | {number(run['limit']['tokens_per_s'])} "
                 f"| {latency['median']:.2f} s | {latency['max']:.2f} s | {100 * run['device_share']:.0f}% |"
             )
-    image = "![Tokens a second and latency over the requests in flight](images/curve.svg)"
-    return [*lines, "", image] if len(lines) > 3 else []
+    return "\n".join(lines)
 
 
 def levels(reports: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import goals_table
+from benchmarks import goals_table, step_table
 from benchmarks.ablation_table import ablation
 from benchmarks.capacity import table as scaling
 from benchmarks.further_table import further
@@ -61,95 +62,6 @@ def second() -> str:
     return "\n".join(lines)
 
 
-STEPS = {  # the title of a row, its file, and its goal in ms
-    "LLaDA-8B": ("step-llada-8b-h200", 4.9),
-    "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
-    "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
-    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", 2.1),
-    "LLaDA2-mini, masks alike": ("step-llada2-mini-h200", None),
-    "LLaDA2-mini": ("step-llada2-mini-spread-h200", 1e3 / 190),
-    "LLaDA2-mini, fp8, masks alike": ("step-llada2-mini-fp8-h200", None),
-    "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-spread-h200", 1e3 / 300),
-    "LLaDA2-mini, int4": ("step-llada2-mini-int4-spread-h200", 2.4),
-}
-
-
-def _step_reports() -> dict[str, dict[str, Any]]:
-    return {title: json.loads((RESULTS / f"{name}.json").read_text()) for title, (name, _) in STEPS.items()}
-
-
-def steps() -> str:
-    """The time of a step of full-size shapes, and its limits by bytes and by multiply-adds."""
-    reports = _step_reports()
-    some = next(iter(reports.values()))
-    commits = ", ".join(dict.fromkeys(report["commit"] for report in reports.values()))
-    lines = [
-        f"One window step with random weights in bfloat16, one request unless said, blocks of 32, LM head, commits and "
-        f"cursors included, on one {some['hardware']}, torch {some['torch']}, commit {commits}: LLaDA-8B with the dual "
-        "cache, prompt 128 + 256 new; LLaDA2-mini with block diffusion, prompt 384 + 256 new, tokens choosing their "
-        "experts independently of each other unless masks are alike. *bytes*: the time to read the weights that the "
-        "step needs, and the keys and values of its rows, once, at the copy bandwidth measured in the same run. "
-        "*multiply-adds*: their time at the rate of a large product, measured likewise. The limit is the larger. "
-        "*with the host*: the step and for how long the card then waits for the host, on average of the run. "
-        "*decode, host*: what a step takes without a network and that wait, of the whole. Warm-up is "
-        "compiling the kernels, a generation of 256 tokens eagerly, and one more with graphs.",
-        "",
-        "| shape | experts read | eager | CUDA graph | with the host | to be reached | bytes | multiply-adds "
-        "| of the limit | decode, host | warm-up | same tokens |",
-        "| --- |" + " --- |" * 11,
-    ]
-    for title, (_, wanted) in STEPS.items():
-        report = reports[title]
-        graph, eager, limit, read = report["graph"], report["eager"], report["limit"], report["experts_read"]
-        lines.append(
-            f"| {title} | {'-' if read is None else f'{read:.0f}'} | {eager['step_ms']:.2f} ms "
-            f"| {graph['step_ms']:.2f} ms | {graph['step_ms'] + graph['host_ms']:.2f} ms "
-            f"| {'-' if wanted is None else f'{wanted:.2f} ms'} "
-            f"| {limit['bytes_ms']:.2f} ms | {limit['flops_ms']:.2f} ms | {100 * limit['reached']:.0f}% "
-            f"| {100 * report['without_network']['share']:.1f}% | {eager['warm_up_s'] + graph['warm_up_s']:.1f} s "
-            f"| {'yes' if report['graph_equals_eager'] else 'NO'} |"
-        )
-    lines += [
-        "",
-        _cards(reports["LLaDA2-mini"]),
-    ]
-    return "\n".join(lines)
-
-
-def _cards(report: dict[str, Any]) -> str:
-    """The same step on other cards, which differ in the time to read experts."""
-    others = [json.loads(path.read_text()) for path in sorted((RESULTS / "cards").glob("*.json"))]
-    rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in (report, *others)]
-    experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in (report, *others)]
-    return (
-        f"LLaDA2-mini's step, of which its experts take {experts[0]:.2f} ms here: {rates[0]:.2f} a second with the "
-        f"host. On the {len(others)} cards of another machine (commit {others[0]['commit']}) experts took "
-        f"{min(experts[1:]):.2f} to {max(experts[1:]):.2f} ms, and it was "
-        f"{', '.join(f'{rate:.2f}' for rate in sorted(rates[1:]))} a second."
-    )
-
-
-def parts() -> str:
-    """The time of these steps by part."""
-    reports = _step_reports()
-    names = list(next(iter(reports.values()))["profile"]["parts"])
-    lines = [
-        "Microseconds per step, from a profile of window steps with CUDA graphs. A kernel launched early begins "
-        "while the one before still runs; counted is the time from where the kernels before have ended, so that no "
-        "moment counts twice. *rest*: window, embedding, commits, cursors. *between kernels*: what is left of the step "
-        "as it is timed without the profiler, which slows kernels a little, so it may be below 0. *host*: for how long "
-        "the card waits for it between two steps. *no network*: the whole step, if the network is left out.",
-        "",
-        "| shape | " + " | ".join(names) + " | host | no network |",
-        "| --- |" + " --- |" * (len(names) + 2),
-    ]
-    for title, report in reports.items():
-        own = [report["profile"]["parts"][name]["own_us"] for name in names]
-        own += [1e3 * report["graph"]["host_ms"], 1e3 * report["without_network"]["step_ms"]]
-        lines.append(f"| {title} | " + " | ".join(f"{us:.0f}" for us in own) + " |")
-    return "\n".join(lines)
-
-
 def quantized() -> str:
     """Accuracy, tokens per forward and answers that stay the same, by what is rounded; a table for each model."""
     report = json.loads((RESULTS / "quantized-h200.json").read_text())
@@ -157,8 +69,8 @@ def quantized() -> str:
     parts = [
         f"{report['rows'][0]['problems']} held-out problems, `threshold` 0.9, "
         f"`max_new_tokens={report['setting']['new']}`, "
-        "float32 but for what is rounded: accuracy with its 95% interval, tokens per forward, and the share of the "
-        f"problems with the answer of the model as it is, word for word. `{_command(report)}`, "
+        "float32 but for what is rounded: accuracy with its 95% interval, tokens per forward, and the share of "
+        f"problems whose answer equals, word for word, that of the model as it is. `{_command(report)}`, "
         f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}."
     ]
     for model in dict.fromkeys(key[0] for key in rows):
@@ -249,26 +161,11 @@ def summary() -> str:
             '<img src="docs/images/speed.svg" width="600" alt="Tokens a second, ours and the published dInfer">',
             "",
             f"**Accuracy.** The model in the box on {box['rows'][0]['problems']} held-out problems, each point a "
-            "setting of a decoder. [docs/results.md](docs/results.md) has every decoder with every cache.",
+            "setting of a decoder. [docs/results.md](docs/results.md) has more.",
             "",
             '<img src="docs/images/accuracy.svg" width="600" alt="Accuracy against tokens per forward">',
         ]
     )
-
-
-def rendered(readme: str) -> str:
-    """The README with its generated sections written anew."""
-    readme = _with_section(readme, families() + "\n", "families")
-    return _with_section(readme, summary() + "\n")
-
-
-def rendered_results(page: str) -> str:
-    """docs/results.md with its tables written anew."""
-    page = _with_section(page, f"{quality()}\n\n{second()}\n", "box")
-    page = _with_section(page, further(RESULTS) + "\n", "further")
-    page = _with_section(page, several(RESULTS) + "\n", "several")
-    page = _with_section(page, repair(RESULTS) + "\n", "repair")
-    return _with_section(page, everything() + "\n")
 
 
 def throughput() -> str:
@@ -310,10 +207,10 @@ def _throughput(name: str) -> dict[str, Any]:
 
 def _targets() -> str:
     """Goals and what was reached."""
-    mini, spread, dense = _throughput("llada2-mini"), _throughput("llada2-mini-spread"), _step_reports()["LLaDA-8B"]
+    mini, spread = _throughput("llada2-mini"), _throughput("llada2-mini-spread")
     most, apart = mini["runs"][-1], spread["runs"][-1]
     cold = max(_throughput(name)["cold"]["first_block_s"] for name in ("llada2-mini", "llada2-mini-spread", "llada-8b"))
-    beyond = dense["graph"]["beyond_weights_gb"]
+    beyond = step_table.reports()["LLaDA-8B"]["graph"]["beyond_weights_gb"]
     lines = [
         "| work | to be reached | measured |",
         "| --- | --- | --- |",
@@ -343,47 +240,74 @@ def _steps(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def rendered_performance(page: str) -> str:
-    """docs/performance.md with its sections written anew."""
-    for name, body in {
-        "steps": steps(),
-        "peers": table.peers(),
-        "diffulex": table.diffulex(),
-        "parts": parts(),
-        "quantized": quantized(),
-        "goals": goals_table.goals(RESULTS),
-        "throughput": throughput(),
-        "startup": goals_table.startup(RESULTS),
-        "ablation": ablation(RESULTS),
-        "open-blocks": open_blocks(RESULTS),
-    }.items():
-        page = _with_section(page, body + "\n", name)
-    return page
+def short() -> str:
+    """The figures that a reader asks for first."""
+    found, runs, box = step_table.reports(), table.measured()["runs"], table.on_cpu()["after"]["files"]["Q4_K_M.gguf"]
+    dense, experts = found["LLaDA-8B"], found["LLaDA2-mini"]
+    most = {
+        name: next(run for run in levels if run["in_flight"] == 256)["steady_tokens_per_s"]
+        for name, levels in goals_table.levels(goals_table.measured(RESULTS)).items()
+    }
+    return "\n".join(
+        [
+            f"* **A step** of one request takes {dense['graph']['step_ms']:.2f} ms with LLaDA-8B and "
+            f"{experts['graph']['step_ms']:.2f} ms with LLaDA2-mini. The card could read the weights in "
+            f"{dense['limit']['reached']:.0%} and {experts['limit']['reached']:.0%} of that time.",
+            f"* **Beside the published dInfer**: a forward of LLaDA-8B takes "
+            f"{runs['ours-dual']['ms_per_forward']:.2f} ms over whole generations, and "
+            f"{runs['peer-dual']['ms_per_forward']:.2f} ms there.",
+            f"* **Throughput**: LLaDA2-mini gives {most['bf16']:,.0f} tokens a second with 256 requests in flight, and "
+            f"{most['fp8']:,.0f} with `quantize=fp8`.",
+            f"* **On a CPU** one thread decodes {box['tokens/s, ours / theirs']:.1f} times as many tokens a second as "
+            "llama.cpp's, from the same Q4_K_M file.",
+        ]
+    )
 
 
-def _with_section(text: str, body: str, name: str = "results") -> str:
-    section = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
-    return section.sub(lambda found: found[1] + body + found[2], text)
-
-
-def rendered_scaling(page: str) -> str:
-    """docs/scaling.md with its sections written anew."""
-    for name, body in scaling.sections(RESULTS).items():
-        page = _with_section(page, body + "\n", name)
-    return page
-
-
-PAGES = {
-    ROOT / "README.md": rendered,
-    ROOT / "docs" / "results.md": rendered_results,
-    ROOT / "docs" / "performance.md": rendered_performance,
-    ROOT / "docs" / "scaling.md": rendered_scaling,
+SECTIONS: dict[str, Callable[[], str]] = {
+    "families": families,
+    "summary": summary,
+    "box": lambda: f"{quality()}\n\n{second()}",
+    "further": lambda: further(RESULTS),
+    "several": lambda: several(RESULTS),
+    "repair": lambda: repair(RESULTS),
+    "everything": everything,
+    "short": short,
+    "steps": step_table.steps,
+    "step-runs": step_table.runs,
+    "parts": step_table.parts,
+    "peers": table.peers,
+    "diffulex": table.diffulex,
+    "llama-cpp": table.llama_cpp,
+    "quantized": quantized,
+    "goals": lambda: goals_table.goals(RESULTS),
+    "long-prompts": lambda: goals_table.long_prompts(RESULTS),
+    "curve": lambda: goals_table.curve(RESULTS),
+    "startup": lambda: goals_table.startup(RESULTS),
+    "throughput": throughput,
+    "ablation": lambda: ablation(RESULTS),
+    "open-blocks": lambda: open_blocks(RESULTS),
 }
+SECTION = re.compile(r"(<!-- ([\w-]+): begin[^\n]*-->\n).*?(<!-- \2: end -->)", re.DOTALL)
+
+
+def pages() -> dict[Path, str]:
+    """The pages that have generated sections, with these written anew.
+
+    A pair of markers in README.md or in a page of docs names its section, so a section moves with its markers.
+    """
+    tables = {name: write() for name, write in SECTIONS.items()} | scaling.sections(RESULTS)
+    found = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+    return {
+        path: SECTION.sub(lambda section: f"{section[1]}{tables[section[2]]}\n{section[3]}", text)
+        for path, text in found.items()
+        if SECTION.search(text)
+    }
 
 
 def main() -> None:
-    for path, render in PAGES.items():
-        path.write_text(render(path.read_text()))
+    for path, text in pages().items():
+        path.write_text(text)
     goals_table.draw_curve(RESULTS, ROOT / "docs" / "images")
 
 

@@ -78,12 +78,12 @@ class Simulated(Worker):
     def now(self) -> float:
         return self.host + self.waited
 
-    def launch(self, shape: StepShape, slots: list[int]) -> None:
+    def launch(self, shape: StepShape, slots: list[int], run: StepShape | None = None) -> None:
         now, began = self.now, time.thread_time()
-        super().launch(shape, slots)
+        super().launch(shape, slots, run)
         kv, canvas = self.state.kv, self.state.canvas
-        run = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
-        takes = self._step + self._position * run.lanes * run.width
+        rounded = bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
+        takes = self._step + self._position * rounded.lanes * rounded.width
         self.free = max(now, self.free) + takes
         self.busy, self.launches = self.busy + takes, self.launches + 1
         self._left_out += time.thread_time() - began

@@ -1,4 +1,4 @@
-"""The tables of the adapters in the box, for docs/results.md: several open blocks against one, and the areas."""
+"""The tables of docs/results/several_blocks.md: several open blocks against one, and the areas."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dinfer.demo.problems import generate
 
 BLOCK = {"name": "blockwise", "block": 32}
 THRESHOLD = {"name": "threshold", "threshold": 0.9}
-# Model, iteration, decoder, cache: the recipes of the table in docs/results.md.
+# Model, iteration, decoder, cache: recipes; docs/engine.md shows some.
 RECIPES: list[tuple[str, Any, Any, str]] = [
     ("tiny", BLOCK, THRESHOLD, "dual"),
     ("tiny", BLOCK, THRESHOLD, "none"),

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +182,17 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 4), "max": round(max(values), 4)}
 
 
-def staggered(requests: list[Request]) -> list[Request]:
-    """The same prompts with generations of all lengths, in steps of a sixteenth."""
-    some = max(requests[0].new_tokens // 16, 1)
-    return [replace(request, new_tokens=some * (1 + i % 16)) for i, request in enumerate(requests)]
+def lengths(in_flight: int, rounds: int, new: int, stagger: bool) -> list[int]:
+    """The tokens of each request. `stagger`: the first have all lengths, so that rows end one by one from then on."""
+    some = max(new // 16, 1)
+    first = [some * (1 + i % 16) if stagger else new for i in range(in_flight)]
+    return first + [new] * in_flight * (rounds - 1)
 
 
 def repeated(requests: list[Request], rounds: int, stagger: bool) -> list[Request]:
-    """The requests, so many times. `stagger`: at first of all lengths, so that rows end one by one from then on."""
-    return (staggered(requests) if stagger else requests) + requests * (rounds - 1)
+    """The requests, so many times, with `lengths`."""
+    each = lengths(len(requests), rounds, requests[0].new_tokens, stagger)
+    return [replace(request, new_tokens=new) for request, new in zip(cycle(requests), each, strict=False)]
 
 
 def measured(

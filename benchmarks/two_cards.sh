@@ -5,11 +5,13 @@
 #   OUT=results benchmarks/two_cards.sh checks          # one part
 #   OUT=/tmp/dry DRY=1 benchmarks/two_cards.sh          # on a CPU, small shapes: does every command run?
 #
-# Parts: checks (tests and tokens, all at the same time), steps, capacity. Each command has its limit, and no limit goes
-# beyond the end of all. One that fails loses no other. OUT/summary.txt has the status and the seconds of each,
-# OUT/*.log what they said, OUT/*.json what they measured. PYTHON runs dinfer.
+# Parts: checks (tests and tokens, all at the same time), steps, capacity (step times of several requests, and the server
+# under load: LEVELS in flight). Each command has its limit, and no limit goes beyond the end of all. One that fails
+# loses no other. OUT/summary.txt has the status and the seconds of each, OUT/*.log what they said, OUT/*.json what they
+# measured. The simulator needs simpy. Where that is missing, the script says how to run it elsewhere.
+# PYTHON runs dinfer.
 set -uo pipefail
-: "${OUT:?a folder for the results}" "${PYTHON:=python3}" "${DRY:=}" "${SECONDS_IN_ALL:=400}"
+: "${OUT:?a folder for the results}" "${PYTHON:=python3}" "${DRY:=}" "${SECONDS_IN_ALL:=400}" "${LEVELS:=1,8,64}"
 mkdir -p "$OUT"; OUT=$(cd "$OUT" && pwd); cd "$(dirname "$0")/.."
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1  # multicast hangs on hosts where it is broken
 
@@ -23,10 +25,10 @@ try() {  # name, most seconds, command
 }
 
 if [ -n "$DRY" ]; then
-  device=(--device cpu); tiny=(--tiny --device cpu); one=device=cpu; shape=small-llada2; levels=1,2; prompt=40
-  SECONDS_IN_ALL=2400; longest=800  # CPUs may be busy
+  device=(--device cpu); tiny=(--tiny --device cpu); one=device=cpu; shape=small-llada2; LEVELS=1,2; every=1,2
+  prompt=40; new=64; SECONDS_IN_ALL=2400; longest=800  # CPUs may be busy
 else
-  device=(); tiny=(); one=device=cuda; shape=llada2-mini; levels=1,8; prompt=128; longest=75
+  device=(); tiny=(); one=device=cuda; shape=llada2-mini; every=1,2,4,8,16,32,64; prompt=512; new=256; longest=100
 fi
 
 gpu_test() {  # name, most seconds, arguments of pytest
@@ -76,14 +78,19 @@ steps() {  # the table of docs/scaling.md in one session
 }
 
 capacity() {  # step times of a replica of two cards, its server under load, and the simulator beside it
-  local kind=(--shape $shape --spread --gather --new 64 --tensor-parallel 2 --in-flight $levels "${device[@]}")
-  try capacity $longest $PYTHON -m benchmarks.capacity.measure "${kind[@]}" --prompts-of $prompt \
-    --out "$OUT/capacity-$shape-two-cards-h200.json"
-  try server $longest $PYTHON -m benchmarks.serving.load measure "${kind[@]}" --prompt $prompt --no-drafts \
-    --out "$OUT/serving-$shape-two-cards-h200.json"
-  try check 60 $PYTHON -m benchmarks.capacity.check --steps "$OUT/capacity-$shape-two-cards-h200.json" \
-    --measured "$OUT/serving-$shape-two-cards-h200.json" --front-end benchmarks/results/capacity-front-end.json \
-    --out "$OUT/scaling-check-two-cards-h200.json"
+  local kind=(--shape $shape --spread --settle --gather --new $new --tensor-parallel 2 "${device[@]}")
+  local times=capacity-$shape-two-cards-h200.json served=serving-$shape-two-cards-h200.json
+  try capacity $longest $PYTHON -m benchmarks.capacity.measure "${kind[@]}" --in-flight $every --prompts-of $prompt \
+    --out "$OUT/$times"
+  try server $longest $PYTHON -m benchmarks.serving.load measure "${kind[@]}" --in-flight $LEVELS --prompt $prompt \
+    --rounds 4 --stagger --no-drafts --out "$OUT/$served"
+  local check=(-m benchmarks.capacity.check --front-end benchmarks/results/capacity-front-end.json)
+  if $PYTHON -c "import simpy" 2> /dev/null; then
+    try check 60 $PYTHON "${check[@]}" --steps "$OUT/$times" --measured "$OUT/$served" \
+      --out "$OUT/scaling-check-two-cards-h200.json"
+  else
+    echo "no simpy here. Elsewhere, beside these files: python ${check[*]} --steps $times --measured $served"
+  fi
 }
 
 : > "$OUT/summary.txt"

@@ -31,8 +31,8 @@ _MODULES = {
     "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
     "core.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
     "engine.async_engine": ("AsyncEngine",),
-    "engine.engine": ("Runtime",),
     "engine.request": ("Counts", "NonFiniteLogits"),
+    "engine.runtime": ("Runtime",),
     "pipeline": ("Pipeline", "Result", "load"),
     "pipeline.infilling": ("Infilled",),
 }

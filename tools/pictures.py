@@ -13,7 +13,7 @@ import dinfer
 from dinfer.analysis.trace.record import Step, Trace, record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-QUESTION = "Eva has 30 cups and loses 12. How many cups are left?"
+QUESTION = "Start with 14: add 123, add 95, then subtract 12. What is the result?"
 CELL, LEFT, TOP, MARGIN = 9, 96, 26, 10  # pixels of a cell, of labels, of a title, and of the margin
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .dim { fill: #59636e }
@@ -138,10 +138,10 @@ def main() -> None:
     sweep = {"name": "blockwise", "block": 16}
     runs = {}
     for name in ("none", "prefix", "dual"):
-        runs[name] = record(dinfer.load("tiny", device="cpu", cache=name, iteration=sweep), QUESTION, max_new_tokens=48)
+        runs[name] = record(dinfer.load("tiny", device="cpu", cache=name, iteration=sweep), QUESTION, max_new_tokens=64)
     open_blocks = {"name": "multi_block", "blocks": 3, "block": 8}
     pipe = dinfer.load("tiny", device="cpu", cache="dual", iteration=open_blocks)
-    several = record(pipe, QUESTION, max_new_tokens=48)
+    several = record(pipe, QUESTION, max_new_tokens=64)
     what = "grey: masks of open blocks; green: committed by this forward"
     pictures = {
         "blocks": canvas(several, what, blocks=True),

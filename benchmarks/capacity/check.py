@@ -19,6 +19,7 @@ from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
 from benchmarks.provenance import provenance
+from benchmarks.throughput import lengths
 
 
 def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], front: FrontEnd) -> dict[str, Any]:
@@ -44,10 +45,10 @@ def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], fro
 
 
 def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
-    """The requests of a run. With `stagger` the first ones have all lengths, as in benchmarks.throughput."""
-    prompt, new, some = setting["prompt"], setting["new"], max(setting["new"] // 16, 1)
-    short = run["in_flight"] if setting["stagger"] else 0
-    return [Asked(0.0, prompt, some * (1 + i % 16) if i < short else new) for i in range(run["requests"])]
+    """The requests of a run."""
+    rounds = -(-run["requests"] // run["in_flight"])
+    each = lengths(run["in_flight"], rounds, setting["new"], setting["stagger"])
+    return [Asked(0.0, setting["prompt"], new) for new in each[: run["requests"]]]
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/scaling.md.
+"""Draws the figures of docs/scaling.
 
     python -m benchmarks.capacity.plots benchmarks/results/scaling-llada2-mini-h200.json \
         benchmarks/results/scaling-degrees-h200.json

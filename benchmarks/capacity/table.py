@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, from the files in benchmarks/results."""
+"""The tables of docs/scaling, from the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -140,10 +140,24 @@ def layouts(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def experts(reports: list[dict[str, Any]]) -> str:
+    """Steps on two cards, with experts divided and dealt out whole, by the number of requests."""
+    took: dict[int, dict[str, float]] = {}
+    for found in (found for report in reports for found in report.values() if isinstance(found, dict)):
+        case = found.get("case")
+        if case and (case["shape"], case["cards"], case["quantize"], case["sums"]) == ("llada2-mini", 2, None, "fused"):
+            took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
+    lines = ["| requests | divided experts | whole experts |", "| --- | --- | --- |"]
+    for rows, each in sorted(took.items()):
+        if len(each) > 1:
+            lines.append(f"| {rows} | {each['divided']:.2f} ms | {each['dealt out']:.2f} ms |")
+    return "\n".join(lines)
+
+
 def sections(results: Path) -> dict[str, str]:
-    """The parts of docs/scaling.md by name."""
-    names = ("check", "llada2-mini", "layouts", "trace", "degrees")
-    check, scaling, layout, trace, degree = (
+    """The generated sections of docs/scaling by name."""
+    names = ("check", "check-two-cards", "llada2-mini", "layouts", "trace", "degrees")
+    check, two_cards, scaling, layout, trace, degree = (
         json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
     )
     setting = scaling["setting"]
@@ -152,8 +166,11 @@ def sections(results: Path) -> dict[str, str]:
         f"LLaDA2-mini's shape, {setting['prompt']} tokens in and {setting['new']} out, {setting['tokens_per_step']} "
         f"tokens a step, `runtime.gather`, Poisson arrivals; step times of {steps}. `{scaling['command']}`."
     )
+    divided = ["tensor-parallel-fused-h200.json", *sorted(path.name for path in results.glob("tensor-parallel-rows*"))]
     return {
+        "experts": experts([json.loads((results / name).read_text()) for name in divided]),
         "checked": checked(check),
+        "checked_two_cards": checked(two_cards),
         "loads": f"{about}\n\n{loads(scaling)}",
         "cards": cards(scaling),
         "layouts": layouts(layout),

@@ -6,7 +6,7 @@
 All arguments but `--port`, `--out` and `--prompts-to` are those of benchmarks.throughput, whose scripted decoder
 commits the same number of tokens whatever the logits say. Every token is a word: `w17` is token 17. `--prompts-to` is a
 folder for the load generator: the tokenizer, and prompts.jsonl with the prompts that the engine runs. For each number
-in flight the engine runs as many requests to capture its graphs, and then `--rounds` times as many that are timed. With
+in flight the engine runs `--rounds` times as many requests to capture its graphs, and the same again, timed. With
 `--stagger` the first of them are of all lengths, so that the others do not all end at the same moment.
 `streaming_tokens_per_s` is what it yields where each step is followed, as a server does.
 """
@@ -52,8 +52,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--prompts-to", type=Path)
     own, rest = parser.parse_known_args(args)
     given = throughput.arguments(rest)
-    if given.stagger and len(given.in_flight) > 1:
-        parser.error("--stagger takes one number --in-flight: the load generator is given the requests of one")
+    if own.prompts_to and given.stagger and len(given.in_flight) > 1:
+        parser.error("--stagger takes one number --in-flight: --prompts-to has the requests of one")
     device = torch.device(given.device)
     made = throughput.pipeline(given, device)
     pipe = Pipeline(made.recipe, words(made.model.spec), made.engine.runtime)
@@ -69,8 +69,10 @@ def main(args: list[str] | None = None) -> None:
         (own.prompts_to / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
         timed = throughput.repeated(requests[:in_flight], rounds, given.stagger)
-        throughput.closed_loop(pipe.engine, timed if given.stagger else requests[:in_flight], in_flight)
+        throughput.closed_loop(pipe.engine, timed, in_flight)  # what comes up twice is captured
+        captured = pipe.engine.runner.captured
         alone = throughput.closed_loop(pipe.engine, timed, in_flight)
+        alone["captured_while_timed"] = pipe.engine.runner.captured - captured
         followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")
         streaming = {"streaming_tokens_per_s": followed["tokens_per_s"]}
         report["runs"].append({"in_flight": in_flight, **alone, **streaming})

@@ -14,7 +14,10 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 
 `measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
-`--url` there is no such baseline; it asks held-out problems as chats.
+`--url` there is no such baseline; it asks held-out problems as chats. A capture of a CUDA graph takes as long as many
+steps. So each load comes until the server captures none, at most `--passes` times before the one that counts, and
+`captured_while_timed` says how many it captured then. `rounds` and `round_ms` are of its engine, so that a figure can
+be set beside the steps that it should take.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import torch
 import dinfer
 from benchmarks import throughput
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance, show
+from benchmarks.provenance import provenance, save, show
 from benchmarks.serving.process import Started, serving, started
 from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
@@ -50,12 +53,14 @@ from dinfer.demo.problems import generate
 
 LEAVE, SLOW = 0.3, 0.05  # shares of the requests
 PROCESSES = 8  # of clients
+STREAMS = 16  # of a process of clients that is timed
 QUESTIONS = 64
 NEW_TOKENS = 32
 MEGABYTE = 2**20
 MOST_GROWTH = 50 * MEGABYTE
 WINDOW = 30.0  # seconds of one figure of memory; the first figure never counts
 SETTLED = 20  # seconds after which everything must be free
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}", "runtime.rows=128", "max_requests=4096")
 
 
@@ -103,6 +108,17 @@ def gauges(url: str) -> dict[str, float]:
     names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
     return {
         name: float(value) for name, value in re.findall(rf"^dinfer_({names})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    }
+
+
+def work(url: str) -> dict[str, float]:
+    """The graphs that the server's engines have captured so far, their rounds, and the seconds of these."""
+    with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
+        text = response.read().decode()
+    parts = {"graphs": "graphs", "rounds": "round_seconds_count", "seconds": "round_seconds_sum"}
+    return {
+        name: sum(map(float, re.findall(rf"^dinfer_{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+        for name, metric in parts.items()
     }
 
 
@@ -199,8 +215,8 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             if rest:
                 raise SystemExit(f"{' '.join(rest)}: a server at a URL has settings of its own")
             asked = [p.question for p in generate("heldout", max(levels), 0)]
-            bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": args.new} for text in asked]
-            url, path, alone, setting = args.url, "v1/chat/completions", {}, {"new": args.new}
+            bodies = [{"messages": [{"role": "user", "content": text}]} for text in asked]
+            url, path, alone, setting, stagger = args.url, "v1/chat/completions", {}, {"new": args.new}, False
         else:
             shared = [
                 *rest, "--in-flight", ",".join(map(str, levels)), "--new", str(args.new), "--rounds", str(args.rounds)
@@ -210,28 +226,46 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             url = stack.enter_context(started(command, f"{folder}/server.log")).url
             alone = {run["in_flight"]: run["tokens_per_s"] for run in json.loads(Path(report).read_text())["runs"]}
             asked = random_prompts(shape(given.shape)[1], max(levels), given.prompt)
-            bodies = [{"prompt": prompt, "max_tokens": args.new} for prompt in asked]
-            path, setting = "v1/completions", vars(given) | {"out": None}
+            bodies = [{"prompt": prompt, "ignore_eos": True} for prompt in asked]
+            path, setting, stagger = "v1/completions", vars(given) | {"out": None}, given.stagger
         usage = {"model": args.name, "stream": True, "stream_options": {"include_usage": True}}
         runs = []
         for level, drafts in itertools.product(levels, (False,) if args.no_drafts else (False, True)):
-            own = [body | usage | {"dinfer": {"drafts": drafts}} for body in bodies[:level]]
-            timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
-            run = timed(f"{url}{path}", level, own * args.rounds)
+            each = throughput.lengths(level, args.rounds, args.new, stagger)
+            own = [
+                body | usage | {"max_tokens": new, "dinfer": {"drafts": drafts}}
+                for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
+            ]
+            for _ in range(args.passes):
+                before = work(url)
+                timed(f"{url}{path}", level, own)  # kernels are compiled, too
+                if work(url)["graphs"] == before["graphs"]:
+                    break
+            before = work(url)
+            run = timed(f"{url}{path}", level, own)
+            done = {name: value - before[name] for name, value in work(url).items()}
+            own_work = {
+                "captured_while_timed": done["graphs"], "rounds": done["rounds"],
+                "round_ms": 1e3 * done["seconds"] / max(done["rounds"], 1),
+            }  # fmt: skip
             engine = alone.get(level)
             share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
-            runs.append({"in_flight": level, "drafts": drafts, **run, **share})
+            runs.append({"in_flight": level, "drafts": drafts, **run, **own_work, **share})
             print(runs[-1], flush=True)
+            save({**provenance(DEVICE), "setting": setting, "runs": runs}, args.out)
     return {"setting": setting, "runs": runs}
 
 
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
     """A closed loop over the requests."""
     outcomes: list[dict[str, Any]] = []
-    count = min(PROCESSES // 2, streams)
     clients = [
-        Clients(outcomes, url=url, streams=len(range(i, streams, count)), bodies=bodies[i::count]) for i in range(count)
-    ]
+        Clients(
+            outcomes, url=url, streams=len(own := range(first, min(first + STREAMS, streams))),
+            bodies=[body for i, body in enumerate(bodies) if i % streams in own],
+        )
+        for first in range(0, streams, STREAMS)
+    ]  # fmt: skip
     if any([client.wait() for client in clients]):
         raise RuntimeError("a process of clients failed")
     return taken([Outcome(**found) for found in outcomes])
@@ -246,6 +280,7 @@ def main() -> None:
     second = commands.add_parser("measure")
     second.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
     second.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    second.add_argument("--passes", type=int, default=4, help="most passes before the timed one")
     second.add_argument("--new", type=int, default=512, help="tokens of an answer")
     second.add_argument("--no-drafts", action="store_true", help="without the runs that show drafts")
     second.add_argument("--url", help="of a server that runs; ends in a slash")
@@ -260,8 +295,7 @@ def main() -> None:
             f"--seconds {args.seconds:g} is too short to tell a leak from warming up: give {3 * WINDOW:g} or more"
         )
     found = endure(args) if args.command == "endure" else measure(args, rest)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = {**provenance(device), **found}
+    report = {**provenance(DEVICE), **found}
     show(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
         raise SystemExit(f"not so: {', '.join(failed)}")

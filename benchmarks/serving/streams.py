@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 import socket
+import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -148,6 +149,7 @@ def taken(outcomes: list[Outcome]) -> dict[str, Any]:
         "tokens_per_s": round(tokens / seconds, 1),
         "ttfb_ms": percentiles([found.first for found in outcomes if found.first is not None]),
         "inter_commit_ms": percentiles([gap for found in outcomes for gap in found.gaps]),
+        "latency_s": {"median": round(statistics.median(found.ended - found.began for found in outcomes), 4)},
     }  # fmt: skip
 
 

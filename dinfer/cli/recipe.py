@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
@@ -66,6 +68,19 @@ def located(config: dict[str, Any]) -> None:
     _, options = GROUPS["model"].check(config["model"])
     if checkpoint := options.get("checkpoint"):
         locate(checkpoint, options.get("revision"), wanted=SMALL)
+
+
+def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
+    """Raises ValueError for a checkpoint, recipe or runtime that cannot be loaded, and reads no weights.
+
+    For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
+    """
+    from dinfer.pipeline.ahead import check
+
+    runtime_of(config, setting(config, "device", str | None) or "cpu")
+    recipes = [{kind: parts[kind] for kind in GROUPS if kind != "model"} for parts in (config, *others.values())]
+    dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
+    check(config["model"], recipes, dtype=dtype, quantize=quantize)
 
 
 def setting(config: dict[str, Any], name: str, hint: Any) -> Any:

@@ -66,12 +66,12 @@ class LeadingWorker(Worker):
             self._leader.tell("admit", self._number, [values_of(entry) for entry in entries])
             return super().admit(entries)
 
-    def launch(self, shape: StepShape, slots: list[int]) -> None:
-        leader = self._leader
+    def launch(self, shape: StepShape, slots: list[int], run: StepShape | None = None) -> None:
+        leader, run = self._leader, run or self.runner.run_as(shape)
         with leader.turn, uninterrupted():
-            leader.tell("launch", self._number, _values(shape), slots)
+            leader.tell("launch", self._number, _values(shape), slots, _values(run))
             try:
-                super().launch(shape, slots)
+                super().launch(shape, slots, run)
             except Exception as error:
                 raise leader.reason(error) from error
 

@@ -50,7 +50,6 @@ class Runner:
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
-        self._alone = recipe.ranks.size == 1  # one of several ranks may lack memory for a graph, and all run one shape
         self.clock: StepClock | None = None  # measures steps of known shapes
         self.compiler: KernelCompiler | None = None  # compiles for steps of new shapes
         self.observer: Observer | None = None  # wraps every launch, given its shape and slots
@@ -79,18 +78,22 @@ class Runner:
         """Number of graphs."""
         return len(self._captured)
 
-    def launch(self, shape: StepShape, slots: list[int]) -> None:
-        """Starts a step of `shape`, rounded up to its bucket, on these slots. Does not wait for the device."""
-        if self.state is None:
-            raise RuntimeError("a runner needs a state: open it first")
-        kv, canvas = self.state.kv, self.state.canvas
-        asked, kind = shape, bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
-        shape = kind if self.graphs else asked
-        if self.graphs and self._alone and kind not in self._captured:
-            other = stand_in(kind, self._captured)
-            if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind:
-                shape = other
-        lanes = slots + [self.state.canvas.scratch] * (shape.lanes - len(slots))
+    def run_as(self, shape: StepShape) -> StepShape:
+        """The shape as which a step of `shape` runs now: its bucket, or a captured shape that stands in for it.
+
+        Ranks may differ in what they have captured, since one of them may lack memory for a graph. So rank 0 decides
+        for all of them.
+        """
+        return self._present(self._bucket(shape)) if self.graphs else shape
+
+    def launch(self, asked: StepShape, slots: list[int], run: StepShape | None = None) -> None:
+        """Starts a step of the shape `asked` on these slots. Does not wait for the device.
+
+        `run`: the shape as which it runs. None: what `run_as` says.
+        """
+        state, kind = self._opened, self._bucket(asked)
+        shape = run or (self._present(kind) if self.graphs else asked)
+        lanes = slots + [state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
             self.meeting = None if met else shape
@@ -99,10 +102,27 @@ class Runner:
                 if not met and self.compiler is not None:
                     self.compiler.compile(shape)
                 with clock:
-                    self._run(self.state, shape, lanes)
+                    self._run(state, shape, lanes)
             finally:
                 self.meeting = None
                 self._seen[kind] += 1  # buckets, since the number of shapes has no bound
+
+    @property
+    def _opened(self) -> BatchState:
+        if self.state is None:
+            raise RuntimeError("a runner needs a state: open it first")
+        return self.state
+
+    def _bucket(self, shape: StepShape) -> StepShape:
+        kv, canvas = self._opened.kv, self._opened.canvas
+        return bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
+
+    def _present(self, kind: StepShape) -> StepShape:
+        """The bucket, or the captured shape that stands in for it."""
+        if kind in self._captured:
+            return kind
+        other = stand_in(kind, self._captured)
+        return other if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind else kind
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -193,12 +213,14 @@ def holds(other: StepShape, shape: StepShape) -> bool:
     """Whether a step of the other shape does everything that a step of this shape does, for the same rows."""
     if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
         return False
+    if other.lanes - other.spare < shape.lanes - shape.spare:  # rows have no spare lanes
+        return False
     if shape.settles and other.width != shape.width:  # the width decides which rows decode
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
     tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
-    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
-    return scores and tells and same == shape
+    asked = {name: getattr(shape, name) for name in ("lanes", "width", "pages", "scored", "told", "spare")}
+    return scores and tells and replace(other, **asked) == shape
 
 
 @lru_cache(maxsize=4096)
@@ -207,15 +229,18 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-    lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # unused lanes are computed too
+    rows = shape.lanes - shape.spare
+    lanes = _power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
+    if wide > 64 and rows <= lanes * 3 // 4:  # unused lanes are computed too
         lanes = lanes * 3 // 4
+    some = max(_power_of_2(lanes) // 16, 1)  # rounded up or down, since a row that finds no lane settles in its own
+    spare = max((shape.lanes - lanes + some // 2) // some * some, 0) if shape.spare else 0
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)
     scored = -(-shape.scored // share) * share
     scored = scored if scored < positions else 0
-    return replace(shape, lanes=lanes, width=wide, pages=pages, top_candidates=top, scored=scored)
+    return replace(shape, lanes=lanes + spare, width=wide, pages=pages, top_candidates=top, scored=scored, spare=spare)
 
 
 def _power_of_2(count: int) -> int:

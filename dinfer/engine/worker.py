@@ -69,9 +69,9 @@ class Worker:
         """Places requests in their slots, see `BatchState.admit`."""
         return self.state.admit(self.recipe, entries)
 
-    def launch(self, shape: StepShape, slots: list[int]) -> None:
-        """Starts a step. Does not wait for the device."""
-        self.runner.launch(shape, slots)
+    def launch(self, shape: StepShape, slots: list[int], run: StepShape | None = None) -> None:
+        """Starts a step, see `Runner.launch`. Does not wait for the device."""
+        self.runner.launch(shape, slots, run)
 
     def compare_ranks(self) -> None:
         """Raises RuntimeError if a rank's cursors or tokens differ from those of rank 0. Waits for the device."""

@@ -193,7 +193,7 @@ class ScaledExperts(ExpertWeight):
 class Shared(NamedTuple):
     """A gated MLP that every token goes to with weight 1, and its two weights."""
 
-    mlp: Callable[[Tensor], Tensor]  # [N, D] -> [N, D]
+    mlp: Callable[[Deferred], Tensor]  # [N, D] -> [N, D]
     gate_up: ExpertWeight
     down: ExpertWeight
 
@@ -218,7 +218,7 @@ def expert_mixture(
     if not (use_triton(wide_ND, "experts") and gate_up.able and down.able):
         mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
         mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
-        return mixed_ND if shared is None else mixed_ND + shared.mlp(wide_ND)
+        return mixed_ND if shared is None else mixed_ND + shared.mlp(flat)
     from dinfer.kernels.triton.moe import combine, plan
 
     plus_ND, joined = None, False
@@ -227,7 +227,7 @@ def expert_mixture(
         if more is not None and wider is not None and tokens <= TOGETHER:
             gate_up, down, joined = more, wider, True
         else:
-            plus_ND = shared.mlp(wide_ND)
+            plus_ND = shared.mlp(flat)
     made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
     hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)

@@ -81,7 +81,9 @@ class Experts(Formatted):
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
         shared, mlp = None, self.shared
         if mlp is not None:
-            shared = Shared(lambda x_ND: close(mlp(x_ND)), mlp.gate_up.expert("weight"), mlp.down.expert("weight"))
+            as_made = mlp.takes == "rounded"  # then rows that come rounded are not rounded again
+            own = mlp.gate_up.expert("weight"), mlp.down.expert("weight")
+            shared = Shared(lambda x_ND: close(mlp(x_ND if as_made else close(x_ND))), *own)
         weights = self.expert("gate_up"), self.expert("down")
         mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared, dealt=self.dealt)
         return share(mixed, self.ranks)

@@ -37,9 +37,9 @@ def parse(text: str) -> list[str | int]:
         if len(slashes) % 2:
             words += match[0][len(slashes) :]
             continue
-        if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+        if not re.fullmatch(r"[0-9]{1,99}", count) or int(count) < 1:  # `int` takes 4300 digits at most
             raise ValueError(
-                f"{match[0]!r} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
+                f"{match[0]!r:.80} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
             )
         pieces += [words, int(count)] if words else [int(count)]
         words = ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from dinfer.loading.files import Folder, read_object
 from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
-from dinfer.pipeline.inputs import as_int, each, is_conversation, listed
+from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed
 from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
 
@@ -195,7 +196,7 @@ class Pipeline:
             if not prompt.strip():
                 raise ValueError("the prompt is empty")
             if chat is False or (chat is None and tokenizer.chat_template is None):
-                return list(tokenizer(prompt)["input_ids"])
+                return list(tokenizer(encodable(prompt))["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
         elif not is_conversation(prompt):
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
@@ -255,7 +256,7 @@ class Pipeline:
             raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
         tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
         ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
-        for piece in parse(text):
+        for piece in parse(encodable(text)):
             if isinstance(piece, str):
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
             elif piece > spec.max_length:
@@ -312,32 +313,36 @@ def load(
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
-    above 1, other processes have the other shares of the model (`dinfer.pipeline.ranks`, docs/scaling.md).
+    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md).
     """
     where = _device(device)
     if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
+        dtype = dtype_of(dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     if isinstance(model, (str, os.PathLike)):
-        name = os.fspath(model)
-        folder = locate(name)
+        folder = locate(name := os.fspath(model))
         family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    run = runtime or Runtime(graphs=where.type == "cuda")
+    run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
+    made: Any = partial(compose, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
+    made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
-        source = Source(family, folder, dtype, quantize)
         network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), run)
+    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type with this name. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -248,8 +248,8 @@ class Hands:
 
     def _work(self, worker: Worker, name: str, given: list[Any]) -> None:
         match name, given:
-            case "launch", [shape, slots]:
-                worker.launch(shape_of(tuple(shape)), slots)
+            case "launch", [shape, slots, run]:
+                worker.launch(shape_of(tuple(shape)), slots, shape_of(tuple(run)))
             case "admit", [entries]:
                 worker.admit(entries_of(entries))
             case "open", room:

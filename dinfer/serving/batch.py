@@ -188,7 +188,7 @@ def refusal(line: Line, error: ApiError) -> dict[str, Any]:
     found["message"] = f"line {line.number}: {found['message']}"
     try:
         name = parsed(line.text)["custom_id"]
-    except (ApiError, TypeError, KeyError, IndexError):
+    except (ApiError, TypeError, KeyError):
         name = None
     return told(line, name if isinstance(name, str) else None, None, found)
 
@@ -202,6 +202,8 @@ def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] |
 def read(line: Line) -> Ask:
     """The request of a line. Raises ApiError."""
     body = parsed(line.text)
+    if not isinstance(body, dict):
+        raise ApiError(400, f"a line must be one request in braces, not {body!r:.80}", None, "invalid_value")
     try:
         ask = Ask.model_validate(body)
     except ValidationError as error:

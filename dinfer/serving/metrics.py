@@ -97,3 +97,7 @@ class _Gauges(Collector):
             for model, engine in self._engines.items():
                 family.add_metric([model], engine.engine.occupancy()[name])
             yield family
+        graphs = GaugeMetricFamily("dinfer_graphs", "CUDA graphs that have been captured", labels=["model"])
+        for model, engine in self._engines.items():
+            graphs.add_metric([model], engine.engine.runner.captured)
+        yield graphs

@@ -185,13 +185,20 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
         try:
             serve.run(made, name=NAME, route_prefix="/", logging_config=LOGS)
         except RuntimeError as error:
-            raise EngineFailed(f"the replicas could not start: {error}") from error
+            raise EngineFailed(f"the replicas could not start: {_why() or error}") from error
         here.ours = True
         check(here.address)
         yield here
     finally:
         if here.ours:
             serve.delete(NAME)
+
+
+def _why() -> str:
+    """The error that a replica met at its start: the last line of its traceback. Empty if there is none."""
+    found = serve.status().applications[NAME].deployments.values()
+    said = [line for one in found if "Traceback" in one.message for line in one.message.splitlines() if line.strip()]
+    return said[-1].strip() if said else ""
 
 
 @contextmanager

@@ -32,8 +32,7 @@ class Served:
 
     @property
     def decoder(self) -> str:
-        cls = type(self.recipe.decoder)
-        return next((name for name in DECODERS.names() if DECODERS.get(name) is cls), cls.__name__)
+        return DECODERS.name_of(self.recipe.decoder)
 
     @property
     def max_length(self) -> int:

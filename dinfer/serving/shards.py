@@ -48,7 +48,7 @@ def answer_on_cluster(
         return
     context = DataContext.get_current()
     context.enable_progress_bars = False  # the command has its own
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors come here with the same tracebacks
     size = max(1, min(at_once // SHARDS, -(-len(rows) // replicas)))
     answers = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // size)).map_batches(
         Answers, fn_constructor_args=(make,), batch_size=None, num_cpus=resources["CPU"],
@@ -62,4 +62,4 @@ def answer_on_cluster(
             for answer in shard["answer"]:
                 keep(json.loads(answer))
     except RayError as error:
-        raise EngineFailed(f"the Ray cluster could not answer: {error}") from error
+        raise EngineFailed(f"the Ray cluster could not answer: {str(error).strip().splitlines()[-1]}") from error

@@ -72,16 +72,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
+    "core.settling": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification", "core.branches",
+        "core.verification", "core.branches", "core.settling",
     },
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
         "core.state", "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
-    "pipeline.chat": set(),
+    "pipeline.chat": {"pipeline.inputs"},
     "pipeline.inputs": set(),
     "pipeline.streaming": {"engine"},
     "analysis.metrics": {"core.registry", "engine"},
@@ -99,6 +100,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline.infilling",
         "pipeline.inputs", "pipeline.streaming", "layers", "core.registry",
     },
+    "pipeline.ahead": {
+        "core.recipe", "core.registry", "layers", "loading.files", "loading.hub", "loading.inspect",
+        "loading.safetensors_io", "pipeline.pipeline",
+    },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {
         "analysis.trace", "core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step",
@@ -109,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
         "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
-        "core.registry", "engine", "pipeline", "pipeline.streaming",
+        "core.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
@@ -120,7 +125,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
         "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from support.models import tiny_model
 
-from benchmarks.report import PAGES
+from benchmarks import report
 from dinfer.core.recipe import compose
 from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.runtime import Runtime
@@ -79,14 +79,14 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
 
 
 def test_what_the_documents_link_to_is_there() -> None:
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         links = re.findall(r"""(?:\]\(|src=")((?!https?:|#)[^)"#]+)""", path.read_text())
         assert [link for link in links if not (path.parent / link).exists()] == [], path
 
 
 def test_the_readmes_figures_are_those_of_the_result_files() -> None:
-    for path, render in PAGES.items():
-        assert render(path.read_text()) == path.read_text(), f"{path}: run `python -m benchmarks.report`"
+    for path, text in report.pages().items():
+        assert path.read_text() == text, f"{path}: run `python -m benchmarks.report`"
 
 
 def test_the_component_pages_are_those_of_the_docstrings() -> None:

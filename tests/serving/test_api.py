@@ -247,7 +247,7 @@ def test_metrics_count_what_was_served() -> None:
     assert f'dinfer_generated_tokens_total{{model="tiny"}} {float(tokens["completion_tokens"])}' in told
     assert f'dinfer_prompt_tokens_total{{model="tiny"}} {float(tokens["prompt_tokens"])}' in told
     assert 'dinfer_requests_finished_total{model="tiny",reason="stop"} 1.0' in told
-    assert 'dinfer_running{model="tiny"} 0.0' in told
+    assert 'dinfer_running{model="tiny"} 0.0' in told and 'dinfer_graphs{model="tiny"} 0.0' in told
 
 
 def test_recipes_are_models_over_the_same_weights() -> None:

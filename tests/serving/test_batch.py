@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -84,7 +85,8 @@ def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
         "method='GET'": json.dumps(good | {"custom_id": "a", "method": "GET"}),
         "url='/v1/embeddings'": json.dumps(good | {"custom_id": "b", "url": "/v1/embeddings"}),
         "is that of line 1 too": line(0), "body.stream=True": line(1, stream=True),
-        "temperature=-1": line(2, temperature=-1), "model='gpt'": line(3, model="gpt"), "line 10: ": "7",
+        "temperature=-1": line(2, temperature=-1), "model='gpt'": line(3, model="gpt"),
+        "a line must be one request in braces, not 7": "7",
     }  # fmt: skip
     wrong["custom_id"] = wrong.pop("custom_id is missing")
     write(line(0), *wrong.values())
@@ -221,6 +223,8 @@ def test_a_named_pipe_is_opened_once(dinfer: CommandLine) -> None:
     ("args", "message"),
     [
         (["in.jsonl"], "give two files, not 1"),
+        (["in.jsonl.gz", "new.jsonl"], "in.jsonl.gz is no text in UTF-8, since it begins with b'\\x1f\\x8b"),
+        (["utf16.jsonl", "new.jsonl"], "utf16.jsonl is no text in UTF-8"),
         (["nowhere.jsonl", "new.jsonl"], "nowhere.jsonl: No such file"),
         (["in.jsonl", "in.jsonl"], "is IN and OUT"),
         (["in.jsonl", "old.jsonl"], "old.jsonl, line 1, is not an answer of dinfer batch"),
@@ -233,6 +237,8 @@ def test_a_named_pipe_is_opened_once(dinfer: CommandLine) -> None:
 )
 def test_files_that_cannot_be_meant_are_refused(dinfer: CommandLine, args: list[str], message: str) -> None:
     write(line(0))
+    Path("in.jsonl.gz").write_bytes(gzip.compress(line(0).encode()))
+    Path("utf16.jsonl").write_text(line(0), encoding="utf-16-le")
     Path("old.jsonl").write_text("something of mine\n")
     Path("other.jsonl").write_text('{"id": "batch_req_1", "custom_id": "x"}\n')
     said = dinfer("batch", *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray
 from support.command_line import CommandLine
 
 import dinfer.cli.recipe
+from dinfer.loading.hub import locate
 from dinfer.serving import cluster
+
+TINY = locate("tiny")
 
 
 @pytest.fixture
@@ -83,3 +87,29 @@ def test_more_replicas_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ray_chooses_the_card() -> None:
     with pytest.raises(ValueError, match="device=cuda:1 names one card"):
         cluster.device_of("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cache=block", "cache=block keeps the keys of finished blocks for good"),
+        ("quantize=fp9", "quantize='fp9' is not known"),
+        ("dtype=int3", "dtype='int3' is not known"),
+        ("runtime.rows=0", "runtime.rows=0 must be at least 1"),
+        ("model.checkpoint=damaged", "model.safetensors is truncated"),
+        ("model.checkpoint=bare", "its weights are not there"),
+    ],
+)
+@pytest.mark.parametrize("args", [["serve", "replicas=1"], ["batch", "in.jsonl", "out.jsonl", "ray=auto"]])
+def test_what_cannot_be_loaded_is_said_before_a_cluster_starts(
+    dinfer_command: CommandLine, args: list[str], setting: str, message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "connect", lambda *_, **__: pytest.fail("it asks for a cluster"))
+    Path("in.jsonl").write_text("{}\n")
+    shutil.copytree(TINY, "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree("bare", "damaged")
+    Path("damaged/model.safetensors").write_bytes((TINY / "model.safetensors").read_bytes()[:100_000])
+    said = dinfer_command(*args, "device=cpu", setting)
+    assert said.status == 2 and message in said.err, said.err

@@ -25,7 +25,7 @@ from benchmarks.clock import Clock
 from benchmarks.shapes import shape
 from dinfer.core.canvas import Phase
 from dinfer.engine.distributed.started import leader
-from dinfer.engine.request import Update
+from dinfer.engine.request import Request, Update
 
 LANES = (1, 2, 4, 8, 64)
 
@@ -107,10 +107,16 @@ class Recorded(StepTimes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "settle", "gather"),
-    [("small-llada2", False, False), ("small-llada2", True, True), ("small", False, False)],
+    ("shape", "settle", "gather", "ahead"),
+    [
+        ("small-llada2", False, False, False),
+        ("small-llada2", True, True, False),
+        ("small-llada2", True, True, True),
+        ("small", False, False, False),
+    ],
 )
-def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: bool, gather: bool) -> None:
+def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: bool, gather: bool, ahead: bool) -> None:
+    """Nearly all of them where rounds are launched ahead: the engine may guess wrong, and the simulator never does."""
     flags = ["--settle"] * settle + ["--gather"] * gather + ["--positions", "128" if settle else "8192"]
     given = throughput.arguments(
         ["--shape", shape, "--device", "cpu", "--in-flight", "4", "--prompt", "72", "--new", "120", *flags]
@@ -118,17 +124,31 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
     pipe = throughput.pipeline(given, torch.device("cpu"))
     news = [88, 24, 56, 120, 88, 56, 24] if shape != "small" else [64, 32, 96, 64, 64, 32, 96]  # whole blocks
     requests = [pipe.requests(throughput.prompts(given, pipe, 1), new, None)[0] for new in news]
+    pipe.engine.loop.ahead = ahead
     with Clock(pipe.engine) as clock:
         assert len(list(pipe.engine.run(requests))) > len(news)
-    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32)) for s, rows, *_ in clock.marks)
+    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32, s.spare)) for s, rows, *_ in clock.marks)
 
-    made = report(settle=settle, shape=shape)
+    made = report(settle=settle, shape=shape, device="cuda" if ahead else "cpu")
     if shape == "small":
         made["steps"] += [row | {"phase": "FULL"} for row in made["steps"] if row["phase"] == "PREFILL"]
     times = Recorded(made, "made")
     held = cluster(rows=4, rate=given.rate, times=times, gather=gather, positions=given.positions)
     held.closed_loop([Asked(0.0, 72, new) for new in news], len(news))
-    assert times.asked == taken
+    assert (times.asked - taken).total() <= 0.1 * ahead * taken.total() >= (taken - times.asked).total()
+
+
+def test_wide_windows_that_were_not_measured_take_what_as_many_positions_take() -> None:
+    made = report()
+    made["steps"] = [row for row in made["steps"] if (row["phase"], row["width"]) != ("WINDOW", 64)]
+    for row in made["steps"]:
+        row["quantiles_ms"] = [row["lanes"]] * 5
+        row["mean_ms"] = row["lanes"] * (1 if row["lanes"] < 64 else 9)  # some of these launches captured a graph
+    times = StepTimes(made, "made")
+    assert times.window(2, 64, 4096).p50 == times.window(4, 32, 4096).p50 == 4
+    assert times.window(64, 32, 4096).p50 == 64
+    with pytest.raises(Unmeasured, match="128 rows x 32"):
+        times.window(64, 64, 4096)
 
 
 def test_times_are_interpolated_between_measurements_and_never_beyond() -> None:
@@ -161,6 +181,11 @@ def test_traces_of_both_kinds_are_read(tmp_path: Path) -> None:
     )
     assert trace(azure) == [Asked(0.0, 374, 44), Asked(1.5, 4808, 10)]
     assert trace(azure, 3.0)[1].at == pytest.approx(0.5)
+    azure.write_text(  # as the traces of 2024 are, and as spreadsheets save them
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        "2024-05-10 00:00:00.009930+00:00,2162,5\r\n2024-05-10 02:00:01+02:00,2399,6\r\n"
+    )
+    assert trace(azure) == [Asked(0.0, 2162, 5), Asked(pytest.approx(0.99007), 2399, 6)]
     mooncake.write_text(
         '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46]}\n\n'
         '{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": []}\n'
@@ -178,6 +203,8 @@ def test_traces_of_both_kinds_are_read(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2\n", "line 2: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,2,3\n", "line 2: Invalid isoformat"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,0\n", "line 2: 2 and 0 tokens: both must be at least 1"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,2,3\n", "line 2: the time nan must be a finite number"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 5.5}\n', "line 1: 5.5 tokens must be a whole number"),
         ('{"timestamp": 1, "input_length": 2}\n', "line 1: KeyError: 'output_length'"),
         ('{"timestamp": 1,\n', "line 1: JSONDecodeError"),
     ],
@@ -209,6 +236,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "has blocks of 16, and the steps are of 32" in said(*rate, "--denoising", str(slow))
     assert "--warm 9.0 must be" in said(*rate, *tokens, "--warm", "9")
     assert "--price -1.0 must be at least 0" in said(*rate, *tokens, "--price", "-1")
+    assert "'nan' must be a finite number" in said("--rate", "nan", *tokens)
+    assert "'inf' must be a finite number" in said(*rate, *tokens, "--price", "inf")
+    assert "argument --cards: '1,' must be numbers with commas" in said(*rate, *tokens, "--cards", "1,")
+    assert "Not a directory" in said(*rate, *tokens, "--out", str(steps / "out.json"))
     assert "--speed 0.0 must be above 0" in said("--trace", str(played), "--speed", "0", *tokens)
     assert "is not a file of benchmarks.capacity.front_end" in said(*rate, *tokens, "--front-end", str(slow))
     assert "is not a file of benchmarks.capacity.measure" in said(*rate, *tokens, "--steps", str(slow))
@@ -253,6 +284,16 @@ def test_what_is_measured_can_be_simulated_and_compared(tmp_path: Path, monkeypa
     setting = json.loads(out.read_text())["setting"] | {"prompt": 32, "new": 64}
     row = check.compared(times, setting, run, FrontEnd())["tokens_per_s"]
     assert row["simulated"] > 0 and row["off"] == pytest.approx(row["simulated"] / 100 - 1)
+
+
+def test_the_requests_of_a_run_are_those_that_were_measured() -> None:
+    """With `stagger` the first have all lengths. A run may end within a round."""
+    setting = {"prompt": 8, "new": 32, "stagger": True}
+    asked = check.asked(setting, {"in_flight": 18, "requests": 40})
+    requests = [Request([5], 32, {})] * 18
+    assert [one.new for one in asked] == [one.new_tokens for one in throughput.repeated(requests, 3, True)][:40]
+    assert [one.new for one in asked[14:20]] == [30, 32, 2, 4, 32, 32]
+    assert {one.new for one in check.asked(setting | {"stagger": False}, {"in_flight": 18, "requests": 40})} == {32}
 
 
 @pytest.mark.matrix

@@ -45,7 +45,7 @@ def test_markers() -> None:
     assert parse(r"a \[MASK:4] b") == ["a [MASK:4] b"]
     assert parse(r"a \\[MASK:4] b\c") == ["a \\", 4, r" b\c"]
     assert parse("[MASK] [mask:2] x") == ["[MASK] [mask:2] x"]
-    for wrong in ("[MASK:0]", "[MASK:-1]", "[MASK:]", "[MASK:two]", "[MASK:²]"):
+    for wrong in ("[MASK:0]", "[MASK:-1]", "[MASK:]", "[MASK:two]", "[MASK:²]", f"[MASK:{'9' * 5000}]"):
         with pytest.raises(ValueError, match=r"write \[MASK:n\]"):
             parse(f"a {wrong} b")
     assert gaps_of(CANVAS, MASK) == [range(2, 4), range(5, 6), range(32, 35)]
@@ -139,7 +139,10 @@ def test_wrong_canvases_are_refused(canvas: Any, reason: str) -> None:
 
 def test_wrong_texts_are_refused(words: Any) -> None:
     pipe = pipeline(tokenizer=words)
-    for text, reason in (("w1 w2", "no gap"), ("[MASK:9999]", "exceeds"), ("[MASK:0]", "is no gap"), (3, "must be")):
+    for text, reason in (
+        ("w1 w2", "no gap"), ("[MASK:9999]", "exceeds"), ("[MASK:0]", "is no gap"), (3, "must be"),
+        ("\ud800 [MASK:1]", "surrogate"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             pipe.infill([text])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="no tokenizer"):

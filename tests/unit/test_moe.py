@@ -13,8 +13,11 @@ from support.kernels import expert_mlps
 from support.models import tiny_spec
 
 from dinfer.core.spec import ExpertSpec
+from dinfer.kernels.deferred import close
+from dinfer.kernels.linear import round_rows
 from dinfer.kernels.moe import block_experts, route
 from dinfer.kernels.types import Dealt
+from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts, blocks_of
 
 
@@ -55,6 +58,21 @@ def test_parts_of_the_experts_add_up_to_all(tokens: int, sizes: tuple[int, int],
         for i in range(0, experts, each)
     ]
     torch.testing.assert_close(torch.stack(parts).sum(0), want)
+
+
+def test_rows_that_come_rounded_are_not_rounded_again_for_the_shared_expert() -> None:
+    spec = tiny_spec(experts=ExpertSpec(experts=4, chosen=2, width=16, shared=16))
+    mlp = Experts(spec).eval().requires_grad_(False)
+    for parameter in mlp.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=rng(1)) / 4)
+    network = torch.nn.Sequential(mlp)
+    network.device = torch.device("cpu")
+    quantize(network, "fp8")
+    x = torch.randn(1, 5, spec.hidden, generator=rng(2))
+    made, pos = round_rows(x), torch.zeros(1, 5, dtype=torch.int64)
+    want = close(mlp(x, pos))
+    torch.testing.assert_close(close(mlp(made._replace(wide=x), pos)), want, rtol=0, atol=0)
+    assert not torch.equal(close(mlp(made._replace(wide=x, values=torch.zeros_like(made.values)), pos)), want)
 
 
 def test_every_token_may_go_to_one_expert() -> None:

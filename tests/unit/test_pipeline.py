@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.models import CONFIG, EOS, MASK, VOCAB, tiny_model
 from support.tokenizer import save_tokenizer
 
 import dinfer
-from dinfer.core.recipe import compose
+from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import UnknownName
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.runtime import Runtime
@@ -87,6 +88,12 @@ def test_load_says_what_is_wrong(folder: Path, given: dict[str, Any], message: s
         load(**({"model": str(folder), "device": "cpu"} | given))
 
 
+def test_parts_that_do_not_fit_are_named_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(IncompatibleRecipe, match="Use cache=dual"):
+        load(tmp_path / "bare", cache="block", device="cpu")
+
+
 def test_one_prompt_gives_one_result_and_a_list_a_list(pipe: Pipeline) -> None:
     one = pipe.generate("w1 w2 w3", max_new_tokens=12)
     listed = pipe.generate(["w1 w2 w3", "w5"], max_new_tokens=[12, 20])
@@ -139,6 +146,20 @@ def test_options_belong_to_their_request(pipe: Pipeline) -> None:
 def test_wrong_options_are_named(pipe: Pipeline, options: Any, error: type[ValueError], message: str) -> None:
     with pytest.raises(error, match=message):
         pipe.generate_ids([[1, 2]], options=options)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"iteration": {"name": "blockwise", "block": 10**30}},
+        {"decoder": {"name": "threshold", "horizon": 10**30}},
+        {"cache": {"name": "dual", "interval": 10**30}},
+    ],
+)
+def test_a_number_that_no_tensor_holds_is_named(parts: dict[str, Any]) -> None:
+    ((kind, part),) = parts.items()
+    with pytest.raises(IncompatibleRecipe, match=rf"{kind}\.{[*part][1]}=10+ is too large"):
+        compose(tiny_model(), **{"iteration": "blockwise", "decoder": "threshold", "cache": "dual"} | parts)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from dinfer.cli.arguments import OVERRIDE, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import FAILED, Interrupted, fail
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import counted, need, ranks_of, setting
+from dinfer.cli.recipe import check_ahead, counted, need, ranks_of, setting
 from dinfer.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
     with opened(source) as asked, Report() as progress:
         if source != STANDARD and target.is_file() and target.samefile(source):
             raise ValueError(f"{source} is IN and OUT: give another OUT")
+        check_text(asked, source)
         progress.at("loading")
         from dinfer.engine.distributed.leader import RankFailed
         from dinfer.serving.batch import Output, run, settings
@@ -100,6 +102,7 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
     need("ray", "ray", "ray= needs Ray")
     if replicas is not None:
         counted(config, "replicas")
+    check_ahead(config, make.args[1])
     from dinfer.serving.cluster import connect, device_of, placed, usual
     from dinfer.serving.shards import answer_on_cluster
 
@@ -123,7 +126,22 @@ def opened(source: str) -> Iterator[BinaryIO]:
     with tempfile.TemporaryFile() as spool:
         with path.open("rb") if source != STANDARD else sys.stdin.buffer as pipe:
             shutil.copyfileobj(pipe, spool)
+        spool.seek(0)
         yield spool
+
+
+def check_text(asked: BinaryIO, source: str) -> None:
+    """Raises ValueError for a compressed file or one in UTF-16: each of its lines would be an error of its own."""
+    begin = asked.read(4)
+    try:
+        text = getincrementaldecoder("utf-8")().decode(begin)
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(
+            f"{source} is no text in UTF-8, since it begins with {begin!r}. If it is compressed, decompress it first: "
+            f"gzip -dc {source} | dinfer batch - OUT.jsonl"
+        )
 
 
 class Told:

@@ -28,7 +28,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
-from dinfer.cli.recipe import counted, group, need, pipeline, ranks_of, setting
+from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
@@ -60,6 +60,7 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
         from evaluations.on_ray import on_ray
 
         settings_of(config)  # raises for what is wrong before a process starts
+        check_ahead(config)
         device = setting(config, "device", str | None)
         found = on_ray(partial(measured, config, line), address, count, cards=ranks_of(config), device=device)
     if found is not None:

@@ -9,7 +9,7 @@ Examples:
   dinfer serve model=tiny port=8000 runtime.rows=64
   dinfer serve model=llada2_mini 'recipes=[careful]'      # two models for clients: llada2_mini, llada2_mini:careful
   DINFER_KEY=... dinfer serve host=0.0.0.0 api_key=env:DINFER_KEY
-  dinfer serve model=llada2_mini replicas=8               # on Ray: pip install 'dinfer[ray]', docs/scaling.md
+  dinfer serve model=llada2_mini replicas=8               # on Ray: pip install 'dinfer[ray]', docs/scaling/replicas.md
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.errors import FAILED, check_interrupted, fail
-from dinfer.cli.recipe import counted, need, pipeline, ranks_of, runtime_of, setting
+from dinfer.cli.recipe import check_ahead, counted, need, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
 
@@ -77,6 +77,7 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
     need("ray", "ray", "replicas= needs Ray")
     replicas = counted(config, "replicas")
+    check_ahead(config, others)
     autoscaling = setting(config, "autoscaling", dict | None)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
     from dinfer.serving.cluster import connect, device_of, placed

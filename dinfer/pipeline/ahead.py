@@ -1,0 +1,40 @@
+"""What would keep a model from loading, found without its weights."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dinfer.core.recipe import compose
+from dinfer.core.registry import MODELS
+from dinfer.layers.linear import taken
+from dinfer.loading.files import CheckpointError
+from dinfer.loading.hub import SMALL, locate
+from dinfer.loading.inspect import inspect
+from dinfer.loading.safetensors_io import stored
+from dinfer.pipeline.pipeline import dtype_of
+
+
+def check(
+    model: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]], *, dtype: str | None, quantize: str | None
+) -> None:
+    """Raises ValueError if `load` would, as far as the small files and the headers of the weights tell.
+
+    `recipes`: the components of each, without the model. A folder must hold its weights; those of a hub name may still
+    be downloaded.
+    """
+    taken(quantize)
+    if dtype is not None:
+        dtype_of(dtype)
+    name, options = MODELS.check(model)
+    family = MODELS.build(model)
+    folder = locate(family.checkpoint, family.revision, wanted=SMALL)
+    found = inspect(folder, {"name": name, **options})
+    if found.problems:
+        raise CheckpointError(found.problems[0])
+    if Path(os.path.expanduser(family.checkpoint)).is_dir():
+        stored(folder)
+    described: Any = SimpleNamespace(spec=found.spec)
+    for parts in recipes:
+        compose(described, **parts)
