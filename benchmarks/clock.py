@@ -54,7 +54,8 @@ class Clock:
         found = defaultdict(list)
         for step_shape, rows, begin, end in self.marks:
             taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
-            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
+            kind = step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles
+            found[kind].append((taken, rows + step_shape.spare))  # the spare lanes compute for rows, too
         table = [
             {
                 "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,10 +27,23 @@ from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import longer, poisson, trace
 from benchmarks.provenance import begun, save
+from dinfer.analysis.outputs import check_file
 
 
-def numbers(kind: type) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
+def number(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number")
+    return value
+
+
+def numbers(kind: Any) -> Any:
+    def read(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them: {error}") from error
+
+    return read
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
@@ -39,27 +53,27 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=Path, nargs="+", required=True, help="files of benchmarks.capacity.measure or .throughput"
     )
-    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
+    parser.add_argument("--reach", type=number, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--cards", type=numbers(int), default=[1])
     parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
     parser.add_argument("--gather", action="store_true", help="runtime.gather")
     parser.add_argument("--max-requests", type=int, help="that run or wait at a replica; others are refused")
     load = parser.add_mutually_exclusive_group(required=True)
-    load.add_argument("--rate", type=numbers(float), help="Poisson: requests a second of all cards together")
+    load.add_argument("--rate", type=numbers(number), help="Poisson: requests a second of all cards together")
     load.add_argument("--trace", type=Path, help="Azure's CSV or Mooncake's JSON lines")
-    parser.add_argument("--speed", type=float, default=1.0, help="by how much faster the trace is played")
+    parser.add_argument("--speed", type=number, default=1.0, help="by how much faster the trace is played")
     parser.add_argument("--leave-out-longer", action="store_true", help="than what was measured, of a trace")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, with --rate")
     parser.add_argument("--new", type=int, default=256, help="tokens, with --rate")
     steps = parser.add_mutually_exclusive_group(required=True)
-    steps.add_argument("--tokens-per-step", type=float, help="every block alike")
+    steps.add_argument("--tokens-per-step", type=number, help="every block alike")
     steps.add_argument("--denoising", type=Path, help="of benchmarks.capacity.denoising: as a model took them")
     parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end; default: it takes no time")
     parser.add_argument("--policy", choices=POLICIES, default="two_choices", help="which replica takes a request")
     parser.add_argument("--routers", type=int, default=1, help="processes that route")
-    parser.add_argument("--seconds", type=float, default=60.0, help="simulated, the warm-up included")
-    parser.add_argument("--warm", type=float, default=10.0, help="seconds that are left out at the start")
-    parser.add_argument("--price", type=float, help="of a card for an hour, in any currency")
+    parser.add_argument("--seconds", type=number, default=60.0, help="simulated, the warm-up included")
+    parser.add_argument("--warm", type=number, default=10.0, help="seconds that are left out at the start")
+    parser.add_argument("--price", type=number, help="of a card for an hour, in any currency")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args(args)
@@ -132,10 +146,12 @@ def main(args: list[str] | None = None) -> None:
     given = arguments(args)
     report = begun(given, torch.device("cpu"))
     try:
+        if given.out is not None:
+            check_file(given.out)
         report["runs"] = run(given)
-    except ValueError as error:
+        save(report, given.out)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"benchmarks.capacity: {error}") from error
-    save(report, given.out)
 
 
 if __name__ == "__main__":

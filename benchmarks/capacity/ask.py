@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.capacity.__main__ import numbers, told
+from benchmarks.capacity.__main__ import number, numbers, told
 from benchmarks.capacity.cluster import Cluster, Router
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.front_end import FrontEnd
@@ -107,21 +107,23 @@ def traced(given: argparse.Namespace) -> dict[str, Any]:
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
-    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
+    parser.add_argument("--reach", type=number, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--rows", type=numbers(int), default=[16, 64, 128])
     parser.add_argument("--usual-rows", type=int, default=64, help="of the replicas of many cards")
     parser.add_argument("--cards", type=numbers(int), default=CARDS)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--tokens-per-step", type=float, default=2.6)
+    parser.add_argument("--tokens-per-step", type=number, default=2.6)
     parser.add_argument("--denoising", type=Path)
     parser.add_argument("--front-end", type=Path)
     parser.add_argument("--ray", type=Path, help="of benchmarks.capacity.ray_serve")
-    parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--warm", type=float, default=15)
+    parser.add_argument("--seconds", type=number, default=90)
+    parser.add_argument("--warm", type=number, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", type=Path, help="Azure's CSV or Mooncake's JSON lines")
-    parser.add_argument("--speed", type=float, default=1.0, help="by how much faster the trace is played for each card")
+    parser.add_argument(
+        "--speed", type=number, default=1.0, help="by how much faster the trace is played for each card"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     report = {**begun(given, torch.device("cpu")), **(traced(given) if given.trace else answers(given))}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length")
@@ -40,7 +41,7 @@ def trace(path: Path, speed: float = 1.0) -> list[Asked]:
     if speed <= 0:
         raise ValueError(f"--speed {speed} must be above 0")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--trace {path}: {error}") from error
     lines = text.splitlines()
@@ -81,19 +82,27 @@ def _mooncake(path: Path, lines: list[str]) -> Iterator[Asked]:
 
 
 def _seconds(text: str) -> float:
-    """The seconds of a number or of a date. Azure writes seven digits behind the point, and Python reads six."""
+    """The seconds of a number or of a date, which is in UTC unless it says otherwise."""
     try:
         return float(text)
     except ValueError:
-        whole, _, part = text.partition(".")
-        return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{part[:9] or 0}")
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
-def _asked(path: Path, line: int, at, prompt, new) -> Asked:  # type: ignore[no-untyped-def]
+def _whole(value: Any) -> int:
+    if int(value) != float(value):
+        raise ValueError(f"{value!r} tokens must be a whole number")
+    return int(value)
+
+
+def _asked(path: Path, line: int, at: Callable[[], float], prompt: Any, new: Any) -> Asked:
     try:
-        one = Asked(at(), int(prompt), int(new))
-    except (ValueError, TypeError) as error:
+        one = Asked(at(), _whole(prompt), _whole(new))
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"--trace {path}, line {line}: {error}") from error
+    if not isfinite(one.at):
+        raise ValueError(f"--trace {path}, line {line}: the time {one.at} must be a finite number")
     if one.prompt < 1 or one.new < 1:
         raise ValueError(f"--trace {path}, line {line}: {one.prompt} and {one.new} tokens: both must be at least 1")
     return one

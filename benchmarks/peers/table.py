@@ -98,3 +98,30 @@ def diffulex(*files: Path) -> str:
                         f"| {run['forwards']} | {run['tokens_per_s']:,.0f} |"
                     )
     return "\n".join(lines)
+
+
+def on_cpu() -> dict[str, Any]:
+    """llama.cpp and ours, with what both ran on."""
+    return dict(json.loads((RESULTS / "llama-cpp-memory-cpu.json").read_text()))
+
+
+def llama_cpp() -> str:
+    """llama.cpp and ours on the same files on a CPU: CPU time of one thread."""
+    report = on_cpu()
+    lines = [
+        f"llama.cpp {report['llama.cpp'].removeprefix('vendored ')}; {report['machine']}; ours at "
+        f"{report['after']['commit']}. CPU time of one thread, medians of two rounds in turns "
+        "(`llama-cpp-memory-cpu.json`).",
+        "",
+        "| file | full pass, llama.cpp | ours | our window step | tokens/s, ours / theirs "
+        "| peak memory, ours / theirs |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for name, found in sorted(report["after"]["files"].items()):
+        theirs, ours = found["llama.cpp"], found["ours"]
+        lines.append(
+            f"| {name.removesuffix('.gguf')} | {theirs['whole pass']:.2f} s | {ours['whole pass']:.2f} s "
+            f"| {ours['window step']:.2f} s | {found['tokens/s, ours / theirs']:.1f} "
+            f"| {ours['peak MB']:.0f} / {theirs['peak MB']:.0f} MB: {found['peak memory, ours / theirs']:.2f} |"
+        )
+    return "\n".join(lines)

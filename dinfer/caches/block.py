@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.registry import CACHES
 
+PLAN = WindowPlan(None, None, keeps=True)  # the host asks for it several times a round and row
+
 
 @CACHES.register("block")
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class BlockCache(CachePolicy):
         )
 
     def plan(self, phase: Phase) -> WindowPlan:
-        return WindowPlan(None, None, keeps=True)
+        return PLAN
 
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False

@@ -213,12 +213,14 @@ def holds(other: StepShape, shape: StepShape) -> bool:
     """Whether a step of the other shape does everything that a step of this shape does, for the same rows."""
     if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
         return False
+    if other.lanes - other.spare < shape.lanes - shape.spare:  # rows have no spare lanes
+        return False
     if shape.settles and other.width != shape.width:  # the width decides which rows decode
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
     tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
-    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
-    return scores and tells and same == shape
+    asked = {name: getattr(shape, name) for name in ("lanes", "width", "pages", "scored", "told", "spare")}
+    return scores and tells and replace(other, **asked) == shape
 
 
 @lru_cache(maxsize=4096)
@@ -227,15 +229,18 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-    lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # unused lanes are computed too
+    rows = shape.lanes - shape.spare
+    lanes = _power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
+    if wide > 64 and rows <= lanes * 3 // 4:  # unused lanes are computed too
         lanes = lanes * 3 // 4
+    some = max(_power_of_2(lanes) // 16, 1)  # rounded up or down, since a row that finds no lane settles in its own
+    spare = max((shape.lanes - lanes + some // 2) // some * some, 0) if shape.spare else 0
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)
     scored = -(-shape.scored // share) * share
     scored = scored if scored < positions else 0
-    return replace(shape, lanes=lanes, width=wide, pages=pages, top_candidates=top, scored=scored)
+    return replace(shape, lanes=lanes + spare, width=wide, pages=pages, top_candidates=top, scored=scored, spare=spare)
 
 
 def _power_of_2(count: int) -> int:

@@ -1,5 +1,6 @@
 """Finds a checkpoint in the package, in a folder or on the Hugging Face hub. Imports no torch, so errors come soon."""
 
+import os
 import socket
 from collections.abc import Sequence
 from importlib import resources
@@ -31,7 +32,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
 
     `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     weights = path.suffix == GGUF
     if weights and not path.is_file():
         raise CheckpointError(f"there is no file {path}")

@@ -1,5 +1,6 @@
 """What would keep a model from loading, found without its weights."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def check(
     found = inspect(folder, {"name": name, **options})
     if found.problems:
         raise CheckpointError(found.problems[0])
-    if Path(family.checkpoint).expanduser().is_dir():
+    if Path(os.path.expanduser(family.checkpoint)).is_dir():
         stored(folder)
     described: Any = SimpleNamespace(spec=found.spec)
     for parts in recipes:

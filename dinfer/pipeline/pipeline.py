@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -322,20 +323,19 @@ def load(
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     if isinstance(model, (str, os.PathLike)):
-        name = os.fspath(model)
-        folder = locate(name)
+        folder = locate(name := os.fspath(model))
         family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
     else:
         family = MODELS.build(model)
         folder = locate(family.checkpoint, family.revision)
-    run = runtime or Runtime(graphs=where.type == "cuda")
+    run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
+    made: Any = partial(compose, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
+    made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
-        source = Source(family, folder, dtype, quantize)
         network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    recipe = compose(network, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
-    return Pipeline(recipe, read_tokenizer(folder, family.tokenizer), run)
+    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
 
 
 def dtype_of(name: str) -> torch.dtype:

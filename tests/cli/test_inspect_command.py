@@ -79,6 +79,7 @@ def test_problems_are_listed_and_end_with_one(run: Any, tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["nothing"], "unknown checkpoint 'nothing'"),
+        (["~nobody-of-this-name/model"], "unknown checkpoint '~nobody-of-this-name/model'"),
         (["llada2_mni"], "Did you mean 'llada2_mini'?"),
         (["./nothing"], "nothing"),
         ([], "give one folder or name"),

@@ -120,7 +120,7 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
     requests = [pipe.requests(throughput.prompts(given, pipe, 1), new, None)[0] for new in news]
     with Clock(pipe.engine) as clock:
         assert len(list(pipe.engine.run(requests))) > len(news)
-    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32)) for s, rows, *_ in clock.marks)
+    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32, s.spare)) for s, rows, *_ in clock.marks)
 
     made = report(settle=settle, shape=shape)
     if shape == "small":
@@ -161,6 +161,11 @@ def test_traces_of_both_kinds_are_read(tmp_path: Path) -> None:
     )
     assert trace(azure) == [Asked(0.0, 374, 44), Asked(1.5, 4808, 10)]
     assert trace(azure, 3.0)[1].at == pytest.approx(0.5)
+    azure.write_text(  # as the traces of 2024 are, and as spreadsheets save them
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        "2024-05-10 00:00:00.009930+00:00,2162,5\r\n2024-05-10 02:00:01+02:00,2399,6\r\n"
+    )
+    assert trace(azure) == [Asked(0.0, 2162, 5), Asked(pytest.approx(0.99007), 2399, 6)]
     mooncake.write_text(
         '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46]}\n\n'
         '{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": []}\n'
@@ -178,6 +183,8 @@ def test_traces_of_both_kinds_are_read(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2\n", "line 2: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,2,3\n", "line 2: Invalid isoformat"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,0\n", "line 2: 2 and 0 tokens: both must be at least 1"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,2,3\n", "line 2: the time nan must be a finite number"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 5.5}\n', "line 1: 5.5 tokens must be a whole number"),
         ('{"timestamp": 1, "input_length": 2}\n', "line 1: KeyError: 'output_length'"),
         ('{"timestamp": 1,\n', "line 1: JSONDecodeError"),
     ],
@@ -209,6 +216,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "has blocks of 16, and the steps are of 32" in said(*rate, "--denoising", str(slow))
     assert "--warm 9.0 must be" in said(*rate, *tokens, "--warm", "9")
     assert "--price -1.0 must be at least 0" in said(*rate, *tokens, "--price", "-1")
+    assert "'nan' must be a finite number" in said("--rate", "nan", *tokens)
+    assert "'inf' must be a finite number" in said(*rate, *tokens, "--price", "inf")
+    assert "argument --cards: '1,' must be numbers with commas" in said(*rate, *tokens, "--cards", "1,")
+    assert "Not a directory" in said(*rate, *tokens, "--out", str(steps / "out.json"))
     assert "--speed 0.0 must be above 0" in said("--trace", str(played), "--speed", "0", *tokens)
     assert "is not a file of benchmarks.capacity.front_end" in said(*rate, *tokens, "--front-end", str(slow))
     assert "is not a file of benchmarks.capacity.measure" in said(*rate, *tokens, "--steps", str(slow))

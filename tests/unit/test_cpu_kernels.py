@@ -235,6 +235,32 @@ def test_without_a_compiler_torch_computes(
 
 
 @pytest.mark.usefixtures("not_compiled")
+def test_a_compiler_that_says_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "'false'" in caplog.text and not [*tmp_path.rglob("*linear*")]
+
+
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.parametrize("home", ["none", "a file"])
+def test_without_a_home_to_write_to_nothing_is_left(home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as a container's user without an entry in /etc/passwd."""
+    if home == "none":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", Path("~nobody-of-this-name").expanduser)
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(native, "FLAGS", tuple(flag for flag in native.FLAGS if flag != "-O3"))
+    assert native.library() is not None and not [*(tmp_path / "scratch").iterdir()]
+
+
+@pytest.mark.usefixtures("not_compiled")
 def test_what_the_thread_of_the_load_compiles_no_other_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where nothing can be kept, such as a home that nobody may write to."""
     began, go_on, runs = threading.Event(), threading.Event(), list[str]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.models import CONFIG, EOS, MASK, VOCAB, tiny_model
 from support.tokenizer import save_tokenizer
 
 import dinfer
-from dinfer.core.recipe import compose
+from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import UnknownName
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.runtime import Runtime
@@ -85,6 +86,12 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
 def test_load_says_what_is_wrong(folder: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(**({"model": str(folder), "device": "cpu"} | given))
+
+
+def test_parts_that_do_not_fit_are_named_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(IncompatibleRecipe, match="Use cache=dual"):
+        load(tmp_path / "bare", cache="block", device="cpu")
 
 
 def test_one_prompt_gives_one_result_and_a_list_a_list(pipe: Pipeline) -> None:

@@ -1,6 +1,7 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from dinfer.core.canvas import Cursors, Phase
@@ -10,8 +11,8 @@ from dinfer.core.speculation import deciding
 from dinfer.core.told import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
+from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.expected import expected
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
@@ -45,6 +46,8 @@ class Scheduler:
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
         self._settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
+        self._lends = runtime.settle and not self._tries
+        self._ends = BlockEnds()
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -107,6 +110,9 @@ class Scheduler:
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
+        for row in rows if self._settles else ():
+            if not row.missed:
+                self._ends.record(row)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
 
@@ -138,14 +144,23 @@ class Scheduler:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        return self._made(phase, rows, grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit))
+        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, lends=self._lent(rows))
+        return self._made(phase, rows, groups, {})
 
-    def _made(self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group]) -> list[Step]:
-        """The steps of groups of these rows."""
+    def _lent(self, rows: Sequence[Row]) -> bool:
+        """Whether rows that settle may borrow lanes of a step of these rows."""
+        guided = any(row.asks.guided for row in rows)
+        shape = StepShape(Phase.WINDOW, len(rows), 0, 1, self.block, 0, guided=guided, settles=True)
+        return self._lends and self.recipe.lends(shape)
+
+    def _made(
+        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, float]
+    ) -> list[Step]:
+        """The steps of groups of these rows. `opens`: their open positions by slot, where they are not as last read."""
         by_slot = {row.slot: row for row in rows}
-        return [self._step(phase, group, [by_slot[slot] for slot in group.slots]) for group in groups]
+        return [self._step(phase, group, [by_slot[slot] for slot in group.slots], opens) for group in groups]
 
-    def _step(self, phase: Phase, group: Group, rows: list[Row]) -> Step:
+    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
         asks = {row.asks for row in rows}
         blocks, guided, pages = self.recipe.iteration.blocks, any(a.guided for a in asks), max(r.visible for r in rows)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
@@ -160,12 +175,12 @@ class Scheduler:
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
         if positions >= MANY and plain and self.recipe.scores_open:
-            scored = sum(row.left for row in rows)
+            scored = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
         shape = StepShape(
-            phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
+            phase, len(rows) + group.spare, group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
             settles=group.settles, top_candidates=max(a.top_candidates for a in asks),
             scored=scored if 0 < scored < positions else 0, told=told,
-            candidates=candidates,
+            candidates=candidates, spare=group.spare,
         )  # fmt: skip
         return Step(shape, group.slots)
 
@@ -203,12 +218,23 @@ class Scheduler:
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
         if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
             return []  # what one row missed, it might miss for ever
-        decoding, needs = phases.get(Phase.WINDOW, []), dict[int, Need]()
+        decoding, lends = phases.get(Phase.WINDOW, []), self._lent(phases.get(Phase.WINDOW, []))
+        narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, float]()
+        cache, spec = self.recipe.cache, self.recipe.model.spec
         for row in decoding:
-            now = expected(row, self.recipe.cache, self.recipe.model.spec, self.block)
-            if row.slot is not None:
-                needs[row.slot] = row.need if now is row.cursors else self._need(now)
-        steps = self._made(Phase.WINDOW, decoding, settling(needs, free=self._free, limit=self.runtime.positions))
+            if row.slot is None:
+                continue
+            chances[row.slot] = chance = self._ends.chance(row)
+            now, end = row.cursors, min(row.cursors.end + self.block, row.cursors.length)
+            if chance < 0.5:
+                narrows[row.slot] = row.need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
+            else:
+                narrows[row.slot] = cache.narrow(spec, now._replace(start=now.end, end=end))
+            if lends:
+                new = row.open_before[end] - row.open_before[now.end]
+                opens[row.slot] = chance * new + (1 - chance) * row.left
+        groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions, lends=lends)
+        steps = self._made(Phase.WINDOW, decoding, groups, opens)
         if not steps:
             return []
         if not (self.runtime.gather and self._holds(phases)):

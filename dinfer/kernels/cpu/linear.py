@@ -18,7 +18,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -133,17 +134,18 @@ def built() -> ctypes.CDLL | None:
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
-        path = _compiled(flags)
-        found = ctypes.CDLL(str(path))
+        with _compiled(flags) as path:
+            found = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        said = (error.stderr if isinstance(error, subprocess.CalledProcessError) else "") or error
         log.warning("the kernels in C cannot be compiled, so weights in 8 and 4 bits are slower: %s", said)
         return None
     log.info("kernels in C for %s: %s", cpu, path)
     return found
 
 
-def _compiled(flags: tuple[str, ...]) -> Path:
+@contextmanager
+def _compiled(flags: tuple[str, ...]) -> Iterator[Path]:
     """The shared library, from the cache or compiled now. Raises OSError or SubprocessError."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     info = Path("/proc/cpuinfo")
@@ -151,20 +153,17 @@ def _compiled(flags: tuple[str, ...]) -> Path:
     cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]
     what = "\n".join([*(source.read_text() for source in SOURCES), *compiler, *flags, *cpu])
     name = f"linear-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"
-    if (folder / name).is_file():
-        return folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, made = tempfile.mkstemp(".so", dir=folder)
-    except OSError:  # nobody may write to this home, so it is compiled for this process alone
-        folder = Path(tempfile.mkdtemp())
-        handle, made = tempfile.mkstemp(".so", dir=folder)
-    os.close(handle)
-    try:
-        command = [*compiler, *flags, "-o", made, *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(made, folder / name)  # so that two processes may compile it at once
-    finally:
-        Path(made).unlink(missing_ok=True)
-    return folder / name
+    with ExitStack() as stack:
+        try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"
+            if not (folder / name).is_file():
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                tempfile.TemporaryFile(dir=folder).close()
+        except (OSError, RuntimeError):  # no home, or none to write to, so it is compiled for this process alone
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not (folder / name).is_file():
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / name
+            command = [*compiler, *flags, "-o", str(own), *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            own.replace(folder / name)  # so that two processes may compile it at once
+        yield folder / name

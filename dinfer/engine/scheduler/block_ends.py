@@ -1,0 +1,33 @@
+"""How many rows the step under way most likely takes on to their next blocks. Host side; no token depends on it."""
+
+from dataclasses import dataclass, field
+
+from dinfer.core.canvas import Phase
+from dinfer.engine.row import Row
+
+MEMORY = 256  # steps after which older ones count half
+
+
+@dataclass(slots=True)
+class BlockEnds:
+    """How often a step finishes its block, by the open positions that it begins with."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def record(self, row: Row) -> None:
+        """Learns from the last step of a row, which moved it."""
+        before, now = row.before, row.cursors
+        if now.steps == before.steps:
+            return
+        left = row.open_before[before.end] - before.committed
+        self.steps[left] = self.steps.get(left, 0) + 1
+        self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
+        if self.steps[left] == MEMORY:
+            self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
+
+    def chance(self, row: Row) -> float:
+        """That the step under way takes a row on to another block; 0 where nothing is known."""
+        if row.cursors.phase != Phase.WINDOW or row.cursors.end == row.cursors.length:
+            return 0.0
+        return self.ends.get(row.left, 0) / self.steps.get(row.left, 1)
