@@ -64,11 +64,10 @@ def test_swiglu(reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "dim"), [(4, 4, 16, 16), (6, 2, 32, 16), (5, 1, 64, 24)])
 def test_rotate_and_store(
-    reference: None, monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype, normed: bool, narrow: bool, heads: int, kv_heads: int, size: int, dim: int,
+    reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+    normed: bool, narrow: bool, heads: int, kv_heads: int, size: int, dim: int,
 ) -> None:  # fmt: skip
-    """With norm also as for many rows."""
-    if normed:
+    if normed:  # also as many rows are taken
         monkeypatch.setattr(triton_rotary, "MANY", 1)
     lanes, width, places = 2, 5, 40
     qkv_BWXE = draw(lanes, width, heads + 2 * kv_heads, size, dtype=dtype)
@@ -272,8 +271,7 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 def test_token_stats(
     reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool
 ) -> None:
-    """Of some positions also by several programs."""
-    if some:
+    if some:  # also by several programs
         monkeypatch.setattr(triton_stats, "PIECE", 512)
     inf, nan = float("inf"), float("nan")
     logits_RLV = draw(2, 6, vocab, dtype=dtype) * 3
