@@ -25,7 +25,7 @@ TILE = 16
 DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
-Gate = Callable[[Tensor, Inputs], Deferred]
+Gate = Callable[[Deferred, Inputs], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
