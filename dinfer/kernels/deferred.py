@@ -57,6 +57,9 @@ def ungrouped(x: Grouped) -> Tensor:
     """The rows, in the dtype that they had."""
     rows, groups = x.shape[:-1].numel(), len(x.scale_GR)
     values = x.values_RK[:rows].float().unflatten(-1, (groups, -1)) * (16 * x.scale_GR[:, :rows].mT[..., None])
+    if x.squares is not None:
+        mean_R = x.squares.sums_SR[:, :rows].sum(0) / x.shape[-1]
+        values = values * torch.rsqrt(mean_R + x.squares.eps)[:, None, None]
     return values.view(x.shape).to(x.dtype)
 
 

@@ -24,7 +24,7 @@ from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Parts, Plan,
 TILE = 16
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
-Gate = Callable[[Tensor, Inputs], Deferred]
+Gate = Callable[[Deferred, Inputs], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
