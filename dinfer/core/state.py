@@ -186,7 +186,7 @@ class BatchState:
         A slot's rows are a ring: a block keeps its row while it is active, and a new block takes the row of one that
         left. So nothing is copied when blocks move.
         """
-        if blocks == 1 or not self.decoder.rows:
+        if blocks == 1 or not (self.decoder.rows or self.decoder.large):
             return slot_B
         place_BK = (block_B[:, None] + torch.arange(blocks, device=slot_B.device)) % blocks
         return (slot_B[:, None] * blocks + place_BK).flatten()

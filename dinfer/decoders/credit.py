@@ -31,7 +31,8 @@ class Credit(Decoder):
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "alpha", "gamma", least=0)
+        check_range("decoder", self, "alpha", least=0, most=1e3)  # logits with it stay finite
+        check_range("decoder", self, "gamma", least=0)
         check_range("decoder", self, "decay", least=0, most=1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -1,6 +1,5 @@
 """Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676; SGLang's JointThreshold)."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,12 +35,9 @@ class JointThreshold(Decoder):
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold", "edit_threshold")
-        check_range(
-            "decoder", self, "post_edits", least=0, most=255
-        )  # the engine stops a row that gains nothing for 256
+        check_range("decoder", self, "post_edits", least=0, most=255)  # the engine ends a row that gains none for 256
         check_range("decoder", self, "least", least=1)
-        if math.isnan(self.penalty):
-            raise ValueError(f"decoder.penalty={self.penalty} must be a number")
+        check_range("decoder", self, "penalty", least=-1e3, most=1e3)  # logits less it stay finite
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"post_edits": torch.zeros((), dtype=torch.int64)}

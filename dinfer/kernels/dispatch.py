@@ -37,6 +37,12 @@ def on_hopper(tensor: Tensor) -> bool:
     return device is not None and _capability(device) >= (9, 0)
 
 
+def multiplies_in_groups_of_warps(tensor: Tensor) -> bool:
+    """Whether its `card` is of the Hopper generation itself: no other has the instruction (`wgmma`)."""
+    device = card(tensor.device)
+    return device is not None and _capability(device)[0] == 9
+
+
 def multiplies_integers(tensor: Tensor) -> bool:
     """Whether kernels on its `card` multiply 8-bit integers: Triton compiles that from Ampere on."""
     device = card(tensor.device)

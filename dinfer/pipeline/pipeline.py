@@ -22,7 +22,7 @@ from dinfer.loading.files import Folder, read_object
 from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
-from dinfer.pipeline.inputs import as_int, each, is_conversation, listed
+from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed
 from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
 
@@ -196,7 +196,7 @@ class Pipeline:
             if not prompt.strip():
                 raise ValueError("the prompt is empty")
             if chat is False or (chat is None and tokenizer.chat_template is None):
-                return list(tokenizer(prompt)["input_ids"])
+                return list(tokenizer(encodable(prompt))["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
         elif not is_conversation(prompt):
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
@@ -256,7 +256,7 @@ class Pipeline:
             raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
         tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
         ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
-        for piece in parse(text):
+        for piece in parse(encodable(text)):
             if isinstance(piece, str):
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
             elif piece > spec.max_length:

@@ -7,7 +7,6 @@ or on launch order, and a restart gives it again.
 Whatever is asked for, the mask token takes part in the draw; where it is drawn, the position stays masked.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.protocols import BlockView, Columns, Draw, ModelSpec, Options, Sampling
-from dinfer.core.registry import SAMPLINGS, option
+from dinfer.core.registry import SAMPLINGS, check_range, option
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import noise
 
-COLDEST = 1e-3  # of temperatures above 0: logits divided by it stay finite
+LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +49,11 @@ class GumbelSampling(Sampling):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
-        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
-            raise ValueError(
-                f"sampling.temperature={self.temperature} must be 0 (the most likely token), or at least {COLDEST}"
-            )
-        if not 0 <= self.seed < 2**53:
-            raise ValueError(f"sampling.seed={self.seed} must be 0 or more, and less than 2**53")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"sampling.repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
-        if not 0 <= self.guidance < math.inf:
-            raise ValueError(f"sampling.guidance={self.guidance} must be 0 (off) or more")
+        if self.temperature != 0:
+            check_range("sampling", self, "temperature", least=LEAST, most=MOST, what="0 (the most likely token), or ")
+        check_range("sampling", self, "seed", least=0, most=2**53 - 1)
+        check_range("sampling", self, "repetition_penalty", least=LEAST, most=MOST, what="1 (none), or ")
+        check_range("sampling", self, "guidance", least=0, most=MOST)
         for name, flag in (("ban_eos", self.ban_eos), ("eos_last", self.eos_last)):
             if flag not in (0, 1):
                 raise ValueError(f"sampling.{name}={flag} must be 0 or 1")

@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core.state", "core.step", "core.told", "core.speculation",
     },
     "pipeline.infilling": {"engine"},
-    "pipeline.chat": set(),
+    "pipeline.chat": {"pipeline.inputs"},
     "pipeline.inputs": set(),
     "pipeline.streaming": {"engine"},
     "analysis.metrics": {"core.registry", "engine"},
@@ -114,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
     "serving": {
         "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
-        "core.registry", "engine", "pipeline", "pipeline.streaming",
+        "core.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
     },
     "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.

@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def main() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda device=None: "a card"  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     from dinfer.core.canvas import Phase
     from dinfer.core.protocols import StepShape
@@ -80,6 +82,7 @@ def main() -> None:
     from dinfer.core.step import denoise_step
     from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
     from dinfer.engine.shapes import Shapes
+    from dinfer.kernels.triton import hopper_attention
     from dinfer.kernels.triton.ahead import compiled_beside
     from dinfer.kernels.triton.prepare import prepare, prepared
     from support.models import tiny_model
@@ -148,6 +151,15 @@ def main() -> None:
             for step in (shape, StepShape(Phase.WINDOW, 1, 8, 1, 8, 4)):
                 denoise_step(twin, state, step, slot_B)
         found["steps"] = len(COMPILED)
+        COMPILED.clear()
+        with compiled_beside(torch.device("cuda", 0)), torch.device(META):
+            q_BWHE, pool_PTGE = (
+                torch.empty(*sizes, dtype=torch.bfloat16) for sizes in ((1, 64, 4, 64), (9, 16, 2, 64))
+            )
+            pages_BP, end_BW = torch.empty(1, 8, dtype=torch.int64), torch.empty(1, 64, dtype=torch.int64)
+            for _ in range(2):
+                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
+        found["in gluon"] = [kernel for kernel, _ in COMPILED]
     found["heavy"] = sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
     print(json.dumps(found))
 

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402 (only where there is Triton)
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402 (only where it is)
+from triton.experimental.gluon.nvidia import hopper  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 HOPPER = 90
 TYPES = {
@@ -24,7 +26,7 @@ TYPES = {
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @contextmanager
@@ -50,6 +52,7 @@ def recorded_launches(monkeypatch: Any) -> Iterator[set[str]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", note)
+        patch.setattr(GluonJITFunction, "run", note)  # the interpreter does not run Gluon
         for name, module in [*sys.modules.items()]:
             if name.startswith("dinfer.") and "use_triton" in vars(module):
                 patch.setattr(module, "use_triton", lambda tensor, group, head_dim=16: head_dim >= 16)
@@ -64,6 +67,8 @@ def type_of(value: Any) -> str:
         return f"*{TYPES[value.dtype]}"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{[*value.block_shape]}>"
+    if isinstance(value, hopper.TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{[*value.block_shape]},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     return "i1" if isinstance(value, bool) else "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -113,7 +118,9 @@ def main() -> None:
         fixed |= {"EARLY": capability >= HOPPER} if "EARLY" in fixed else {}
         kernel = getattr(importlib.import_module(module), name)
         signature = {argument: types[argument] for argument in kernel.arg_names}
-        source = ASTSource(kernel, signature, {argument: meant(value) for argument, value in fixed.items()})
+        source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
+            kernel, signature, {argument: meant(value) for argument, value in fixed.items()}
+        )
         try:
             triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         except Exception as error:

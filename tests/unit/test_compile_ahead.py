@@ -44,6 +44,7 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     assert found["after an interrupt"]["noted"] == found["mended"]["noted"] + 1
     assert found["switch interval"] == sys.getswitchinterval()
     assert found["collects"] == [True, False]
+    assert found["in gluon"] == ["_attend_wide"]
     assert found["steps"] == 0, "a step launches what was not compiled ahead"
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_guided_is_refused() -> None:
     with pytest.raises(IncompatibleRecipe, match="guidance"):
         smooth.resolve({"guidance": 1.0})
     for wrong in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="must be 0"):
+        with pytest.raises(ValueError, match="must be between 0"):
             recipe_for().resolve({"guidance": wrong})
 
 

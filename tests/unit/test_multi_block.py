@@ -119,6 +119,31 @@ def test_state_and_step_counts_stay_with_their_block() -> None:
     assert all(here == place and step == steps for here, place, step, steps in decoder.seen)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counting(Decoder):
+    """Counts its steps in state that is not copied into the step, and has no other."""
+
+    large = ("steps",)
+    seen: list[tuple[int, int]]
+
+    def fresh_state(self, spec: Any, block: int) -> State:
+        return {"steps": torch.full((), 0)}
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        steps_R = torch.where(view.step_R == 0, 0, state["steps"].read())  # a new block finds what the last one left
+        state["steps"].write(steps_R + 1)
+        there_R = view.pos_RL[:, 0] >= 0
+        self.seen.extend(zip(view.step_R[there_R].tolist(), steps_R[there_R].tolist(), strict=True))
+        return Proposal(view.masked_RL & (stats.top_RL > 0.99))
+
+
+def test_state_that_is_not_copied_stays_with_its_block_too() -> None:
+    decoder = Counting(seen=[])
+    recipe = multi(tiny_model(), decoder, blocks=3, block=4, add_at=0.0)
+    completions(engine_for(recipe, rows=1), [Request([1, 2, 3], 21)])
+    assert max(step for step, _ in decoder.seen) > 1 and all(step == steps for step, steps in decoder.seen)
+
+
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
 def test_a_stop_token_ends_the_row_when_all_before_it_is_there(stop: str) -> None:
     model = tiny_model()

@@ -230,14 +230,14 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
     ("wrong", "reason"),
     [
         ({"temperature": -1.0}, "must be 0"),
-        ({"temperature": 1e-9}, "at least 0.001"),
+        ({"temperature": 1e-9}, "between 0.001"),
         ({"temperature": math.nan}, "must be 0"),
         ({"temperature": math.inf}, "must be 0"),
-        ({"seed": -1}, "0 or more"),
+        ({"seed": -1}, "between 0"),
         ({"top_p": 0.0}, "above 0"),
         ({"top_p": 1.5}, "at most 1"),
         ({"top_k": -2}, "0 .all tokens. or more"),
-        ({"repetition_penalty": 0.0}, "above 0"),
+        ({"repetition_penalty": 0.0}, "between 0.001"),
         ({"eos_last": 2}, "must be 0 or 1"),
         ({"seed": 1.5}, "must be of type int"),
     ],
@@ -245,6 +245,21 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
 def test_wrong_values_are_refused(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         recipe_for().resolve(wrong)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "option", "value"),
+    [
+        ("threshold", "sampling.temperature", 1e39),
+        ("threshold", "sampling.repetition_penalty", 1e-39),
+        ("threshold", "sampling.guidance", 1e39),
+        ("credit", "decoder.alpha", 1e39),
+        ("joint_threshold", "decoder.penalty", -1e39),
+    ],
+)
+def test_a_number_that_would_make_logits_infinite_is_refused(decoder: str, option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{option}=.* must be .*between"):
+        recipe_for(decoder=decoder).resolve({option: value})
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:

@@ -100,6 +100,25 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
 
 
 @torch.inference_mode()
+def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter does not run Gluon. Grouped heads of 128 and heads of 64 without groups, in each short format."""
+    from dinfer.kernels.triton import hopper_attention
+
+    with recorded_launches(monkeypatch) as launches, torch.device("meta"):
+        for dtype, heads, groups, size, page in ((torch.bfloat16, 16, 4, 128, 16), (torch.float16, 8, 8, 64, 64)):
+            q_BWHE, pool_PTGE = (
+                torch.empty(2, 256, heads, size, dtype=dtype),
+                torch.empty(9, page, groups, size, dtype=dtype),
+            )
+            end_BW = torch.zeros(2, 256, dtype=torch.int64)
+            for pages in (8, 2048 // page):
+                pages_BP = torch.zeros(2, pages, dtype=torch.int64)
+                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
+    assert len(launches) == 4
+    assert failures(launches) == []
+
+
+@torch.inference_mode()
 def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles no products of integers there, so weights are unpacked."""
     from dinfer.kernels import packed

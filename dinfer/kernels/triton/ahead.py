@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import build
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -89,7 +90,7 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
 def _special(value: Any) -> Any:
     """What a kernel may be specialised for. Triton looks at no more of an argument."""
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, TensorDescriptor | hopper.TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else (type(value), value)
 

@@ -1,0 +1,325 @@
+"""Interval attention over paged keys on a Hopper card, for rows with many queries.
+
+A program takes tile after tile of queries. One warp fetches queries, keys and values with the copy engine (TMA), page
+by page. Two groups of four warps take half of the queries each. A group computes the softmax of a tile of keys while
+the tensor cores multiply the probabilities of the tile before with its values (Shah et al., FlashAttention-3,
+arXiv:2407.08608). It is in Gluon, since Triton itself does not divide this loop among warps.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import cuda
+
+from dinfer.kernels.dispatch import card
+from dinfer.kernels.triton.launch import early
+
+ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
+PIECE = gl.constexpr(64)  # entries of a key that one copy takes
+FETCHING, MULTIPLYING = gl.constexpr(24), gl.constexpr(240)  # registers of a thread
+# Triton 3.6, which comes with torch 2.11, has other names for both.
+fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def _number(place, WARPS: gl.constexpr):
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def _note(place, number, WARPS: gl.constexpr):
+    place.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + number)
+
+
+@gluon.jit
+def _work(turn, works, tiles, G: gl.constexpr):
+    """The lane, the tile of queries and the key/value head of a program's turn; lane -1: nothing is left for it.
+
+    The last tiles come first: under block-causal attention they see the most keys. Every other turn goes through the
+    programs backwards, so that all of them see about as many.
+    """
+    count, own = gl.num_programs(0), gl.program_id(0)
+    work = works - 1 - turn * count - gl.where(turn % 2 == 1, count - 1 - own, own)
+    return gl.where(work >= 0, work // G // tiles, -1), work // G % tiles, work % G
+
+
+@gluon.jit
+def _fetch(
+    q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, shared, barriers, width, pages, works, tiles,
+    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    QUEUE: gl.constexpr,
+):  # fmt: skip
+    """The warp that fetches. It notes for each tile of queries which tiles of keys these see."""
+    q_all, k_all, v_all, notes = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    PIECES: gl.constexpr = E // PIECE
+    PAGES: gl.constexpr = KEYS // T
+    POSITIONS: gl.constexpr = 2 * ROWS // SHARE
+    LAST: gl.constexpr = 2147483647
+    step = 0
+    turn = 0
+    while turn * gl.num_programs(0) < works:
+        lane, tile, group = _work(turn, works, tiles, G)
+        if lane >= 0:
+            query = tile * POSITIONS + gl.arange(0, POSITIONS, gl.BlockedLayout([1], [32], [1], [0]))
+            inside = query < width
+            start = gl.load(start_ptr + lane * width + query, mask=inside, other=0).to(gl.int32)
+            end = gl.load(end_ptr + lane * width + query, mask=inside, other=0).to(gl.int32)
+            first = gl.min(gl.where(inside, start, LAST), 0) // KEYS
+            last = (gl.max(end, 0) + KEYS - 1) // KEYS
+            clear = gl.minimum(gl.min(gl.where(inside, end, LAST), 0) // KEYS, last)
+            slot = turn % QUEUE
+            mbarrier.wait(q_empty.index(slot), turn // QUEUE & 1 ^ 1)
+            _note(notes.index(slot * 3), first, 1)
+            _note(notes.index(slot * 3 + 1), gl.where(gl.max(start, 0) <= first * KEYS, clear, first), 1)
+            _note(notes.index(slot * 3 + 2), last, 1)
+            mbarrier.expect(q_full.index(slot), 2 * ROWS * E * 2)
+            for half in gl.static_range(2):
+                for piece in gl.static_range(PIECES):
+                    fetch_tile(
+                        q_tiles, [lane, tile * POSITIONS + half * (POSITIONS // 2), group * SHARE, piece * PIECE],
+                        q_full.index(slot), q_all.index((slot * 2 + half) * PIECES + piece),
+                    )  # fmt: skip
+            for key_tile in range(first, last):
+                stage = step % STAGES
+                table = pages_ptr + lane * pages
+                mbarrier.wait(k_empty.index(stage), step // STAGES & 1 ^ 1)
+                mbarrier.expect(k_full.index(stage), KEYS * E * 2)
+                for page in gl.static_range(PAGES):
+                    row = gl.load(table + gl.minimum(key_tile * PAGES + page, pages - 1)).to(gl.int32) * T
+                    for piece in gl.static_range(PIECES):
+                        fetch_tile(
+                            k_tiles, [row, group * E + piece * PIECE], k_full.index(stage),
+                            k_all.index((stage * PIECES + piece) * PAGES + page),
+                        )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), step // STAGES & 1 ^ 1)
+                mbarrier.expect(v_full.index(stage), KEYS * E * 2)
+                for page in gl.static_range(PAGES):
+                    row = gl.load(table + gl.minimum(key_tile * PAGES + page, pages - 1)).to(gl.int32) * T
+                    for piece in gl.static_range(PIECES):
+                        fetch_tile(
+                            v_tiles, [row, group * E + piece * PIECE], v_full.index(stage),
+                            v_all.index((stage * PIECES + piece) * PAGES + page),
+                        )  # fmt: skip
+                step += 1
+        turn += 1
+
+
+@gluon.jit
+def _soften(product, key_tile, start, end, top, total, scale, KEYS: gl.constexpr, CLEAR: gl.constexpr):
+    """The running maximum of the products and sum with one more tile of keys, its probabilities, and what the output so
+    far shrinks by. `CLEAR`: all queries see all of these keys."""
+    if not CLEAR:
+        key = key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, product.type.layout))
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+        product = gl.where(seen, product, -float("inf"))
+    peak = gl.maximum(top, gl.max(product, 1))
+    safe = (peak if CLEAR else gl.where(peak == -float("inf"), 0.0, peak)) * scale
+    prob = gl.exp2(product * scale - safe[:, None])
+    shrink = gl.exp2(top * scale - safe)
+    return prob, peak, total * shrink + gl.sum(prob, 1), shrink
+
+
+@gluon.jit
+def _add_keys(
+    q, shared, barriers, step, key_tile, start, end, prob, top, total, acc, scale,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CLEAR: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """The products of one more tile of keys, while those before it are multiplied with their values."""
+    _, k_all, v_all, _ = shared
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    now = step % STAGES
+    before = (step - 1) % STAGES
+    mbarrier.wait(k_full.index(now), step // STAGES & 1)
+    product = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
+    product = warpgroup_mma(q, k_all.index(now).permute((1, 0)), product, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    acc = warpgroup_mma(prob, v_all.index(before), acc, is_async=True)
+    product = warpgroup_mma_wait(1, deps=[product])
+    mbarrier.arrive(k_empty.index(now))
+    new, top, total, shrink = _soften(product, key_tile, start, end, top, total, scale, KEYS, CLEAR)
+    new = gl.convert_layout(new.to(prob.dtype), prob.type.layout)
+    # ptxas moves the wait for the tensor cores up, before the softmax, but not over the branch of another wait.
+    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    acc, new, prob = warpgroup_mma_wait(0, deps=[acc, new, prob])
+    mbarrier.arrive(v_empty.index(before))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return new, top, total, acc
+
+
+@gluon.jit
+def _multiply(
+    out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+    WHICH: gl.constexpr, G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, QUEUE: gl.constexpr,
+):  # fmt: skip
+    """A group of warps that multiplies."""
+    q_all, k_all, v_all, notes = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [4, 1], [1, 0])
+    POSITIONS: gl.constexpr = 2 * ROWS // SHARE
+    step = 0
+    turn = 0
+    while turn * gl.num_programs(0) < works:
+        lane, tile, group = _work(turn, works, tiles, G)
+        if lane >= 0:
+            row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
+            query = tile * POSITIONS + row // SHARE
+            start = gl.load(start_ptr + lane * width + query, mask=query < width, other=0).to(gl.int32)
+            end = gl.load(end_ptr + lane * width + query, mask=query < width, other=1).to(gl.int32)
+            slot = turn % QUEUE
+            mbarrier.wait(q_full.index(slot), turn // QUEUE & 1)
+            first, clear = _number(notes.index(slot * 3), 4), _number(notes.index(slot * 3 + 1), 4)
+            last = _number(notes.index(slot * 3 + 2), 4)
+            q = q_all.index(slot * 2 + WHICH)
+            stage = step % STAGES
+            mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+            product = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
+            product = warpgroup_mma(q, k_all.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(k_empty.index(stage))
+            top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, PRODUCT))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, PRODUCT))
+            prob, top, total, _ = _soften(product, first, start, end, top, total, scale, KEYS, False)
+            prob = gl.convert_layout(prob.to(k_all.dtype), gl.DotOperandLayout(0, OUT, 2))
+            acc = gl.zeros([ROWS, E], gl.float32, OUT)
+            step += 1
+            for key_tile in range(first + 1, clear):
+                prob, top, total, acc = _add_keys(
+                    q, shared, barriers, step, key_tile, start, end, prob, top, total, acc, scale,
+                    KEYS, STAGES, True, PRODUCT,
+                )  # fmt: skip
+                step += 1
+            for key_tile in range(gl.maximum(first + 1, clear), last):
+                prob, top, total, acc = _add_keys(
+                    q, shared, barriers, step, key_tile, start, end, prob, top, total, acc, scale,
+                    KEYS, STAGES, False, PRODUCT,
+                )  # fmt: skip
+                step += 1
+            stage = (step - 1) % STAGES
+            mbarrier.wait(v_full.index(stage), (step - 1) // STAGES & 1)
+            acc = warpgroup_mma(prob, v_all.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(stage))
+            acc = acc * gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))[:, None]
+            q.store(acc.to(k_all.dtype))  # only these warps read its queries, and they have
+            row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
+            query = tile * POSITIONS + row // SHARE
+            at = (lane * width + query).to(gl.int64) * (G * SHARE) + group * SHARE + row % SHARE
+            entry = gl.arange(0, E, gl.SliceLayout(0, WHOLE))
+            gl.store(out_ptr + at[:, None] * E + entry[None, :], q.load(WHOLE), mask=(query < width)[:, None])
+            fence_async_shared()
+            mbarrier.arrive(q_empty.index(slot))
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["width", "pages", "works", "tiles"])
+def _attend_wide(
+    q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, out_ptr, width, pages, works, tiles, scale,
+    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    QUEUE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    KIND: gl.constexpr = k_tiles.dtype
+    PIECES: gl.constexpr = E // PIECE
+    WHOLE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    q_pieces = gl.allocate_shared_memory(
+        KIND, [QUEUE * 2 * PIECES, 1, ROWS // SHARE, SHARE, PIECE], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    k_pieces = gl.allocate_shared_memory(KIND, [STAGES * PIECES * (KEYS // T), T, PIECE], WHOLE)
+    v_pieces = gl.allocate_shared_memory(KIND, [STAGES * PIECES * (KEYS // T), T, PIECE], WHOLE)
+    notes = gl.allocate_shared_memory(gl.int32, [QUEUE * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_all = reinterpret(q_pieces, KIND, [QUEUE * 2, ROWS, E], WHOLE)
+    k_all = reinterpret(k_pieces, KIND, [STAGES, KEYS, E], WHOLE)
+    v_all = reinterpret(v_pieces, KIND, [STAGES, KEYS, E], WHOLE)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(QUEUE):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    shared = (q_all, k_all, v_all, notes)
+    pieces = (q_pieces, k_pieces, v_pieces, notes)
+    gl.warp_specialize(
+        [
+            (_multiply, (out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+                         0, G, SHARE, E, KEYS, STAGES, QUEUE)),
+            (_multiply, (out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+                         1, G, SHARE, E, KEYS, STAGES, QUEUE)),
+            (_fetch, (q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, pieces, barriers, width, pages, works,
+                      tiles, G, SHARE, E, T, KEYS, STAGES, QUEUE)),
+        ],
+        [4, 1], [MULTIPLYING, FETCHING],
+    )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """What a program holds at once."""
+
+    keys: int  # of a tile
+    stages: int  # tiles of keys
+    queue: int  # tiles of queries
+
+
+def paged_attention(
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, scale: float,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """See `dinfer.kernels.attention.paged_attention`. `scale`: of the products, for powers of 2."""
+    lanes, width, heads, size = q_BWHE.shape
+    _, page, groups, _ = k_PTGE.shape
+    share = heads // groups
+    by_head, by_key = gl.NVMMASharedLayout(128, 16, 4), gl.NVMMASharedLayout(128, 16, 2)
+    q_tiles = TensorDescriptor.from_tensor(q_BWHE.contiguous(), [1, ROWS.value // share, share, PIECE.value], by_head)
+    k_tiles, v_tiles = (
+        TensorDescriptor.from_tensor(pool.view(-1, groups * size), [page, PIECE.value], by_key)
+        for pool in (k_PTGE, v_PTGE)
+    )
+    out_BWHE = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
+    # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
+    keys, stages, queue = tiles or (Tiles(128, 3, 1) if pages_BP.shape[1] * page >= 2048 else Tiles(64, 5, 2))
+    query_tiles = triton.cdiv(width * share, 2 * ROWS.value)
+    works = lanes * groups * query_tiles
+    _attend_wide[(min(works, _programs(card(q_BWHE.device))),)](
+        q_tiles, k_tiles, v_tiles, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(), out_BWHE, width,
+        pages_BP.shape[1], works, query_tiles, scale, G=groups, SHARE=share, E=size, T=page, KEYS=keys, STAGES=stages,
+        QUEUE=queue, num_warps=4, maxnreg=168, **early(q_BWHE),
+    )  # fmt: skip
+    return out_BWHE
+
+
+@cache
+def _programs(device: torch.device | None) -> int:
+    """One for each multiprocessor of the card. Without one, nothing runs."""
+    if device is None:
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
