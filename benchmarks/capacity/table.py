@@ -149,8 +149,8 @@ def experts(reports: list[dict[str, Any]]) -> str:
             took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
     lines = ["| requests | divided experts | whole experts |", "| --- | --- | --- |"]
     for rows, each in sorted(took.items()):
-        if len(each) > 1:
-            lines.append(f"| {rows} | {each['divided']:.2f} ms | {each['dealt out']:.2f} ms |")
+        cells = [f"{each[kind]:.2f} ms" if kind in each else "-" for kind in ("divided", "dealt out")]
+        lines.append(f"| {rows} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -20,12 +20,13 @@ class Parts(NamedTuple):
     """Partial sums, which the consumer adds up in order, in float32.
 
     With weights they are the outputs of each token's experts. The parts of a token are adjacent. The first C are
-    multiplied by its weights; a shared expert's part comes last.
+    multiplied by its weights; a shared expert's part comes last, or in a tensor of its own.
     """
 
     values: Tensor  # [S, ...]; with weights [P, D]
     dtype: torch.dtype  # of the rounded sum
     weights_NC: Tensor | None = None  # float32
+    plus_ND: Tensor | None = None  # added last; only with weights
 
     @property
     def shape(self) -> torch.Size:

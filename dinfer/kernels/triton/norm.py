@@ -16,6 +16,7 @@ from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
 from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded, Squares
 
 EMPTY = tl.constexpr(symmetric.EMPTY)
+MANY = 256  # rows that busy the card with a program each
 
 
 @triton.jit
@@ -42,13 +43,16 @@ def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.cons
 
 @triton.jit
 def _plus(
-    x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    x, delta_ptr, mix_ptr, plus_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
     """A row plus the sum of the parts of its addend, and of the other GPU's addend if `ROWS` is not 0."""
     row = tl.program_id(0)
     delta_ptr += row.to(tl.int64) * stride + column
-    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED).to(x.dtype)
+    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
+    if PLUS:
+        delta += tl.load(plus_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    delta = delta.to(x.dtype)
     if ROWS:
         delta = _swapped(delta, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS, WIDEST)
     return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
@@ -56,26 +60,27 @@ def _plus(
 
 @triton.jit
 def _add(
-    x_ptr, delta_ptr, mix_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     x = _plus(
-        x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-        PARTS, MIXED, ROWS, WIDEST,
+        x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+        PARTS, MIXED, PLUS, ROWS, WIDEST,
     )  # fmt: skip
     tl.store(sum_ptr + row + column, x, mask=inside)
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr, mine_ptr, theirs_ptr,
-    count_ptr, width, apart, stride, room, eps,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr,
+    mine_ptr, theirs_ptr, count_ptr, width, apart, stride, room, eps,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
     BOTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * BLOCK
@@ -87,8 +92,8 @@ def _add_rms_norm(
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if PARTS:
         x = _plus(
-            x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-            PARTS, MIXED, ROWS, WIDEST,
+            x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+            PARTS, MIXED, PLUS, ROWS, WIDEST,
         )  # fmt: skip
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -113,20 +118,23 @@ def _add_rms_norm(
 PIECE = 512  # inputs of a row that a program takes where many programs share a row
 
 
-def _size(width: int) -> dict[str, int]:
+def _size(width: int, rows: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 128, 1), 16)}
+    each = 128 if rows < 2 * MANY else 256  # values of a warp
+    return {"BLOCK": block, "num_warps": min(max(block // each, 1), 16)}
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
     """See `dinfer.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
-    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
     swapped, rows, widest = _places(exchange, x_BWD)
-    _add[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, sum_BWD, *swapped, width, apart, stride, PARTS=parts, MIXED=mixed, ROWS=rows, WIDEST=widest,
-        **_size(width), **early(x_BWD),
+    lines = x_BWD.shape[:-1].numel()
+    _add[(lines,)](
+        x_BWD, delta, mix, delta if plus is None else plus, sum_BWD, *swapped, width, apart, stride,
+        PARTS=parts, MIXED=mixed, PLUS=plus is not None, ROWS=rows, WIDEST=widest, **_size(width, lines),
+        **early(x_BWD),
     )  # fmt: skip
     return sum_BWD
 
@@ -158,55 +166,64 @@ def add_rms_norm(
         made = empty_rounded(x_BWD)._replace(wide=wide)
         out, scale = made.values, made.scale
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
-    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
     swapped, rows, widest = _places(exchange, x_BWD)
+    lines = x_BWD.shape[:-1].numel()
     pieces = len(square_SR) if isinstance(made, Grouped) and made.squares else 0
-    _add_rms_norm[(x_BWD.numel() // width, max(pieces, 1))](
-        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, square_SR, plain, *swapped, width, apart, stride, room, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
+    _add_rms_norm[(lines, max(pieces, 1))](
+        x_BWD, delta, mix, delta if plus is None else plus, weight_D, sum_BWD, out, scale, square_SR, plain, *swapped,
+        width, apart, stride, room, eps,
+        PARTS=parts, MIXED=mixed, PLUS=plus is not None, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
         GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both, ROWS=rows, WIDEST=widest,
-        **_size(PIECE if pieces else width), **early(x_BWD),
+        **_size(PIECE if pieces else width, lines), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
 
 
 @triton.jit
 def _swiglu(
-    gate_up_ptr, out_ptr, scale_ptr, width, room, apart, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    gate_up_ptr, out_ptr, scale_ptr, rows, width, room, apart, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
     gate_ptr = gate_up_ptr + row * 2 * width + column
     gate = added(gate_ptr, gate_ptr, inside, apart, 0.0, PARTS, 0)
     up = added(gate_ptr + width, gate_ptr, inside, apart, 0.0, PARTS, 0)
     out = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
     if GROUP:
-        first = tl.program_id(1) * BLOCK
-        store_groups(out.to(tl.float32), out_ptr, scale_ptr, row, first, width, room, GROUP, BLOCK)
-    else:
-        tl.store(out_ptr + row * width + column, out, mask=inside)
+        values, first = tl.reshape(out.to(tl.float32), (BLOCK,)), tl.program_id(1) * BLOCK
+        store_groups(values, out_ptr, scale_ptr, tl.program_id(0), first, width, room, GROUP, BLOCK)
+        return
+    if LARGEST:
+        out, scale = scaled(out.to(tl.float32), 1, LARGEST)
+        tl.store(scale_ptr + row, scale, mask=row < rows)
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.kernels.norm.swiglu`."""
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
-    rows, width = math.prod(lead), both // 2
+    rows, width, room = math.prod(lead), both // 2, 0
     like = values.new_empty(*lead, 0, dtype=gate_up_BWX.dtype)
-    if groups := in_groups(inputs, rows):
+    block = min(triton.next_power_of_2(width), 1024)
+    made: Tensor | Rounded | Grouped
+    groups, largest = in_groups(inputs, rows), 0
+    if groups:
         made = empty_groups(like, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    elif inputs == "rounded" and (width <= block or rows >= MANY):
+        rounded, scales = like.new_empty(*lead, width, dtype=FLOAT8), like.new_empty(*lead, dtype=torch.float32)
+        made = Rounded(rounded, scales, like.dtype)
+        out, scale, largest, block = made.values, made.scale, LARGEST[FLOAT8], triton.next_power_of_2(width)
     else:
-        out = scale = like.new_empty(*lead, width)
-        room = 0
-    block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(rows, triton.cdiv(width, block))](
-        values, out, scale, width, room, rows * both, PARTS=parts, GROUP=groups.group if groups else 0, BLOCK=block,
-        num_warps=4, **early(values),
+        made = out = scale = like.new_empty(*lead, width)
+    many = min(max(2048 // block, 1), 4) if rows >= MANY and not groups else 1
+    _swiglu[(triton.cdiv(rows, many), triton.cdiv(width, block))](
+        values, out, scale, rows, width, room, rows * both, PARTS=parts, GROUP=groups.group if groups else 0,
+        LARGEST=largest, ROWS=many, BLOCK=block, num_warps=min(max(block // 512, 4), 32), **early(values),
     )  # fmt: skip
-    if groups:
-        return made
-    # A scale needs the whole row. One program for a whole row would take longer than a second launch.
-    return round_rows(out) if inputs == "rounded" else out
+    # A scale needs the whole row. Of few wide rows, one program for each would take longer than a second launch.
+    return round_rows(made) if inputs == "rounded" and isinstance(made, Tensor) else made
