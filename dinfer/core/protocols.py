@@ -269,7 +269,7 @@ class CachePolicy(Component):
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
 
-    def exact(self, frame: tuple[int, int, bool], grain: int = 1) -> bool:
+    def exact(self, frame: tuple[int, int, bool], grain: int) -> bool:
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
         `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
