@@ -340,6 +340,7 @@ class Iteration(Component):
     branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.core.branches.Branching`
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
     scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
+    mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
