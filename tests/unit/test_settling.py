@@ -18,9 +18,11 @@ from support.matrix import (
     tokens_and_steps,
     watching,
 )
+from support.models import tiny_model
 
 from dinfer.core.protocols import Phase, StepShape
-from dinfer.core.recipe import Recipe
+from dinfer.core.recipe import Recipe, compose
+from dinfer.engine.request import Request
 from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, grouped, settling
@@ -76,6 +78,20 @@ def lending(most: int, shapes: list[StepShape]) -> Callable[..., None]:
         step(recipe, state, shape, slot_B[: shape.lanes])
 
     return cut
+
+
+@pytest.mark.parametrize(("steps", "lent"), [(2, True), (8, False)])
+def test_lanes_are_added_where_rows_enter_blocks_often(steps: int, lent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.engine.scheduler.block_ends.OFTEN", 6)
+    monkeypatch.setattr("dinfer.engine.scheduler.block_ends.MEMORY", 32)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.SAVED", 8)
+    iteration, decoder = {"name": "block_diffusion", "block": 8, "stop": "off"}, {"name": "fixed", "steps": steps}
+    recipe = compose(tiny_model("block_causal"), iteration=iteration, decoder=decoder, cache="block")
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    requests = [Request([5] * (1 + 3 * i), 40 + 8 * i, recipe.resolve({})) for i in range(6)]
+    completions(engine_for(recipe, rows=6, settle=True), requests)
+    assert any(shape.spare for shape in shapes) == lent
 
 
 def test_steps_that_settle_are_planned_where_few_rows_enter_a_block() -> None:

@@ -39,8 +39,8 @@ class BlockEnds:
 
     @property
     def often(self) -> bool:
-        """Whether rows enter blocks so often that lending lanes pays."""
-        return OFTEN * self.every.ends >= self.every.steps
+        """Whether rows enter blocks so often that lending lanes pays. Not until it is known of many steps."""
+        return OFTEN * self.every.ends >= self.every.steps + MEMORY
 
     def chance(self, row: Row) -> float:
         """That the step under way takes a row on to another block; 0 where nothing is known."""
