@@ -129,7 +129,7 @@ def _attend(
 
 
 @triton.jit
-def _join(
+def join(
     q_ptr, part_ptr, stat_ptr, out_ptr, out_scale_ptr, room, H: tl.constexpr, E: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -168,10 +168,10 @@ def paged_attention(
     _, page, groups, _ = k_PTGE.shape
     asked, room = in_groups(takes, lanes * width), 0
     grouped = asked is not None and asked.group == size
-    if tiles is None and own_BW is None and not grouped and _many(q_BWHE, k_PTGE):
+    if tiles is None and own_BW is None and not grouped and _many(q_BWHE, k_PTGE, pages_BP.shape[1]):
         from dinfer.kernels.triton.hopper_attention import paged_attention as kernel
 
-        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, size**-0.5 * LOG2_E)
+        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW)
     share, pages = width * heads // groups, pages_BP.shape[1]
     tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
     made: Tensor | Grouped
@@ -192,14 +192,14 @@ def paged_attention(
         **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:
-        _join[(lanes * width * heads,)](
+        join[(lanes * width * heads,)](
             q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits,
             GROUPED=grouped, num_warps=1, **early(q_BWHE),
         )  # fmt: skip
     return made
 
 
-def _many(q_BWHE: Tensor, k_PTGE: Tensor) -> bool:
+def _many(q_BWHE: Tensor, k_PTGE: Tensor, pages: int) -> bool:
     """Whether the kernel for many queries takes these tensors, and is faster than this one."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
@@ -212,7 +212,8 @@ def _many(q_BWHE: Tensor, k_PTGE: Tensor) -> bool:
         and share in (1, 2, 4, 8, 16, 32, 64)
         and page in (8, 16, 32, 64)
     )
-    return able and width * share >= 128 and lanes * groups * triton.cdiv(width * share, 128) >= 132
+    works = lanes * groups * triton.cdiv(width * share, 128)
+    return able and width * share >= 128 and (works >= 132 or pages * page >= 4096)
 
 
 def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:
