@@ -105,7 +105,7 @@ def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> 
     from dinfer.kernels.triton import hopper_attention
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
-        cases = (torch.bfloat16, 32, 16, 4, 128, 16, 128), (torch.float16, 1, 8, 8, 64, 64, 64)
+        cases = (torch.bfloat16, 32, 16, 4, 128, 16, 256), (torch.float16, 1, 8, 8, 64, 64, 64)
         for dtype, lanes, heads, groups, size, page, pages in cases:
             q_BWHE, pool_PTGE = (
                 torch.empty(shape, dtype=dtype) for shape in ((lanes, 256, heads, size), (9, page, groups, size))

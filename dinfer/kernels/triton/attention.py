@@ -212,8 +212,10 @@ def _many(q_BWHE: Tensor, k_PTGE: Tensor, pages: int) -> bool:
         and share in (1, 2, 4, 8, 16, 32, 64)
         and page in (8, 16, 32, 64)
     )
-    works = lanes * groups * triton.cdiv(width * share, 128)
-    return able and width * share >= 128 and (works >= 132 or pages * page >= 4096)
+    works = lanes * groups * triton.cdiv(width * share, 128)  # tiles of queries
+    if width * share < 128:  # a tile is not full
+        return able and width * share >= 64 and works >= 264
+    return able and (works >= 32 or pages * page >= 8192)
 
 
 def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:

@@ -351,13 +351,13 @@ def _tiles(works: int, keys: int, programs: int) -> Tiles:
     """The fastest on an H200 for tiles of queries in `works`, each with `keys`."""
 
     def microseconds(splits: int) -> float:
-        """About: a turn takes 15 ns a key, and joining 3 us and 30 ns for the splits of a tile of queries."""
+        """About: a turn takes 15 ns a key, and joining 3 us and 80 ns for each split of a tile of queries."""
         turns = triton.cdiv(works * splits, programs)
-        return turns * keys / splits * 0.015 + (splits > 1) * (3 + works * splits * 0.03)
+        return turns * keys / splits * 0.015 + (splits > 1) * (3 + works * splits * 0.08)
 
     splits = min((1, 2, 4, 8, 16, 32), key=microseconds)
     # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
-    return Tiles(128, 3, 1, splits) if keys // splits >= 2048 else Tiles(64, 5, 2, splits)
+    return Tiles(128, 3, 1, splits) if keys // splits >= 4096 else Tiles(64, 5, 2, splits)
 
 
 @cache
