@@ -21,6 +21,7 @@ class Clock:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.cuda = engine, engine.device.type == "cuda"
         self.marks: list[tuple[StepShape, int, Any, Any]] = []
+        self.captures: set[int] = set()  # places of the marks that hold the capture of a graph
 
     def __enter__(self) -> Clock:
         self.engine.runner.observer = self._timed
@@ -31,8 +32,10 @@ class Clock:
 
     @contextmanager
     def _timed(self, step_shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
-        begin = self._mark()
+        begin, captured = self._mark(), self.engine.runner.captured
         yield
+        if self.engine.runner.captured > captured:
+            self.captures.add(len(self.marks))
         self.marks.append((step_shape, len(slots), begin, self._mark()))
 
     def _mark(self) -> Any:

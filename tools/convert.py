@@ -16,10 +16,12 @@ import argparse
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -65,19 +67,34 @@ def convert(
         raise CheckpointError(f"{source} has no experts, or they are {experts} already")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new folder")
+    with whole(target):
+        for path in {path for pattern in COPIED for path in source.glob(pattern)}:
+            if path.name != INDEX:
+                shutil.copy2(path, target / path.name)
+        made = regrouped(tensors, have, want)
+        if quantize is not None:
+            with torch.device("meta"):
+                weights = formatted(family.network(spec)).keys()
+            names = {name for name, place in want.items() if place.parameter in weights}
+            made = rounded(made, names, format_of(quantize))
+            config = read_object(source / "config.json") | {FIELD: described(quantize)}
+            (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write(target, made, shard)
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[None]:
+    """Makes a folder. After an error or Ctrl-C it is as it was: absent or empty."""
+    before = target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    for path in {path for pattern in COPIED for path in source.glob(pattern)}:
-        if path.name != INDEX:
-            shutil.copy2(path, target / path.name)
-    made = regrouped(tensors, have, want)
-    if quantize is not None:
-        with torch.device("meta"):
-            weights = formatted(family.network(spec)).keys()
-        names = {name for name, place in want.items() if place.parameter in weights}
-        made = rounded(made, names, format_of(quantize))
-        config = read_object(source / "config.json") | {FIELD: described(quantize)}
-        (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    write(target, made, shard)
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir():
+            path.unlink()
+        if not before:
+            target.rmdir()
+        raise
 
 
 def regrouped(
@@ -175,8 +192,11 @@ def main() -> None:
         if gguf:
             return to_gguf.write_gguf(locate(given.source), given.target, given.type or "F16")
         convert(locate(given.source), given.target, experts=given.experts, quantize=given.quantize)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.exit(2, f"error: {error}\n")
+    except (OSError, SafetensorError) as error:
+        named = isinstance(error, OSError) and error.filename  # numpy and safetensors name no file on a full disk
+        parser.exit(2, f"error: {error}\n" if named else f"error: {given.target} cannot be written: {error}\n")
 
 
 if __name__ == "__main__":

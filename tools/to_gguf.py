@@ -22,7 +22,7 @@ from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import ARCHITECTURES
 from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
 from dinfer.loading.packed import FIELD, packing
-from dinfer.pipeline.pipeline import read_tokenizer
+from dinfer.pipeline.tokenizer import read_tokenizer
 from tools.convert import order, regrouped
 
 NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}

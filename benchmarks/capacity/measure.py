@@ -41,13 +41,14 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 def table(clock: Clock, canvas: int) -> list[dict[str, Any]]:
-    """Mean and quantiles of the time of each shape that every run had."""
+    """Mean and quantiles of the time of each shape that every run had, without the launches that captured a graph."""
     if clock.cuda:
         torch.cuda.synchronize()
     found = defaultdict(list)
-    for shape, _, begin, end in clock.marks:
-        taken = begin.elapsed_time(end) if clock.cuda else 1e3 * (end - begin)
-        found[shape.phase.name, shape.lanes, shape.width].append(taken)
+    for place, (shape, _, begin, end) in enumerate(clock.marks):
+        if place not in clock.captures:
+            taken = begin.elapsed_time(end) if clock.cuda else 1e3 * (end - begin)
+            found[shape.phase.name, shape.lanes, shape.width].append(taken)
     return [
         {
             "phase": phase, "lanes": lanes, "width": width, "canvas": canvas, "launches": len(taken),

@@ -19,7 +19,7 @@ from dinfer.core.protocols import StepShape
 from dinfer.engine.async_engine import PAUSE
 from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket
-from dinfer.engine.scheduler.grouping import free_positions, grouped
+from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
 
@@ -174,8 +174,9 @@ class Replica:
             for group in self._groups(Phase.FULL, {i: Need(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}):
                 spent += self._time("FULL", len(group.slots), group.width)
         windows, decode = window_groups(
-            len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions
-        )
+            len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions,
+            self.times.ahead and not self.waiting,
+        )  # fmt: skip
         for rows, width, spare in windows:
             spent += self._time("WINDOW", rows, width, spare)
         self._full, self._wide, self._fresh = [], [], []
@@ -235,12 +236,20 @@ class Replica:
 
 @lru_cache(maxsize=65536)
 def window_groups(
-    wide: int, narrow: int, block: int, settle: bool, free: int, limit: int
+    wide: int, narrow: int, block: int, settle: bool, free: int, limit: int, ahead: bool = False
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Rows, width and spare lanes of each window step of a round, and how many wide rows decode in it."""
-    least = block if settle else None
-    needs = {i: Need(2 * block if i < wide else block, least) for i in range(wide + narrow)}
-    found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block, lends=settle)
+    """Rows, width and spare lanes of each window step of a round, and how many wide rows decode in it.
+
+    `ahead`: the round is launched before the last one is read. The engine then guesses which rows enter a block, and
+    counts as right here.
+    """
+    rows, least, found = range(wide + narrow), block if settle else None, list[Group]()
+    if ahead:
+        chances = {i: float(i < wide) for i in rows}
+        found = settling(dict.fromkeys(rows, least), chances, free=free, limit=limit, lends=settle)
+    if not found:
+        needs = {i: Need(2 * block if i < wide else block, least) for i in rows}
+        found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block, lends=settle)
     decode = sum(group.spare for group in found) if any(group.settles for group in found) else wide
     return [(len(group.slots), group.width, group.spare) for group in found], decode
 

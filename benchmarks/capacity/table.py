@@ -149,15 +149,15 @@ def experts(reports: list[dict[str, Any]]) -> str:
             took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
     lines = ["| requests | divided experts | whole experts |", "| --- | --- | --- |"]
     for rows, each in sorted(took.items()):
-        if len(each) > 1:
-            lines.append(f"| {rows} | {each['divided']:.2f} ms | {each['dealt out']:.2f} ms |")
+        cells = [f"{each[kind]:.2f} ms" if kind in each else "-" for kind in ("divided", "dealt out")]
+        lines.append(f"| {rows} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def sections(results: Path) -> dict[str, str]:
     """The generated sections of docs/scaling by name."""
-    names = ("check", "llada2-mini", "layouts", "trace", "degrees")
-    check, scaling, layout, trace, degree = (
+    names = ("check", "check-two-cards", "llada2-mini", "layouts", "trace", "degrees")
+    check, two_cards, scaling, layout, trace, degree = (
         json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
     )
     setting = scaling["setting"]
@@ -170,6 +170,7 @@ def sections(results: Path) -> dict[str, str]:
     return {
         "experts": experts([json.loads((results / name).read_text()) for name in divided]),
         "checked": checked(check),
+        "checked_two_cards": checked(two_cards),
         "loads": f"{about}\n\n{loads(scaling)}",
         "cards": cards(scaling),
         "layouts": layouts(layout),

@@ -14,9 +14,10 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 
 `measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
-`--url` there is no such baseline; it asks held-out problems as chats. Each load comes twice, and the second one counts.
-`captured_while_timed` says how many CUDA graphs the server captured then: a capture takes as long as many steps.
-`rounds` and `round_ms` are of its engine, so that a figure can be set beside the steps that it should take.
+`--url` there is no such baseline; it asks held-out problems as chats. A capture of a CUDA graph takes as long as many
+steps. So each load comes until the server captures none, at most `--passes` times before the one that counts, and
+`captured_while_timed` says how many it captured then. `rounds` and `round_ms` are of its engine, so that a figure can
+be set beside the steps that it should take.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ import torch
 import dinfer
 from benchmarks import throughput
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import provenance, show
+from benchmarks.provenance import provenance, save, show
 from benchmarks.serving.process import Started, serving, started
 from benchmarks.serving.streams import Outcome, taken
 from benchmarks.shapes import shape
@@ -59,6 +60,7 @@ MEGABYTE = 2**20
 MOST_GROWTH = 50 * MEGABYTE
 WINDOW = 30.0  # seconds of one figure of memory; the first figure never counts
 SETTLED = 20  # seconds after which everything must be free
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SERVER = ("device=cpu", f"max_new_tokens={NEW_TOKENS}", "runtime.rows=128", "max_requests=4096")
 
 
@@ -234,7 +236,11 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 body | usage | {"max_tokens": new, "dinfer": {"drafts": drafts}}
                 for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
             ]
-            timed(f"{url}{path}", level, own)  # graphs are captured, and kernels compiled
+            for _ in range(args.passes):
+                before = work(url)
+                timed(f"{url}{path}", level, own)  # kernels are compiled, too
+                if work(url)["graphs"] == before["graphs"]:
+                    break
             before = work(url)
             run = timed(f"{url}{path}", level, own)
             done = {name: value - before[name] for name, value in work(url).items()}
@@ -246,6 +252,7 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
             runs.append({"in_flight": level, "drafts": drafts, **run, **own_work, **share})
             print(runs[-1], flush=True)
+            save({**provenance(DEVICE), "setting": setting, "runs": runs}, args.out)
     return {"setting": setting, "runs": runs}
 
 
@@ -273,6 +280,7 @@ def main() -> None:
     second = commands.add_parser("measure")
     second.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
     second.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
+    second.add_argument("--passes", type=int, default=4, help="most passes before the timed one")
     second.add_argument("--new", type=int, default=512, help="tokens of an answer")
     second.add_argument("--no-drafts", action="store_true", help="without the runs that show drafts")
     second.add_argument("--url", help="of a server that runs; ends in a slash")
@@ -287,8 +295,7 @@ def main() -> None:
             f"--seconds {args.seconds:g} is too short to tell a leak from warming up: give {3 * WINDOW:g} or more"
         )
     found = endure(args) if args.command == "endure" else measure(args, rest)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = {**provenance(device), **found}
+    report = {**provenance(DEVICE), **found}
     show(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
         raise SystemExit(f"not so: {', '.join(failed)}")

@@ -89,11 +89,9 @@ def check_ranks(count: int) -> None:
         raise ValueError("an audit compares whole logits, which one rank does not have: use runtime.tensor_parallel=1")
 
 
-def audit(
-    pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int] = 128, options: Any = None
-) -> Audit:
+def audit(pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int]) -> Audit:
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
-    requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, options)]
+    requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, None)]
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
     check_ranks(recipe.ranks.size)
     watch = Watched(recipe.model)

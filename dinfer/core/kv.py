@@ -217,9 +217,9 @@ class PagedAttend:
         got_BS = attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
         return self.pool.ranks.all_reduce(got_BS) / self.pool.ranks.size
 
-    def values(self, layer: int = -1) -> Tensor:
-        """The values that the pools of all ranks hold at the queries' positions; anything at padding. [B, W, G * E]"""
-        v_XGE = taken(self.pool.of(layer)[1].flatten(0, 1), self.write_X)
+    def values(self) -> Tensor:
+        """The last layer's values at the queries' positions, of all ranks; anything at padding. [B, W, G * E]"""
+        v_XGE = taken(self.pool.of(-1)[1].flatten(0, 1), self.write_X)
         return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
     def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Any:

@@ -269,7 +269,7 @@ class CachePolicy(Component):
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
 
-    def exact(self, frame: tuple[int, int, bool], grain: int = 1) -> bool:
+    def exact(self, frame: tuple[int, int, bool], grain: int) -> bool:
         """Whether every step sees the keys and values that a pass without a cache would compute.
 
         `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
@@ -340,6 +340,7 @@ class Iteration(Component):
     branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.core.branches.Branching`
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
     scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
+    mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""

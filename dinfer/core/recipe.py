@@ -60,7 +60,8 @@ class Recipe:
     def __post_init__(self) -> None:
         spec = self.model.spec
         silent_parts = {"iteration": self.iteration, "cache": self.cache}
-        for kind, part in {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}.items():
+        parts = {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}
+        for kind, part in parts.items():
             check_types(kind, part)
         for kind, silent in silent_parts.items():
             for info in options_of(silent):
@@ -69,7 +70,7 @@ class Recipe:
                         f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
                         "decoders and samplings are given a request's own options. Leave per_request out."
                     )
-        for part in (self.iteration, self.decoder, self.cache, self.sampling):
+        for part in parts.values():
             if (reason := part.incompatibility(spec)) is not None:
                 raise IncompatibleRecipe(reason)
         if self.decoder.edits and not self.cache.scores_decoded:
@@ -135,7 +136,9 @@ class Recipe:
                 f"iteration.stop=cut ends a row while {DECODERS.called(self.decoder)} may still edit what it decoded. "
                 "Use iteration.stop=block."
             )
-        self._check({f"{o.kind}.{o.name}": o.default for o in self.request_options})
+        self._check(
+            {f"{kind}.{name}": value for kind, part in parts.items() for name, value in values_of(part).items()}
+        )
 
     @property
     def parts(self) -> str:
@@ -145,7 +148,7 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({self.model.spec.family}, {self.parts})"
 
-    def _check(self, values: Mapping[str, float]) -> None:
+    def _check(self, values: Mapping[str, Any]) -> None:
         """Raises IncompatibleRecipe for options that the components together cannot honour, or no tensor can hold."""
         for name, value in values.items():
             if isinstance(value, int) and abs(value) > EXACT:

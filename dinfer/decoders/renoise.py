@@ -40,7 +40,8 @@ class Renoise(Decoder):
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "steps", least=1, most=255)  # the engine stops a row that gains nothing for 256
-        check_range("decoder", self, "bound", "confidence", "stability", least=0)
+        check_range("decoder", self, "bound", "confidence", least=0)
+        check_range("decoder", self, "stability", least=0, most=255)
         check_range("decoder", self, "t_min", "t_max", least=1e-3, most=1e3)  # logits divided by it stay finite
 
     def incompatibility(self, spec: ModelSpec) -> str | None:

@@ -73,8 +73,9 @@ class S2D2(Decoder):
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "steps", "min_span", "span_bins", least=1)
-        check_range("decoder", self, "scale", "exploration", "tempering", least=0)
+        check_range("decoder", self, "steps", "min_span", least=1)
+        check_range("decoder", self, "span_bins", least=1, most=1024)
+        check_range("decoder", self, "scale", "exploration", "tempering", "least_ratio", least=0)
         scores = "penalty", "floor", "on", "off"
         check_range("decoder", self, *scores, least=-sys.float_info.max, most=sys.float_info.max)
 

@@ -76,8 +76,9 @@ class Batch:
 
         Not those of the last block: it was still masked when their keys were computed.
         """
-        spec, page = self.recipe.model.spec, self.runtime.page
-        if not self.runtime.share or row.asks.guided or not self.recipe.cache.prefilled(spec, row.request.length):
+        recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
+        own = row.asks.guided or recipe.iteration.mixes  # keys depend on more than tokens
+        if not self.runtime.share or own or not recipe.cache.prefilled(spec, row.request.length):
             return
         unit = spec.causal_block or 1
         final = row.cursors.kept // unit * unit

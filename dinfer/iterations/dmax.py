@@ -26,6 +26,7 @@ class DMaxSweep(MultiBlock):
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"
     scores: ClassVar[Literal["block", "window", "adjusted"]] = "adjusted"
+    mixes: ClassVar[bool] = True
 
     mix: Literal["confidence", "topk"] = option("confidence", "what a token is mixed with: the mask, or likely tokens")
     rescale: bool = option(True, "with mix=confidence: as long as its two parts")

@@ -32,7 +32,7 @@ class Smooth(BlockSweep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0)
+        check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0, most=1e3)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:

@@ -22,11 +22,11 @@ def close(x: Deferred) -> Tensor:
     if use_triton(x.values, "experts"):
         from dinfer.kernels.triton.moe import combine
 
-        return combine(x.values, x.weights_NC)
+        return combine(x.values, x.weights_NC, x.plus_ND)
     parts_NCD = x.values.unflatten(0, (len(x.weights_NC), -1)).float()
     chosen = x.weights_NC.shape[1]
     mixed_ND = (parts_NCD[:, :chosen] * x.weights_NC[..., None]).sum(1) + parts_NCD[:, chosen:].sum(1)
-    return mixed_ND.to(x.dtype)
+    return (mixed_ND if x.plus_ND is None else mixed_ND + x.plus_ND).to(x.dtype)
 
 
 def share(x: Deferred, ranks: Summing | None) -> Deferred:
@@ -57,6 +57,9 @@ def ungrouped(x: Grouped) -> Tensor:
     """The rows, in the dtype that they had."""
     rows, groups = x.shape[:-1].numel(), len(x.scale_GR)
     values = x.values_RK[:rows].float().unflatten(-1, (groups, -1)) * (16 * x.scale_GR[:, :rows].mT[..., None])
+    if x.squares is not None:
+        mean_R = x.squares.sums_SR[:, :rows].sum(0) / x.shape[-1]
+        values = values * torch.rsqrt(mean_R + x.squares.eps)[:, None, None]
     return values.view(x.shape).to(x.dtype)
 
 

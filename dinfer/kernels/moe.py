@@ -22,9 +22,10 @@ from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Parts, Plan, Rounded
 
 TILE = 16
+DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
-Gate = Callable[[Tensor, Inputs], Deferred]
+Gate = Callable[[Deferred, Inputs], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
@@ -231,8 +232,8 @@ def expert_mixture(
     made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
     hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)
-    if plus_ND is None and tokens <= TOGETHER:  # more rows would fill memory until they are read
-        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous())
+    if tokens <= DEFERRED:  # more rows would fill memory until they are read
+        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous(), plus_ND)
     return combine(out_PD, weights_NC, plus_ND)
 
 

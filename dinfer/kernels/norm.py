@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.cpu import float as native
-from dinfer.kernels.deferred import close, to_add
+from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.symmetric import Exchange
@@ -66,21 +66,22 @@ def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred
     return None, delta_BWD
 
 
-def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
+def swiglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
     """silu(gate) * up of the halves of the last dimension, in the form that the next layer takes. [B, W, 2M -> M]"""
-    if use_triton(gate_up_BWX, "gate"):
+    if use_triton(held(gate_up_BWX), "gate"):
         from dinfer.kernels.triton.norm import swiglu as kernel
 
-        return kernel(gate_up_BWX, inputs)
+        return kernel(to_add(gate_up_BWX), inputs)
+    gate_up_BWX = close(gate_up_BWX)
     if native.able("gate", gate_up_BWX):
         return _as(native.swiglu(gate_up_BWX), inputs)
     gate, up = gate_up_BWX.chunk(2, -1)
     return _as(F.silu(gate) * up, inputs)
 
 
-def geglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Deferred:
+def geglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
     """As `swiglu`, with the tanh approximation of GELU."""
-    gate, up = gate_up_BWX.chunk(2, -1)
+    gate, up = close(gate_up_BWX).chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh") * up, inputs)
 
 

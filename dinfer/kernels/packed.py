@@ -22,7 +22,6 @@ from dinfer.kernels.moe import ExpertWeight, Gate
 from dinfer.kernels.types import GROUPED_ROWS, Deferred, Grouped, InGroups, Inputs, Parts, Plan
 
 GROUPS = (128, 64, 32)
-SMALL = 8192  # outputs up to which the consumer may add up parts
 TILE = 64  # outputs of which the weights of a group are one piece of memory, for a GPU
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
 
@@ -36,7 +35,7 @@ def group_of(width: int) -> int:
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., O, K] -> uint8 [..., O, H], bfloat16 [..., O, G], whose outputs are next to each other in memory.
+    """[..., O, K] -> uint8 [..., O, H], bfloat16 [..., O, G]. The scales of a group are next to each other in memory.
 
     Byte i of a group holds its value i in the low four bits and value i + half a group in the high ones, plus 8 each.
     """
@@ -44,7 +43,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = weight.flatten(0, -2)
     pieces = [_pack(piece, group) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
     values, scale = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    return tuple(part.unflatten(0, weight.shape[:-1]) for part in (values, scale.mT.contiguous().mT))
+    values, scale = (part.unflatten(0, weight.shape[:-1]) for part in (values, scale))
+    return values, scale.mT.contiguous().mT
 
 
 def _pack(weight_OK: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def packed_linear(
 
     x = _grouped(x)
     if x.shape[:-1].numel() <= GROUPED_ROWS and multiplies_integers(values):
-        return kernels.linear(x, values, scale_OG, bias_O, split=parts and len(scale_OG) <= SMALL)
+        return kernels.linear(x, values, scale_OG, bias_O, split=parts)
     x = close(x)
     return F.linear(x, kernels.unpack(values, scale_OG, x.dtype), bias_O)
 
@@ -124,8 +124,9 @@ class PackedExperts(ExpertWeight):
     def joined(self, shared: ExpertWeight) -> "PackedExperts | None":
         if not isinstance(shared, PackedExperts) or shared.each.shape != self.each.shape[1:]:
             return None
-        alike = shared.scale.shape == self.scale.shape[1:] and shared.scale.stride() == self.scale.stride()[1:]
-        return PackedExperts(self.each, self.scale, (shared.each, shared.scale)) if alike else None
+        one, each = shared.scale, self.scale
+        alike = one.dtype == each.dtype and one.shape == each.shape[1:] and one.stride() == each.stride()[1:]
+        return PackedExperts(self.each, each, (shared.each, one)) if alike else None
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
         return close(packed_linear(x_RK, self.each[expert], self.scale[expert]))
@@ -141,7 +142,7 @@ class PackedExperts(ExpertWeight):
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         from dinfer.kernels.triton.packed_moe import expert_linear
 
-        both_PX = expert_linear(_grouped(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
+        both_PX = expert_linear(_normed(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
         return gated(both_PX, down.takes)
 
     @property
@@ -155,7 +156,7 @@ class PackedExperts(ExpertWeight):
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         from dinfer.kernels.triton.packed_moe import expert_linear
 
-        return expert_linear(_grouped(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
+        return expert_linear(_normed(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
@@ -165,3 +166,8 @@ class PackedExperts(ExpertWeight):
 
 def _grouped(x: Deferred) -> Tensor | Grouped:
     return x if isinstance(x, Grouped) else close(x)
+
+
+def _normed(x: Deferred) -> Tensor | Grouped:
+    """`x` for the products of experts, which do not divide rows."""
+    return x if isinstance(x, Grouped) and x.squares is None else close(x)

@@ -25,7 +25,7 @@ def run_ids(masked_RL: Tensor) -> Tensor:
     return starts_RL.cumsum(-1) * masked_RL
 
 
-def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool = False) -> Tensor:
+def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool) -> Tensor:
     """Positions with the largest score of their run. `first`: of equals only the leftmost. bool [R, L]"""
     run_RL = run_ids(masked_RL)
     best_RX = score_RL.new_full((score_RL.shape[0], score_RL.shape[1] + 1), float("-inf"))

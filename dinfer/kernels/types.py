@@ -20,12 +20,13 @@ class Parts(NamedTuple):
     """Partial sums, which the consumer adds up in order, in float32.
 
     With weights they are the outputs of each token's experts. The parts of a token are adjacent. The first C are
-    multiplied by its weights; a shared expert's part comes last.
+    multiplied by its weights; a shared expert's part comes last, or in a tensor of its own.
     """
 
     values: Tensor  # [S, ...]; with weights [P, D]
     dtype: torch.dtype  # of the rounded sum
     weights_NC: Tensor | None = None  # float32
+    plus_ND: Tensor | None = None  # added last; only with weights
 
     @property
     def shape(self) -> torch.Size:
@@ -48,10 +49,18 @@ class Rounded(NamedTuple):
     wide: Tensor | None = None  # the rows before rounding, if the consumer wants both
 
 
+class Squares(NamedTuple):
+    """What RMSNorm divides a row by, still in sums: sqrt(the mean of its squares + eps)."""
+
+    sums_SR: Tensor  # float32: the sums of squares of S pieces of each row, a power of two
+    eps: float
+
+
 class Grouped(NamedTuple):
     """Rows as 8-bit integers, each group of neighbouring inputs at a scale of its own, for weights in 4 bits.
 
-    There is room for rows of whole tiles. Nothing writes the last of them.
+    There is room for rows of whole tiles. Nothing writes the last of them. With `squares` the reader divides: a factor
+    of the whole row changes no integer of a group, and so many programs can share a row before its norm is known.
     """
 
     values_RK: Tensor
@@ -59,6 +68,7 @@ class Grouped(NamedTuple):
     shape: torch.Size  # of the rows before rounding
     dtype: torch.dtype  # of the rows before rounding
     wide: Tensor | None = None  # the rows before rounding, if the consumer wants both
+    squares: Squares | None = None  # never with `wide`
 
 
 class Summing(Protocol):

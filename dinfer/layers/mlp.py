@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BWD: Deferred, pos_BW: Tensor | None = None) -> Deferred:
         """[B, W, D] -> [B, W, D]"""
-        return self.down.deferred(self.gated(self.gate_up(x_BWD), self.down.takes))
+        return self.down.deferred(self.gated(self.gate_up.deferred(x_BWD), self.down.takes))
 
 
 def dealt_to(ranks: Ranks, experts: int) -> Dealt | None:

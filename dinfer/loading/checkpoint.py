@@ -371,7 +371,7 @@ def save_network(
 
 
 def differences(
-    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None
 ) -> Iterator[str]:
     """Every tensor that is missing, unknown, of another shape, or no float and without a scale."""
     if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):

@@ -56,7 +56,7 @@ class DiffusionGemma(HubCheckpoint):
         layers = range(text["num_hidden_layers"])
         text.setdefault("layer_types", [LOCAL if (layer + 1) % 6 else FULL for layer in layers])
         kinds, ropes = text["layer_types"], text["rope_parameters"]
-        if kinds[-1] != FULL or not {*kinds} <= {LOCAL, FULL}:
+        if kinds[-1] != FULL or any(kind not in (LOCAL, FULL) for kind in kinds):
             raise ValueError(f"config.json: layer_types={kinds} must name {LOCAL} or {FULL}, and {FULL} for the last")
         if missing := [kind for kind in {*kinds} if not isinstance(ropes.get(kind), Mapping)]:
             raise ValueError(f"config.json: rope_parameters={ropes!r:.80} must have an object {missing[0]!r}")

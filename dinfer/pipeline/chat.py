@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dinfer.pipeline.inputs import encodable
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +33,7 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text."""
-        texts = [text for message in messages for text in _texts(message)]
+        texts = [encodable(text) for message in messages for text in _texts(message)]
         spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
         if not spelled:
             return list(self._applied(messages, tokenize=True, return_dict=False))

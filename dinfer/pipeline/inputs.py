@@ -17,6 +17,15 @@ def is_conversation(prompt: Any) -> bool:
     )
 
 
+def encodable(text: str) -> str:
+    """The text. Raises ValueError for half of a surrogate pair, which JSON can spell, but which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text!r:.80} must be text, and holds half of a surrogate pair: take it out") from error
+    return text
+
+
 def listed(value: Any, name: str) -> list[Any]:
     """The items of a list, tuple, array or tensor."""
     if (items := _items(value)) is None:

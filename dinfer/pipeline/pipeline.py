@@ -6,9 +6,8 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -17,19 +16,21 @@ from dinfer.core.registry import MODELS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.checkpoint import family_of, load_network, read_config, small_files
-from dinfer.loading.files import Folder, read_object
+from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import boxed, locate
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
-from dinfer.pipeline.inputs import as_int, each, is_conversation, listed
+from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed
 from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
+from dinfer.pipeline.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
+Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""Per-request options by name: the same for all prompts, or a mapping for each."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,12 +73,24 @@ class Pipeline:
             f"{self.model.device}; {self.recipe.parts}; {runtime.rows} requests at a time)"
         )
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is no list of texts here
+        self, prompts: str | Sequence[Message], *, max_new_tokens: int = 128, options: Options = None,
+        chat: bool | None = None, trace: bool = False,
+    ) -> Result: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: Sequence[str | Sequence[Message]], *, max_new_tokens: int | Sequence[int] = 128,
+        options: Options = None, chat: bool | None = None, trace: bool = False,
+    ) -> list[Result]: ...  # fmt: skip
+
     def generate(
         self,
         prompts: Any,
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        options: Options = None,
         chat: bool | None = None,
         trace: bool = False,
     ) -> Any:
@@ -85,7 +98,8 @@ class Pipeline:
 
         A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
         tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
-        for each prompt, such as {"threshold": 0.8}. Raises ValueError for bad input, NonFiniteLogits.
+        for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each. Raises
+        ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
         ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else listed(prompts, "prompts"))]
@@ -97,7 +111,7 @@ class Pipeline:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        options: Options = None,
         trace: bool = False,
     ) -> list[Result]:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
@@ -105,11 +119,21 @@ class Pipeline:
         done = self._run(requests, trace)
         return [self.result(request, *finished) for request, finished in zip(requests, done, strict=True)]
 
+    @overload
+    def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
+        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False
+    ) -> Infilled: ...
+
+    @overload
+    def infill(
+        self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False
+    ) -> list[Infilled]: ...
+
     def infill(
         self,
         texts: str | Sequence[str],
         *,
-        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        options: Options = None,
         stop: bool = False,
         trace: bool = False,
     ) -> Any:
@@ -128,7 +152,7 @@ class Pipeline:
         self,
         canvases: Sequence[Sequence[int]],
         *,
-        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        options: Options = None,
         stop: bool = False,
         trace: bool = False,
     ) -> list[Infilled]:
@@ -169,7 +193,7 @@ class Pipeline:
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
     ) -> Generator[Update]:
-        """The canvas of one prompt after every step."""
+        """The canvas of one prompt after every step. Raises as `generate` does."""
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return self.engine.run(requests, snapshots=True)
 
@@ -196,7 +220,7 @@ class Pipeline:
             if not prompt.strip():
                 raise ValueError("the prompt is empty")
             if chat is False or (chat is None and tokenizer.chat_template is None):
-                return list(tokenizer(prompt)["input_ids"])
+                return list(tokenizer(encodable(prompt))["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
         elif not is_conversation(prompt):
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
@@ -208,7 +232,7 @@ class Pipeline:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
-        options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        options: Options,
     ) -> list[Request]:
         """Validated requests; every error names the prompt and the field."""
         prompts = listed(prompts, "prompts")
@@ -256,7 +280,7 @@ class Pipeline:
             raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
         tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
         ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
-        for piece in parse(text):
+        for piece in parse(encodable(text)):
             if isinstance(piece, str):
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
             elif piece > spec.max_length:
@@ -313,7 +337,8 @@ def load(
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
-    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md).
+    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
+    parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
     """
     where = _device(device)
     if isinstance(dtype, str):
@@ -355,46 +380,6 @@ def _device(device: str | torch.device | None) -> torch.device:
             f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
         )
     return where
-
-
-def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
-    if folder.is_file():
-        return _from_metadata(small_files(folder))
-    if (folder / "tokenizer.json").is_file():
-        # Complete in itself. AutoTokenizer would look into config.json too, and warn of model types it does not know.
-        from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
-
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        except Exception as error:  # the tokenizers package raises bare ones
-            read_object(folder / "tokenizer.json")  # says it if this is not even JSON
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    import transformers
-
-    if name is not None and (folder / "vocab.json").is_file():
-        return getattr(transformers, name).from_pretrained(folder)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be read: {error}\nCode that comes with a checkpoint is never run. If "
-            "its tokenizer is such code, put a tokenizer.json into the folder."
-        ) from error
-
-
-def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a GGUF file."""
-    if not (files / "tokenizer.json").is_file():
-        return None
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
-
-    settings = read_object(files / "tokenizer_config.json")
-    whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
-    return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
 
 
 __all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

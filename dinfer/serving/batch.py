@@ -73,7 +73,7 @@ def lines(source: BinaryIO, setup: Mapping[str, Any]) -> Iterator[Line]:
 class Output(JsonLines):
     """The file of answers."""
 
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool) -> None:
         """Raises ValueError for a file of another kind or one that another process writes, and OSError."""
         super().__init__(path, overwrite=overwrite)
         self.ids: dict[str, str | None] = {}  # custom ids by answer id

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import refused
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 16, 4, 256, 20
@@ -46,16 +47,7 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"}  # hints with no effect on the answer
 
 
-def _encodable(text: str) -> str:
-    """Refuses half of a surrogate pair, which JSON can spell but which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("must be text: it holds half of a surrogate pair") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Strict(BaseModel):

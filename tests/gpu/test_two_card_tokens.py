@@ -19,7 +19,7 @@ from dinfer.core.registry import MODELS
 from dinfer.engine.runner import drop_graphs
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import locate
-from dinfer.pipeline.pipeline import read_tokenizer
+from dinfer.pipeline.tokenizer import read_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,

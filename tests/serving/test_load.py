@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.request
 from argparse import Namespace
+from pathlib import Path
 
 from support.serving import listening, served
 
 from benchmarks.serving import load
 
 
-def test_a_load_comes_twice_and_the_second_time_counts() -> None:
-    asked = Namespace(in_flight=[2], new=8, rounds=2, no_drafts=True, name="tiny")
+def test_a_load_that_captures_nothing_comes_twice_and_the_second_time_counts(tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
     with served() as client, listening(client) as url:
-        (run,) = load.measure(Namespace(url=url, **vars(asked)), [])["runs"]
+        asked = Namespace(url=url, in_flight=[2], new=8, rounds=2, passes=4, no_drafts=True, name="tiny", out=out)
+        (run,) = load.measure(asked, [])["runs"]
         done = load.work(url)
+        with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
+            answered = re.findall(r"^dinfer_requests_finished_total{.*} (\S+)$", response.read().decode(), re.MULTILINE)
     assert run["requests"] == 4 and run["tokens"] == 4 * 8
     assert done["graphs"] == run["captured_while_timed"] == 0
-    assert 0 < run["rounds"] < done["rounds"] and 0 < run["round_ms"] * run["rounds"] < 1e3 * done["seconds"]
+    assert sum(map(float, answered)) == 2 * 4 and 0 < run["rounds"] < done["rounds"]
+    assert 0 < run["round_ms"] * run["rounds"] < 1e3 * done["seconds"]
+    assert json.loads(out.read_text())["runs"] == [run]

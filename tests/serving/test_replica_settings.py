@@ -113,3 +113,22 @@ def test_what_cannot_be_loaded_is_said_before_a_cluster_starts(
     Path("damaged/model.safetensors").write_bytes((TINY / "model.safetensors").read_bytes()[:100_000])
     said = dinfer_command(*args, "device=cpu", setting)
     assert said.status == 2 and message in said.err, said.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cache=block", "cache=block keeps the keys"),
+        ("include=[nowhere]", "there is no such folder"),
+        ("out=in.jsonl", "in.jsonl: Not a directory"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_before_a_cluster_starts(
+    dinfer_command: CommandLine, setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("evaluations.on_ray.on_ray", lambda *_, **__: pytest.fail("it asks for a cluster"))
+    Path("in.jsonl").touch()
+    said = dinfer_command("eval", "ray=auto", "ranks=2", "device=cpu", setting)
+    assert said.status == 2 and message in said.err, said.err

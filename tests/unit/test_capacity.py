@@ -107,10 +107,16 @@ class Recorded(StepTimes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "settle", "gather"),
-    [("small-llada2", False, False), ("small-llada2", True, True), ("small", False, False)],
+    ("shape", "settle", "gather", "ahead"),
+    [
+        ("small-llada2", False, False, False),
+        ("small-llada2", True, True, False),
+        ("small-llada2", True, True, True),
+        ("small", False, False, False),
+    ],
 )
-def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: bool, gather: bool) -> None:
+def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: bool, gather: bool, ahead: bool) -> None:
+    """Nearly all of them where rounds are launched ahead: the engine may guess wrong, and the simulator never does."""
     flags = ["--settle"] * settle + ["--gather"] * gather + ["--positions", "128" if settle else "8192"]
     given = throughput.arguments(
         ["--shape", shape, "--device", "cpu", "--in-flight", "4", "--prompt", "72", "--new", "120", *flags]
@@ -118,17 +124,31 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
     pipe = throughput.pipeline(given, torch.device("cpu"))
     news = [88, 24, 56, 120, 88, 56, 24] if shape != "small" else [64, 32, 96, 64, 64, 32, 96]  # whole blocks
     requests = [pipe.requests(throughput.prompts(given, pipe, 1), new, None)[0] for new in news]
+    pipe.engine.loop.ahead = ahead
     with Clock(pipe.engine) as clock:
         assert len(list(pipe.engine.run(requests))) > len(news)
     taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32, s.spare)) for s, rows, *_ in clock.marks)
 
-    made = report(settle=settle, shape=shape)
+    made = report(settle=settle, shape=shape, device="cuda" if ahead else "cpu")
     if shape == "small":
         made["steps"] += [row | {"phase": "FULL"} for row in made["steps"] if row["phase"] == "PREFILL"]
     times = Recorded(made, "made")
     held = cluster(rows=4, rate=given.rate, times=times, gather=gather, positions=given.positions)
     held.closed_loop([Asked(0.0, 72, new) for new in news], len(news))
-    assert times.asked == taken
+    assert (times.asked - taken).total() <= 0.1 * ahead * taken.total() >= (taken - times.asked).total()
+
+
+def test_wide_windows_that_were_not_measured_take_what_as_many_positions_take() -> None:
+    made = report()
+    made["steps"] = [row for row in made["steps"] if (row["phase"], row["width"]) != ("WINDOW", 64)]
+    for row in made["steps"]:
+        row["quantiles_ms"] = [row["lanes"]] * 5
+        row["mean_ms"] = row["lanes"] * (1 if row["lanes"] < 64 else 9)  # some of these launches captured a graph
+    times = StepTimes(made, "made")
+    assert times.window(2, 64, 4096).p50 == times.window(4, 32, 4096).p50 == 4
+    assert times.window(64, 32, 4096).p50 == 64
+    with pytest.raises(Unmeasured, match="128 rows x 32"):
+        times.window(64, 64, 4096)
 
 
 def test_times_are_interpolated_between_measurements_and_never_beyond() -> None:

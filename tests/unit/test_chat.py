@@ -46,6 +46,11 @@ def test_ordinary_messages_are_what_the_template_makes_of_them(tokenizer: Any) -
     assert ChatTemplate(tokenizer).encode(messages) == want
 
 
+def test_half_of_a_surrogate_pair_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        ChatTemplate(tokenizer).encode([{"role": "user", "content": "a \ud800"}])
+
+
 def test_a_special_token_in_a_message_is_text(tokenizer: Any) -> None:
     """Any of them, several at once, alone, at the borders, and beside characters that the method uses itself."""
     chat = ChatTemplate(tokenizer)

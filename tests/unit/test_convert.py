@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -94,6 +95,22 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit):
         tool.main()
     assert "Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_a_full_disk_leaves_nothing(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = ["--quantize", "int8"] if out == "out" else ["--type", "Q4_0"]
+    monkeypatch.setattr(sys, "argv", ["convert", "tiny", str(tmp_path / out), *kind])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))  # bytes that a file may have
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            tool.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"error: {tmp_path / out} cannot be written: " in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 def test_a_stop_token_of_id_0(tmp_path: Path) -> None:

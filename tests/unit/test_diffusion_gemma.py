@@ -288,6 +288,7 @@ def changed(**text: Any) -> dict[str, Any]:
         (changed(hidden_activation="relu"), "hidden_activation='relu' is not supported"),
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
         (changed(layer_types=["full_attention", "sliding_attention"]), "full_attention for the last"),
+        (changed(layer_types=[["sliding_attention"], "full_attention"]), "must name sliding_attention or"),
         (changed(layer_types=["full_attention"]), "layer_types has 1 entries for num_hidden_layers=2"),
         (changed(sliding_window=0), "sliding_window=0 must be an integer, at least 1"),
     ],

@@ -139,7 +139,10 @@ def test_wrong_canvases_are_refused(canvas: Any, reason: str) -> None:
 
 def test_wrong_texts_are_refused(words: Any) -> None:
     pipe = pipeline(tokenizer=words)
-    for text, reason in (("w1 w2", "no gap"), ("[MASK:9999]", "exceeds"), ("[MASK:0]", "is no gap"), (3, "must be")):
+    for text, reason in (
+        ("w1 w2", "no gap"), ("[MASK:9999]", "exceeds"), ("[MASK:0]", "is no gap"), (3, "must be"),
+        ("\ud800 [MASK:1]", "surrogate"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             pipe.infill([text])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -149,6 +149,20 @@ def test_wrong_options_are_named(pipe: Pipeline, options: Any, error: type[Value
 
 
 @pytest.mark.parametrize(
+    "parts",
+    [
+        {"iteration": {"name": "blockwise", "block": 10**30}},
+        {"decoder": {"name": "threshold", "horizon": 10**30}},
+        {"cache": {"name": "dual", "interval": 10**30}},
+    ],
+)
+def test_a_number_that_no_tensor_holds_is_named(parts: dict[str, Any]) -> None:
+    ((kind, part),) = parts.items()
+    with pytest.raises(IncompatibleRecipe, match=rf"{kind}\.{[*part][1]}=10+ is too large"):
+        compose(tiny_model(), **{"iteration": "blockwise", "decoder": "threshold", "cache": "dual"} | parts)
+
+
+@pytest.mark.parametrize(
     ("prompts", "new", "message"),
     [
         ([[1, 2], []], 8, "prompt 1 is empty"),

@@ -77,6 +77,20 @@ def test_the_next_turn_shares_the_blocks_of_the_last_answer(iteration: str, bloc
         torch.testing.assert_close(mine, yours, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mix", ["confidence", "topk"])
+def test_keys_of_mixtures_are_not_those_of_the_answers_tokens(mix: str) -> None:
+    """The next turn gives the answer as plain tokens."""
+    iteration = {"name": "dmax", "block": 4, "align": True, "mix": mix, "weight": 0.9}
+    recipe = compose(tiny_model("block_causal"), iteration=iteration, decoder="threshold", cache="block")
+    engine = engine_for(recipe, page=4, share=True, max_length=160)
+    turns = SYSTEM
+    for turn in range(3):
+        request = Request([*turns, 7, turn], 24, stops=False)
+        got, want = (completions(e, [request])[0].canvas for e in (engine, engine_for(recipe)))
+        assert got == want
+        turns = got
+
+
 def test_shared_keys_are_those_of_a_prefill() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe, rows=2, page=4, share=True)

@@ -13,6 +13,7 @@ from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import check_float8, round_rows, rounded, scaled_linear
 from dinfer.kernels.packed import pack, packed_linear, tiled, unpack
 from dinfer.kernels.types import FLOAT8, LARGEST
+from dinfer.layers.formats.format import FORMATS
 from dinfer.layers.linear import Linear, format_of, formatted, quantize
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
@@ -120,6 +121,20 @@ def test_a_network_in_few_bits(name: str) -> None:
         assert held == format_of(name).nbytes(plain[path], torch.float64)
     drift = (model.score(ids) - before).norm() / before.norm()
     assert 0 < drift < (0.6 if name == "int4" else 0.3)  # a random network magnifies it
+
+
+@pytest.mark.parametrize("kind", ["plain", *DTYPES])
+@pytest.mark.parametrize("made", ["rounded", "read"])
+def test_a_shared_expert_as_wide_as_the_others_joins_their_launches(kind: str, made: str) -> None:
+    """For weights that `quantize` rounds, and for those that a checkpoint holds in that format."""
+    held = FORMATS.get(kind)()
+    for shape in ((4, 64, 96), (4, 96, 32)):  # gate and up, down
+        all_of, one = (
+            held.make(torch.randn(own)) if made == "rounded" else held.empty(own, torch.bfloat16)
+            for own in (shape, shape[1:])
+        )
+        assert held.experts(all_of).joined(held.experts(one)) is not None
+        assert held.experts(all_of).joined(held.experts(held.empty((64, 32), torch.bfloat16))) is None
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:

@@ -49,9 +49,14 @@ def test_add_rms_norm(reference: None, dtype: torch.dtype, width: int, add: bool
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("width", [16, 1500])
-def test_swiglu(reference: None, dtype: torch.dtype, width: int) -> None:
+def test_swiglu(reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int) -> None:
     x_BWX = draw(2, 3, 2 * width, dtype=dtype)
     torch.testing.assert_close(triton_norm.swiglu(x_BWX), norm.swiglu(x_BWX), **CLOSE[dtype])
+    want = triton_linear.round_rows(triton_norm.swiglu(x_BWX))
+    for many in (1, 512):  # in one kernel or two, the same bits
+        monkeypatch.setattr(triton_norm, "MANY", many)
+        got = triton_norm.swiglu(x_BWX, "rounded")
+        assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scale, want.scale)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -59,8 +64,11 @@ def test_swiglu(reference: None, dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "dim"), [(4, 4, 16, 16), (6, 2, 32, 16), (5, 1, 64, 24)])
 def test_rotate_and_store(
-    reference: None, dtype: torch.dtype, normed: bool, narrow: bool, heads: int, kv_heads: int, size: int, dim: int
-) -> None:
+    reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+    normed: bool, narrow: bool, heads: int, kv_heads: int, size: int, dim: int,
+) -> None:  # fmt: skip
+    if normed:  # also as many rows are taken
+        monkeypatch.setattr(triton_rotary, "MANY", 1)
     lanes, width, places = 2, 5, 40
     qkv_BWXE = draw(lanes, width, heads + 2 * kv_heads, size, dtype=dtype)
     table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), dim, 1e4, dtype)
@@ -260,7 +268,11 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab", [7, 5000])
 @pytest.mark.parametrize("some", [False, True])
-def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool) -> None:
+def test_token_stats(
+    reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool
+) -> None:
+    if some:  # also by several programs
+        monkeypatch.setattr(triton_stats, "PIECE", 512)
     inf, nan = float("inf"), float("nan")
     logits_RLV = draw(2, 6, vocab, dtype=dtype) * 3
     logits_RLV[0, 0, 3] = 60.0  # the mask token is by far the likeliest
@@ -271,6 +283,7 @@ def test_token_stats(reference: None, dtype: torch.dtype, precision: torch.dtype
     logits_RLV[0, 4, 3] = 1.0  # nothing but the mask token
     logits_RLV[1, 0, : vocab - 2] = -inf
     logits_RLV[1, 1, 6:] = -inf  # whole pieces are empty
+    logits_RLV[1, 2, vocab // 2 :: 2] = 40.0  # of equals in many pieces too, the first
     wanted_RL = torch.arange(12, device=DEVICE).view(2, 6) % 3 > 0 if some else None
     got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
     want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)

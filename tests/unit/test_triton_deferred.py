@@ -125,14 +125,15 @@ def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> 
     tokens = lanes * rows
     if kind == "parts":
         return Parts(draw(3, lanes, rows, width), dtype)
-    if kind == "mixture":
-        return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 4))
+    if kind in ("mixture", "beside"):
+        plus_ND = draw(tokens, width, dtype=dtype) if kind == "beside" else None
+        return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 4), plus_ND)
     return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 3))  # and a shared expert
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("width", [64, 1000])
-@pytest.mark.parametrize("kind", ["parts", "mixture", "shared"])
+@pytest.mark.parametrize("kind", ["parts", "mixture", "shared", "beside"])
 def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
     x_BWD, weight_D = draw(2, 3, width, dtype=dtype), draw(width, dtype=dtype)
     delta = sum_of(kind, 2, 3, width, dtype)
@@ -142,7 +143,7 @@ def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
         torch.testing.assert_close(mine, theirs, **CLOSE[dtype])
     assert torch.equal(triton_norm.add(x_BWD, delta), got[0])
     if delta.weights_NC is not None:  # the same bits as where a kernel of its own adds up
-        whole = triton_moe.combine(delta.values, delta.weights_NC).view(2, 3, width)
+        whole = triton_moe.combine(delta.values, delta.weights_NC, delta.plus_ND).view(2, 3, width)
         assert torch.equal(got[0], triton_norm.add_rms_norm(x_BWD, whole, weight_D, 1e-5)[0])
 
 

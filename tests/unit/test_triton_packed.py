@@ -18,7 +18,7 @@ from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton.groups import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
-from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups  # noqa: E402
+from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Parts  # noqa: E402
 
 
 @pytest.fixture
@@ -65,21 +65,20 @@ def test_rounding_the_inputs_keeps_nan() -> None:
     assert broken[1].isnan().all() and torch.equal(broken[::2], whole[::2])
 
 
-def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int) -> None:
+def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int, *, exact: bool = not CUDA) -> None:
     """`grouped` holds the rows of `plain`, each value at most half a step away, and NaN where a group has one.
 
-    In the interpreter it holds what `round_groups` makes of them. A card divides less exactly, and a kernel that rounds
-    may add up in another order, so that a value halfway between two steps may go to either.
+    `exact`: it holds what `round_groups` makes of them. A card divides less exactly, and a kernel that rounds may add
+    up in another order or skip a rounding, so that a value halfway between two steps may go to either.
     """
     assert grouped.shape == plain.shape
     wide = plain.float().unflatten(-1, (-1, group))
     step = wide.abs().amax(-1, keepdim=True) / 127
     got = close(grouped._replace(wide=None)).float().unflatten(-1, (-1, group))
     assert ((got - wide).abs() <= 0.51 * step + 2**-7 * wide.abs())[~step.isnan().squeeze(-1)].all()
-    assert torch.equal(got.isnan().all(-1), step.isnan().squeeze(-1)) and torch.equal(
-        got.isnan().any(-1), got.isnan().all(-1)
-    )
-    if not CUDA:
+    broken = step.isnan().squeeze(-1) if grouped.squares is None else step.isnan().any(-2).expand(step.shape[:-1])
+    assert torch.equal(got.isnan().all(-1), broken) and torch.equal(got.isnan().any(-1), broken)
+    if exact and grouped.squares is None:
         rows, want = plain.shape[:-1].numel(), round_groups(plain, group)
         there = ~want.scale_GR[:, :rows].mT.isnan().repeat_interleave(group, -1)  # NaN has no integer
         assert torch.equal(grouped.values_RK[:rows] * there, want.values_RK[:rows] * there)
@@ -87,16 +86,20 @@ def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize(("rows", "width"), [(3, 96), (70, 1280)])
-def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int) -> None:
-    """With NaN where a row has one; more rows stay as they are."""
+@pytest.mark.parametrize(
+    ("rows", "width", "both"), [(3, 96, True), (3, 1184, False), (70, 1280, True), (70, 1280, False)]
+)
+def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int, both: bool) -> None:
+    """With NaN where a row has one; more rows stay as they are. Without `both` the product divides by the norm."""
     x, gate_up = draw(1, rows, width, dtype=torch.bfloat16), draw(1, rows, 2 * width, dtype=torch.bfloat16)
-    weight, inputs = packed.pack(draw(64, width) / width**0.5), InGroups(packed.group_of(width), both=True)
+    weight, inputs = packed.pack(draw(64, width) / width**0.5), InGroups(packed.group_of(width), both)
     x[0, 1, 5] = gate_up[0, 2, 7] = float("nan")
-    for plain, grouped in (
-        (triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5)[1], triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, inputs)[1]),
-        (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs)),
-    ):
+    norms = [triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, kind)[1] for kind in ("plain", inputs)]
+    assert (norms[1].squares is None) == both
+    in_two = Parts(torch.stack((gate_up, torch.zeros_like(gate_up))).float(), gate_up.dtype)
+    assert_rounded(triton_norm.swiglu(in_two, inputs), triton_norm.swiglu(gate_up), inputs.group, exact=False)
+    torch.testing.assert_close(triton_norm.swiglu(in_two), triton_norm.swiglu(gate_up), equal_nan=True)
+    for plain, grouped in (norms, (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs))):
         assert_rounded(grouped, plain, inputs.group)
         got, want = (triton_packed.linear(given, *weight, None) for given in (grouped, plain))
         torch.testing.assert_close(got, want, atol=0.03, rtol=0.02, equal_nan=True)

@@ -23,6 +23,7 @@ from typing import Any, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
+from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
@@ -58,9 +59,13 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
         if count is not None:
             counted(config, "ranks")
         from evaluations.on_ray import on_ray
+        from evaluations.run import load_tasks
 
-        settings_of(config)  # raises for what is wrong before a process starts
+        settings = settings_of(config)  # this and what follows raise for what is wrong before a process starts
+        if (folder := setting(config, "out", str | None)) is not None:
+            check_folder(Path(folder))
         check_ahead(config)
+        load_tasks(settings)
         device = setting(config, "device", str | None)
         found = on_ray(partial(measured, config, line), address, count, cards=ranks_of(config), device=device)
     if found is not None:

@@ -110,7 +110,7 @@ class Scheduler:
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
-        for row in rows if self._settles else ():
+        for row in rows if self._lends else ():
             if not row.missed:
                 self._ends.record(row)
         if self._repeatable:
@@ -151,7 +151,7 @@ class Scheduler:
         """Whether rows that settle may borrow lanes of a step of these rows."""
         guided = any(row.asks.guided for row in rows)
         shape = StepShape(Phase.WINDOW, len(rows), 0, 1, self.block, 0, guided=guided, settles=True)
-        return self._lends and self.recipe.lends(shape)
+        return self._lends and self._ends.often and self.recipe.lends(shape)
 
     def _made(
         self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, float]

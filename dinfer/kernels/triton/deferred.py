@@ -32,6 +32,7 @@ class Addends(NamedTuple):
     stride: int  # from one row to the next
     parts: int
     mixed: int  # how many parts have a weight
+    plus: Tensor | None = None  # one more addend, the last
 
     @classmethod
     def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Self:
@@ -41,7 +42,8 @@ class Addends(NamedTuple):
             return cls(x, x, 0, 0, 0, 0)
         if isinstance(delta, Parts) and delta.weights_NC is not None:
             parts = delta.values.numel() // x.numel()
-            return cls(delta.values, delta.weights_NC, width, parts * width, parts, delta.weights_NC.shape[1])
+            mixed = delta.weights_NC.shape[1]
+            return cls(delta.values, delta.weights_NC, width, parts * width, parts, mixed, delta.plus_ND)
         values, parts = addends(delta)
         return cls(values, x, x.numel(), width, parts, 0)
 

@@ -9,6 +9,10 @@ from dinfer.kernels.triton.launch import early, follow
 from dinfer.kernels.triton.linear import largest
 from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Inputs
 
+# Rows up to which weights are asked for early, the next kernel starts late, the consumer adds up parts, and several
+# programs share a row of a norm.
+FEW = 64
+
 
 @triton.jit
 def whole(x, AXIS: tl.constexpr):

@@ -1,5 +1,7 @@
 """Residual RMSNorm and SwiGLU. A program takes a row or a piece of one."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -7,13 +9,14 @@ from torch import Tensor
 
 from dinfer.kernels import symmetric
 from dinfer.kernels.symmetric import Exchange
-from dinfer.kernels.triton.deferred import Addends, added
-from dinfer.kernels.triton.groups import empty_groups, in_groups, store_groups
+from dinfer.kernels.triton.deferred import Addends, added, addends
+from dinfer.kernels.triton.groups import FEW, empty_groups, in_groups, store_groups
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
-from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded
+from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded, Squares
 
 EMPTY = tl.constexpr(symmetric.EMPTY)
+MANY = 256  # rows that busy the card with a program each
 
 
 @triton.jit
@@ -40,13 +43,16 @@ def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.cons
 
 @triton.jit
 def _plus(
-    x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    x, delta_ptr, mix_ptr, plus_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
     """A row plus the sum of the parts of its addend, and of the other GPU's addend if `ROWS` is not 0."""
     row = tl.program_id(0)
     delta_ptr += row.to(tl.int64) * stride + column
-    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED).to(x.dtype)
+    delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
+    if PLUS:
+        delta += tl.load(plus_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    delta = delta.to(x.dtype)
     if ROWS:
         delta = _swapped(delta, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS, WIDEST)
     return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
@@ -54,30 +60,31 @@ def _plus(
 
 @triton.jit
 def _add(
-    x_ptr, delta_ptr, mix_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     x = _plus(
-        x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-        PARTS, MIXED, ROWS, WIDEST,
+        x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+        PARTS, MIXED, PLUS, ROWS, WIDEST,
     )  # fmt: skip
     tl.store(sum_ptr + row + column, x, mask=inside)
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, mix_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, wide_ptr, mine_ptr, theirs_ptr, count_ptr,
-    width, apart, stride, room, eps,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, BOTH: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr,
+    mine_ptr, theirs_ptr, count_ptr, width, apart, stride, room, eps,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
+    BOTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * width
-    column = tl.arange(0, BLOCK)
+    row, first = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < width
     let_next(EARLY)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -85,12 +92,17 @@ def _add_rms_norm(
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if PARTS:
         x = _plus(
-            x, delta_ptr, mix_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-            PARTS, MIXED, ROWS, WIDEST,
+            x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
+            PARTS, MIXED, PLUS, ROWS, WIDEST,
         )  # fmt: skip
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    square = tl.sum(wide * wide, 0)
+    if PIECES:
+        tl.store(square_ptr + tl.program_id(1) * room + tl.program_id(0), square)
+        store_groups(wide * weight, out_ptr, scale_ptr, tl.program_id(0), first, width, room, GROUP, BLOCK)
+        return
+    scale = tl.rsqrt(square / width + eps)
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
     if BOTH:
         tl.store(wide_ptr + row + column, normed, mask=inside)
@@ -103,20 +115,26 @@ def _add_rms_norm(
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _size(width: int) -> dict[str, int]:
+PIECE = 512  # inputs of a row that a program takes where many programs share a row
+
+
+def _size(width: int, rows: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 128, 1), 16)}
+    each = 128 if rows < 2 * MANY else 256  # values of a warp
+    return {"BLOCK": block, "num_warps": min(max(block // each, 1), 16)}
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
     """See `dinfer.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
-    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
     swapped, rows, widest = _places(exchange, x_BWD)
-    _add[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, sum_BWD, *swapped, width, apart, stride, PARTS=parts, MIXED=mixed, ROWS=rows, WIDEST=widest,
-        **_size(width), **early(x_BWD),
+    lines = x_BWD.shape[:-1].numel()
+    _add[(lines,)](
+        x_BWD, delta, mix, delta if plus is None else plus, sum_BWD, *swapped, width, apart, stride,
+        PARTS=parts, MIXED=mixed, PLUS=plus is not None, ROWS=rows, WIDEST=widest, **_size(width, lines),
+        **early(x_BWD),
     )  # fmt: skip
     return sum_BWD
 
@@ -136,61 +154,76 @@ def add_rms_norm(
     both = inputs == "both" or (groups is not None and groups.both)
     narrow = groups is not None or inputs in ("rounded", "both")
     plain = x_BWD if narrow and not both else torch.empty_like(x_BWD)
-    wide, out, scale, room = plain if both else None, plain, plain, 0
+    wide, out, scale, square_SR, room = plain if both else None, plain, plain, plain, 0
     made: Tensor | Rounded | Grouped = plain
     if groups is not None:
         made = empty_groups(x_BWD, width, groups.group)._replace(wide=wide)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+        if not both and exchange is None and room <= FEW:
+            square_SR = scale.new_empty(triton.next_power_of_2(triton.cdiv(width, PIECE)), room)
+            made = made._replace(squares=Squares(square_SR, eps))
     elif narrow:
         made = empty_rounded(x_BWD)._replace(wide=wide)
         out, scale = made.values, made.scale
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
-    delta, mix, apart, stride, parts, mixed = Addends.of(delta_BWD, x_BWD)
+    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
     swapped, rows, widest = _places(exchange, x_BWD)
-    _add_rms_norm[(x_BWD.numel() // width,)](
-        x_BWD, delta, mix, weight_D, sum_BWD, out, scale, plain, *swapped, width, apart, stride, room, eps,
-        PARTS=parts, MIXED=mixed, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
-        GROUP=0 if groups is None else groups.group, BOTH=both, ROWS=rows, WIDEST=widest,
-        **_size(width), **early(x_BWD),
+    lines = x_BWD.shape[:-1].numel()
+    pieces = len(square_SR) if isinstance(made, Grouped) and made.squares else 0
+    _add_rms_norm[(lines, max(pieces, 1))](
+        x_BWD, delta, mix, delta if plus is None else plus, weight_D, sum_BWD, out, scale, square_SR, plain, *swapped,
+        width, apart, stride, room, eps,
+        PARTS=parts, MIXED=mixed, PLUS=plus is not None, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
+        GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both, ROWS=rows, WIDEST=widest,
+        **_size(PIECE if pieces else width, lines), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
 
 
 @triton.jit
 def _swiglu(
-    gate_up_ptr, out_ptr, scale_ptr, width, room, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    gate_up_ptr, out_ptr, scale_ptr, rows, width, room, apart, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    gate_ptr = gate_up_ptr + row * 2 * width + column
+    gate = added(gate_ptr, gate_ptr, inside, apart, 0.0, PARTS, 0)
+    up = added(gate_ptr + width, gate_ptr, inside, apart, 0.0, PARTS, 0)
     out = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
     if GROUP:
-        first = tl.program_id(1) * BLOCK
-        store_groups(out.to(tl.float32), out_ptr, scale_ptr, row, first, width, room, GROUP, BLOCK)
-    else:
-        tl.store(out_ptr + row * width + column, out, mask=inside)
+        values, first = tl.reshape(out.to(tl.float32), (BLOCK,)), tl.program_id(1) * BLOCK
+        store_groups(values, out_ptr, scale_ptr, tl.program_id(0), first, width, room, GROUP, BLOCK)
+        return
+    if LARGEST:
+        out, scale = scaled(out.to(tl.float32), 1, LARGEST)
+        tl.store(scale_ptr + row, scale, mask=row < rows)
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor, inputs: Inputs = "plain") -> Tensor | Rounded | Grouped:
+def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.kernels.norm.swiglu`."""
-    gate_up_BWX = gate_up_BWX.contiguous()
-    width = gate_up_BWX.shape[-1] // 2
-    rows = gate_up_BWX.shape[:-1].numel()
-    if groups := in_groups(inputs, rows):
-        made = empty_groups(gate_up_BWX, width, groups.group)
-        out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
-    else:
-        out = scale = gate_up_BWX.new_empty(*gate_up_BWX.shape[:-1], width)
-        room = 0
+    (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
+    rows, width, room = math.prod(lead), both // 2, 0
+    like = values.new_empty(*lead, 0, dtype=gate_up_BWX.dtype)
     block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(rows, triton.cdiv(width, block))](
-        gate_up_BWX, out, scale, width, room, GROUP=groups.group if groups else 0, BLOCK=block, num_warps=4,
-        **early(gate_up_BWX),
-    )  # fmt: skip
+    made: Tensor | Rounded | Grouped
+    groups, largest = in_groups(inputs, rows), 0
     if groups:
-        return made
-    # A scale needs the whole row. One program for a whole row would take longer than a second launch.
-    return round_rows(out) if inputs == "rounded" else out
+        made = empty_groups(like, width, groups.group)
+        out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
+    elif inputs == "rounded" and (width <= block or rows >= MANY):
+        rounded, scales = like.new_empty(*lead, width, dtype=FLOAT8), like.new_empty(*lead, dtype=torch.float32)
+        made = Rounded(rounded, scales, like.dtype)
+        out, scale, largest, block = made.values, made.scale, LARGEST[FLOAT8], triton.next_power_of_2(width)
+    else:
+        made = out = scale = like.new_empty(*lead, width)
+    many = min(max(2048 // block, 1), 4) if rows >= MANY and not groups else 1
+    _swiglu[(triton.cdiv(rows, many), triton.cdiv(width, block))](
+        values, out, scale, rows, width, room, rows * both, PARTS=parts, GROUP=groups.group if groups else 0,
+        LARGEST=largest, ROWS=many, BLOCK=block, num_warps=min(max(block // 512, 4), 32), **early(values),
+    )  # fmt: skip
+    # A scale needs the whole row. Of few wide rows, one program for each would take longer than a second launch.
+    return round_rows(made) if inputs == "rounded" and isinstance(made, Tensor) else made

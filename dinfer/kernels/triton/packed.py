@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dinfer.kernels import packed
 from dinfer.kernels.dispatch import card
-from dinfer.kernels.triton.groups import round_groups
+from dinfer.kernels.triton.groups import FEW, round_groups
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
 from dinfer.kernels.types import Grouped, Parts
 
@@ -50,13 +50,13 @@ def _integers(pairs, ASM: tl.constexpr):
 @triton.jit
 def group_sums(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, output, room, outputs, width, scale_output, scale_group,
-    first, end, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
-    TOGETHER: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    first, end, square_ptr, eps, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The products of some outputs and rows over the groups `[first, end)`, TOGETHER of them at once. [OUTPUTS, ROWS]
 
     All rows and outputs must be there; `room` is the number of rows. With `EARLY` it waits for the kernels before, once
-    it has asked for scales.
+    it has asked for scales. `PIECES` of `Squares` divide each row; 0: nothing does.
     """
     HALF: tl.constexpr = GROUP // 2
     begin, step = place_of(output, outputs, width, TILED, GROUP)
@@ -67,6 +67,9 @@ def group_sums(
     scale = tl.load(scale_ptrs + first * scale_group)
     wait(EARLY)
     x_scale = tl.load(x_scale_ptr + first * room + row)
+    if PIECES:  # asked for early, though only the end needs it
+        square = tl.sum(tl.load(square_ptr + tl.arange(0, PIECES)[:, None] * room + row[None, :]), 0)
+        factor = tl.rsqrt(square / width + eps)
     for group in tl.range(first, end, loop_unroll_factor=TOGETHER):
         # Scales are no part of the products, so the compiler does not fetch them ahead.
         after = tl.minimum(group + 1, end - 1)
@@ -84,6 +87,8 @@ def group_sums(
             scaled = tl.fma(sum.to(tl.float32, bitcast=True), by, by * -12582912.0)
             total = tl.fma(scaled, tl.broadcast_to(x_scale[None, :], (OUTPUTS, ROWS)), total)
         scale, x_scale = next, x_next
+    if PIECES:
+        total *= factor[None, :]
     return total
 
 
@@ -108,11 +113,11 @@ SCALES = tl.constexpr(32)  # groups whose scales are asked for
 
 @triton.jit
 def _linear(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs, width,
-    scale_output, scale_group,
+    x_ptr, x_scale_ptr, square_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, turn_ptr, rows, room, outputs,
+    width, scale_output, scale_group, eps,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr,
-    TILED: tl.constexpr, TOGETHER: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, ASM: tl.constexpr,
-    EARLY: tl.constexpr,
+    TILED: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -127,7 +132,8 @@ def _linear(
     # Outputs that are not there read those of the last one: cheaper than a mask.
     total = group_sums(
         x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row, tl.minimum(output, outputs - 1), room, outputs, width,
-        scale_output, scale_group, first, end, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, EARLY,
+        scale_output, scale_group, first, end, square_ptr, eps, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, PIECES, ASM,
+        EARLY,
     )  # fmt: skip
     if FEW:
         let_next(EARLY)
@@ -154,9 +160,6 @@ def _linear(
 
 _TURNS: dict[torch.device, Tensor] = {}
 TURNS = 1 << 14  # tiles whose groups may be divided
-
-
-FEW = 64  # rows up to which weights are asked for early, the next kernel starts late, and a consumer may add up parts
 
 
 class Config(NamedTuple):
@@ -208,10 +211,12 @@ def linear(
         if out.device not in _TURNS:  # all zero between launches; a step runs eagerly before it is captured
             _TURNS[out.device] = torch.zeros(TURNS, dtype=torch.int32, device=out.device)
         part, turn = out.new_empty(tiles[0] * tiles[1] * parts * tall * many, dtype=torch.float32), _TURNS[out.device]
+    square_SR, eps = given.squares or (out[:0], 0.0)
     _linear[(*tiles, parts)](
-        given.values_RK, given.scale_GR, values, scale_OG, out if bias_O is None else bias_O, out, part, turn, rows,
-        len(given.values_RK), outputs, width, *scale_OG.stride(), ROWS=many, OUTPUTS=tall, GROUP=group, PARTS=parts,
-        LEFT=split, TILED=values.ndim > 2, TOGETHER=together, BIAS=bias_O is not None, FEW=few,
+        given.values_RK, given.scale_GR, square_SR, values, scale_OG, out if bias_O is None else bias_O, out, part,
+        turn, rows, len(given.values_RK), outputs, width, *scale_OG.stride(), eps, ROWS=many, OUTPUTS=tall, GROUP=group,
+        PARTS=parts, LEFT=split, TILED=values.ndim > 2, TOGETHER=together, PIECES=len(square_SR),
+        BIAS=bias_O is not None, FEW=few,
         ASM=card(out.device) is not None, num_warps=warps,
         num_stages=stages(out.device, (tall // 2 + many) * group * together, most), **early(out),
     )  # fmt: skip

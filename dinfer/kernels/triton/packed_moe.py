@@ -38,7 +38,7 @@ def _packed_expert_linear(
         x_ptr, x_scale_ptr, weight_ptr, scale_ptr,
         pair // PER if PER else tl.where(there, place, 0), tl.minimum(output, outputs - 1),
         room, outputs, width, scale_output, scale_group,
-        0, width // GROUP, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, ASM, False,
+        0, width // GROUP, x_scale_ptr, 0.0, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, 0, ASM, False,
     )  # fmt: skip
     row = (place if PER else pair).to(tl.int64)
     out = out_ptr + row[None, :] * outputs + output[:, None]

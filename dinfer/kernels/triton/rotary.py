@@ -8,6 +8,8 @@ from dinfer.kernels.triton.deferred import added, addends
 from dinfer.kernels.triton.launch import early, follow, let_next, wait
 from dinfer.kernels.types import Projections
 
+MANY, TURNS = 256, 6  # rows from which on a program takes several pieces of a row, and how many at most
+
 
 @triton.jit
 def fitting(x, dtype: tl.constexpr):
@@ -47,38 +49,40 @@ def rotary_table(pos_BW: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def _rotate_and_store(
     qkv_ptr, cos_ptr, sin_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, write_ptr, qkv_stride, eps,
     PARTS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     entry = tl.arange(0, E)[None, :]
-    inside, turned = head < H + 2 * G, entry < TURNED
-    partner = tl.where(turned, (entry + TURNED // 2) % TURNED, entry)
+    turned = entry < TURNED
+    partner = tl.broadcast_to(tl.where(turned, (entry + TURNED // 2) % TURNED, entry), (HEADS, E))
     if NORM:
-        weight_ptrs = norm_ptr + tl.where(head < H, 0, E)
-        weight = tl.load(weight_ptrs + entry).to(tl.float32)
-        weight_swapped = tl.load(weight_ptrs + partner).to(tl.float32)
+        q_weight, k_weight = tl.load(norm_ptr + entry).to(tl.float32), tl.load(norm_ptr + E + entry).to(tl.float32)
     wait(EARLY)
     # Not earlier: attention reads before it waits, and its programs would crowd where the map's leave room.
     let_next(EARLY)
     cos = tl.load(cos_ptr + row * TURNED + entry, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row * TURNED + entry, mask=turned, other=0.0)
     place = tl.load(write_ptr + row)
-    source = qkv_ptr + row * qkv_stride + head * E
     apart = tl.num_programs(0).to(tl.int64) * qkv_stride
-    x = added(source + entry, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(q_ptr.dtype.element_ty)
-    swapped = added(source + partner, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(x.dtype)
-    wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
-    if NORM:  # each rounding is one of the reference's
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
-        wide = (wide * scale).to(x.dtype).to(tl.float32) * weight
-        wide_swapped = (wide_swapped * scale).to(x.dtype).to(tl.float32) * weight_swapped
-        wide, wide_swapped = wide.to(x.dtype).to(tl.float32), wide_swapped.to(x.dtype).to(tl.float32)
-    rotated = (wide * cos + wide_swapped * sin).to(x.dtype)
-    tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
-    k, v = fitting(rotated, k_ptr.dtype.element_ty), fitting(x, v_ptr.dtype.element_ty)
-    tl.store(k_ptr + (place * G + head - H) * E + entry, k, mask=inside & (head >= H) & (head < H + G))
-    tl.store(v_ptr + (place * G + head - H - G) * E + entry, v, mask=inside & (head >= H + G))
+    for turn in tl.static_range(TURNS):
+        first = (tl.program_id(1) * TURNS + turn) * HEADS
+        head = first + tl.arange(0, HEADS)[:, None]
+        inside = head < H + 2 * G
+        source = qkv_ptr + row * qkv_stride + head * E + entry
+        x = added(source, qkv_ptr, inside, apart, 0.0, PARTS, 0).to(q_ptr.dtype.element_ty)
+        if first < H + G:
+            wide = x.to(tl.float32)
+            if NORM:  # each rounding is one of the reference's
+                scale = tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
+                wide = (wide * scale).to(x.dtype).to(tl.float32) * tl.where(head < H, q_weight, k_weight)
+                wide = wide.to(x.dtype).to(tl.float32)
+            rotated = (wide * cos + tl.gather(wide, partner, 1) * sin).to(x.dtype)
+            tl.store(q_ptr + (row * H + head) * E + entry, rotated, mask=inside & (head < H))
+            k = fitting(rotated, k_ptr.dtype.element_ty)
+            tl.store(k_ptr + (place * G + head - H) * E + entry, k, mask=inside & (head >= H) & (head < H + G))
+        if first + HEADS > H + G:
+            v = fitting(x, v_ptr.dtype.element_ty)
+            tl.store(v_ptr + (place * G + head - H - G) * E + entry, v, mask=inside & (head >= H + G))
 
 
 def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor) -> Tensor:
@@ -88,9 +92,11 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
     q_BWHE = qkv.new_empty(lanes, width, x.heads, size, dtype=x.qkv_BWXE.dtype)
     some = min(8, triton.next_power_of_2(all_heads))
     weight_X, eps = (q_BWHE, 0.0) if x.norm is None else (x.norm.weight_X, x.norm.eps)
-    _rotate_and_store[(lanes * width, triton.cdiv(all_heads, some))](
+    pieces = triton.cdiv(all_heads, some)
+    turns = triton.cdiv(pieces, triton.cdiv(pieces, TURNS)) if lanes * width >= MANY else 1
+    _rotate_and_store[(lanes * width, triton.cdiv(pieces, turns))](
         qkv, *x.table, weight_X, q_BWHE, k_YGE, v_YGE, write_X, all_heads * size, eps,
         PARTS=parts, H=x.heads, G=k_YGE.shape[1], E=size, TURNED=x.table[0].shape[-1], NORM=x.norm is not None,
-        HEADS=some, num_warps=8, **early(qkv),
+        HEADS=some, TURNS=turns, num_warps=8, **early(qkv),
     )  # fmt: skip
     return q_BWHE

@@ -11,48 +11,99 @@ from dinfer.core.stats import Columns, Draw
 from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
 
-PIECE = 4096
+PIECE, TURNS = 4096, 4  # logits that a program takes at a time, and how often
+GROUP = 8  # neighbours that a thread reads at once
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOG2E = tl.constexpr(1.4426950408889634)
 NUMBERS = 8  # of a piece, see `dinfer.kernels.token_stats.own_numbers`; a float32 holds every token's number
 
 
 @triton.jit
+def _power(x):
+    """e^x. A maximum's own power must be 1, so the factor comes behind the difference."""
+    return tl.exp(x) if x.dtype == tl.float64 else tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _two(first, second, other_first, other_second):
+    """The largest two of two pairs."""
+    return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), tl.maximum(second, other_second))
+
+
+@triton.jit
 def _scan(
-    logits_ptr, wanted_ptr, piece_ptr, vocab, mask_id, first_token,
+    logits_ptr, wanted_ptr, piece_ptr, own, vocab, mask_id, first_token,
     WIDE: tl.constexpr, WANTED: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, P: tl.constexpr,
-    EARLY: tl.constexpr,
+    TURNS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Programs next to each other read what is next to each other: with rows first, memory takes a quarter longer.
+    row, piece = (tl.program_id(0) // own).to(tl.int64), tl.program_id(0) % own
     wanted = tl.load(wanted_ptr + row) if WANTED else 1
     if wanted == 0:
         return
-    lane = piece * P + tl.arange(0, P)
-    x = tl.load(logits_ptr + row * vocab + lane, mask=lane < vocab, other=float("-inf")).to(WIDE)
-    # Reductions take most of the time, so there are as few as possible: the mask token is looked up, not searched.
+    logits_ptr += row * vocab
+    start = piece * (P * TURNS)
+    # Instructions bound this kernel. So the mask token is looked up, not searched, a thread keeps statistics of the
+    # groups of G neighbours that it reads, and threads meet once, at the end.
     mask_lane = mask_id - first_token
-    here = (mask_lane // P == piece) & (mask_lane >= 0) & (mask_lane < vocab)
-    lure = tl.load(logits_ptr + row * vocab + mask_lane, mask=here, other=float("-inf")).to(WIDE)
-    best, place = tl.max(tl.where(lane == mask_lane, float("-inf"), x), 0, return_indices=True)
-    top = tl.maximum(best, lure)
+    here = (mask_lane >= start) & (mask_lane < start + P * TURNS) & (mask_lane >= 0) & (mask_lane < vocab)
+    lure = tl.load(logits_ptr + mask_lane, mask=here, other=float("-inf")).to(WIDE)
+    column, group = tl.arange(0, P), tl.arange(0, P // G)
+    best, total = tl.full((P // G,), LOWEST, WIDE), tl.zeros((P // G,), WIDE)
+    second, slope = tl.full((P // G,), float("-inf"), WIDE), tl.zeros((P // G,), WIDE)
+    turn = tl.zeros((P // G,), tl.int32)
+    ahead = tl.load(logits_ptr + start + column, mask=start + column < vocab, other=float("-inf"))
+    for t in range(0, tl.minimum(tl.cdiv(vocab - start, P), TURNS)):
+        x, lane = ahead, start + t * P + column
+        after = lane + P  # the next logits come while these are used
+        ahead = tl.load(logits_ptr + after, mask=(after < vocab) & (t + 1 < TURNS), other=float("-inf"))
+        if here:
+            x = tl.where(lane == mask_lane, float("-inf"), x)
+        x = tl.reshape(x.to(WIDE), (P // G, G))
+        if MARGIN:
+            high, lower = tl.reduce((x, tl.full((P // G, G), float("-inf"), WIDE)), 1, _two)
+            second = tl.maximum(tl.minimum(best, high), tl.maximum(second, lower))
+        else:
+            high = tl.max(x, 1)
+        turn = tl.where(high > best, t, turn)
+        top = tl.maximum(best, high)
+        shrink, shift = _power(best - top), x - top[:, None]
+        power = _power(shift)
+        if ENTROPY:
+            slope = (slope + tl.where(total == 0.0, 0.0, (best - top) * total)) * shrink
+            slope += tl.sum(tl.where(x == float("-inf"), 0.0, shift * power), 1)
+        best, total = top, total * shrink + tl.sum(power, 1)
+    most = tl.max(best, 0)
+    empty = tl.sum(total, 0) == 0.0  # every logit is -inf; NaN if one is NaN or infinite
+    at = tl.min(tl.where(best == most, turn * (P // G) + group, TURNS * (P // G) - 1), 0)
+    lane = start + at * G + tl.arange(0, G)
+    again = tl.load(logits_ptr + lane, mask=(lane < vocab) & (lane != mask_lane), other=float("-inf")).to(WIDE)
+    token = tl.where(empty, start, tl.min(tl.where(again == most, lane, vocab - 1), 0))
+    highest = tl.where(empty, float("-inf"), most)
+    top = tl.maximum(highest, lure)
     base = tl.where(top == float("-inf"), 0.0, top)
-    power = tl.exp(x - base)
-    total = tl.sum(power, 0)  # NaN if a logit is NaN or infinite
-    slope = total
+    shrink, own = _power(best - base), _power(lure - base)
+    whole = tl.sum(total * shrink, 0) + own
     if ENTROPY:
-        slope = tl.sum(tl.where(x == float("-inf"), 0.0, (x - base) * power), 0)
-    second = top
+        slope = (slope + tl.where(total == 0.0, 0.0, (best - base) * total)) * shrink
+        sloped = tl.sum(slope, 0) + tl.where(lure == float("-inf"), 0.0, (lure - base) * own)
+    else:
+        sloped = whole
+    runner_up = top
     if MARGIN:
-        out = (lane == mask_lane) | (tl.arange(0, P) == place)
-        second = tl.where(lure > best, best, tl.maximum(lure, tl.max(tl.where(out, float("-inf"), x), 0)))
-    at = row * tl.num_programs(1) + piece
-    tl.store(piece_ptr + at * 8, tl.where(total == total, top, float("nan")))
-    tl.store(piece_ptr + at * 8 + 1, total)
-    tl.store(piece_ptr + at * 8 + 2, slope)
-    tl.store(piece_ptr + at * 8 + 3, best)
-    tl.store(piece_ptr + at * 8 + 4, top)
-    tl.store(piece_ptr + at * 8 + 5, second)
-    tl.store(piece_ptr + at * 8 + 6, lure)
-    tl.store(piece_ptr + at * 8 + 7, (first_token + piece * P + place).to(WIDE))
+        best = tl.where(best == LOWEST, float("-inf"), best)
+        first, lower = tl.reduce((best, second), 0, _two)
+        runner_up = tl.where(lure > first, first, tl.maximum(lure, lower))
+    piece_ptr += tl.program_id(0).to(tl.int64) * 8
+    tl.store(piece_ptr, tl.where(whole == whole, top, float("nan")))
+    tl.store(piece_ptr + 1, whole)
+    tl.store(piece_ptr + 2, sloped)
+    tl.store(piece_ptr + 3, highest)
+    tl.store(piece_ptr + 4, top)
+    tl.store(piece_ptr + 5, runner_up)
+    tl.store(piece_ptr + 6, lure)
+    tl.store(piece_ptr + 7, (first_token + token).to(WIDE))
 
 
 @triton.jit
@@ -121,7 +172,7 @@ def token_stats(
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
     columns = columns or Columns(0, vocab, vocab)
-    rows, own = shape.numel(), triton.cdiv(columns.most, PIECE)
+    rows, own = shape.numel(), triton.cdiv(columns.most, PIECE * TURNS)
     wide = torch.promote_types(logits_RLV.dtype, dtype)
     wide = torch.promote_types(wide, torch.float32)
     piece_RSN = logits_RLV.new_empty(rows, own, NUMBERS, dtype=wide)
@@ -131,7 +182,10 @@ def token_stats(
     }  # fmt: skip
     mask = -1 if mask_id is None else mask_id
     wanted = logits_RLV if wanted_RL is None else wanted_RL.contiguous()
-    _scan[(rows, own)](logits_RLV, wanted, piece_RSN, vocab, mask, columns.first, P=PIECE, num_warps=8, **given)
+    _scan[(rows * own,)](
+        logits_RLV, wanted, piece_RSN, own, vocab, mask, columns.first, P=PIECE, TURNS=TURNS, G=GROUP, num_warps=4,
+        **given,
+    )  # fmt: skip
     piece_NRSN = piece_RSN[None] if columns.all_gather is None else columns.all_gather(piece_RSN)
     pieces = len(piece_NRSN) * own
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)

@@ -23,10 +23,10 @@ class Int4(Format):
         self.group, self.scales = group, scales
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        *lead, width = shape
+        *lead, outputs, width = shape
         groups = width // (self.group or group_of(width))
-        scale = torch.empty((groups, *lead), dtype=self.scales).movedim(0, -1)  # the memory layout of `pack`
-        return torch.empty((*lead, width // 2), dtype=torch.uint8), scale
+        scale = torch.empty((*lead, groups, outputs), dtype=self.scales).mT  # the memory layout of `pack`
+        return torch.empty((*lead, outputs, width // 2), dtype=torch.uint8), scale
 
     def make(self, weight: Tensor) -> Weight:
         return pack(weight)
