@@ -24,9 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
-from dinfer.kernels.dispatch import card
+from dinfer.kernels.dispatch import card, multiplies_in_groups_of_warps
 from dinfer.kernels.triton.attention import LOG2_E, join
+from dinfer.kernels.triton.groups import in_groups
 from dinfer.kernels.triton.launch import early
+from dinfer.kernels.types import Inputs
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
 PIECE = gl.constexpr(64)  # entries of a key that one copy takes
@@ -345,6 +347,26 @@ def paged_attention(
             num_warps=1, **early(q_BWHE),
         )  # fmt: skip
     return out_BWHE
+
+
+def pays(q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, takes: Inputs) -> bool:
+    """Whether this kernel takes these tensors, and is faster than `triton.attention`."""
+    lanes, width, heads, size = q_BWHE.shape
+    _, page, groups, _ = k_PTGE.shape
+    share, asked = heads // groups, in_groups(takes, lanes * width)
+    able = (
+        multiplies_in_groups_of_warps(q_BWHE)
+        and not triton.knobs.runtime.interpret
+        and q_BWHE.dtype == k_PTGE.dtype in (torch.bfloat16, torch.float16)
+        and size in (64, 128)
+        and share in (1, 2, 4, 8, 16, 32, 64)
+        and page in (8, 16, 32, 64)
+        and (asked is None or asked.group != size)
+    )
+    works = lanes * groups * triton.cdiv(width * share, 128)  # tiles of queries
+    if width * share < 128:  # a tile is not full
+        return able and width * share >= 64 and works >= 264
+    return able and (works >= 32 or pages_BP.shape[1] * page >= 8192)
 
 
 def _tiles(works: int, keys: int, programs: int) -> Tiles:
