@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for, thinned
 from support.models import tiny_model
 
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
@@ -84,6 +87,38 @@ def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(m
     long = engine.add(Request([7] * (2 * BLOCK * pieces), BLOCK, recipe.resolve({})))
     heard = [{update.index for update in engine.step()} for _ in range(pieces + 3)]
     assert sum(long in indices for indices in heard) >= pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Four(Decoder):
+    """Commits four masked positions from the left, whatever the model says."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= 4), torch.full_like(view.tokens_RL, 5))
+
+
+@pytest.mark.parametrize("many", [1, 1024])
+def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_read(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two steps a block every second round is a wide step. With `many` 1, the LM head runs on open positions."""
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", many)
+    recipe = compose(
+        tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
+        decoder=Four(), cache="block",
+    )  # fmt: skip
+    requests = [Request([5, 6, 7 + i, 8] * 4, 20 * BLOCK, recipe.resolve({})) for i in range(6)]
+    want, log = [canvas for canvas, *_ in run(engine_for(recipe, rows=6), requests)], list[str]()
+    for name in ("request", "read"):
+        work = getattr(CanvasReader, name)
+        logged = lambda *given, name=name, work=work, **more: (log.append(name), work(*given, **more))[1]  # noqa: E731
+        monkeypatch.setattr(CanvasReader, name, logged)
+    engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
+    assert [canvas for canvas, *_ in run(engine, requests)] == want
+    opened = [log[:i].count("request") - log[:i].count("read") for i, name in enumerate(log) if name == "request"]
+    assert len(opened) <= 45, "40 steps, the prefill, what was not known in the first block, and the last guess"
+    assert opened.count(1) > 0.9 * len(opened)
 
 
 def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.MonkeyPatch) -> None:
