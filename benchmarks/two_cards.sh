@@ -82,7 +82,7 @@ capacity() {  # step times of a replica of two cards, its server under load, and
   local times=capacity-$shape-two-cards-h200.json served=serving-$shape-two-cards-h200.json
   try capacity $longest $PYTHON -m benchmarks.capacity.measure "${kind[@]}" --in-flight $every --prompts-of $prompt \
     --out "$OUT/$times"
-  try server $longest $PYTHON -m benchmarks.serving.load measure "${kind[@]}" --in-flight $LEVELS --prompt $prompt \
+  try server $((longest * 8 / 5)) $PYTHON -m benchmarks.serving.load measure "${kind[@]}" --in-flight $LEVELS --prompt $prompt \
     --rounds 4 --stagger --no-drafts --out "$OUT/$served"
   local check=(-m benchmarks.capacity.check --front-end benchmarks/results/capacity-front-end.json)
   if $PYTHON -c "import simpy" 2> /dev/null; then

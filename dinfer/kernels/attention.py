@@ -91,9 +91,11 @@ def paged_attention(
     it waits for the kernel before it.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
-        from dinfer.kernels.triton.attention import paged_attention as kernel
+        from dinfer.kernels.triton import attention, hopper_attention
 
-        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW, takes=takes)
+        if own_BW is None and hopper_attention.pays(q_BWHE, k_PTGE, pages_BP, takes):
+            return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
+        return attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW, takes=takes)
     size = q_BWHE.shape[-1]
     if (
         own_BW is None

@@ -196,8 +196,9 @@ def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
 
 def _why() -> str:
     """The error that a replica met at its start: the last line of its traceback. Empty if there is none."""
-    found = serve.status().applications[NAME].deployments.values()
-    said = [line for one in found if "Traceback" in one.message for line in one.message.splitlines() if line.strip()]
+    found = serve.status().applications.get(NAME)
+    messages = [one.message for one in found.deployments.values()] if found else []
+    said = [line for one in messages if "Traceback" in one for line in one.splitlines() if line.strip()]
     return said[-1].strip() if said else ""
 
 

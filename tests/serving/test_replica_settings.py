@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray]'")
 
+from ray.exceptions import RayError
 from support.command_line import CommandLine
 
 import dinfer.cli.recipe
 from dinfer.loading.hub import locate
-from dinfer.serving import cluster
+from dinfer.serving import cluster, replicas, shards
+from dinfer.serving.batch import Line
+from dinfer.serving.run import EngineFailed
+from dinfer.serving.settings import Settings
 
 TINY = locate("tiny")
 
@@ -132,3 +137,40 @@ def test_what_cannot_be_evaluated_is_said_before_a_cluster_starts(
     Path("in.jsonl").touch()
     said = dinfer_command("eval", "ray=auto", "ranks=2", "device=cpu", setting)
     assert said.status == 2 and message in said.err, said.err
+
+
+def test_why_no_replica_starts_is_the_last_line_of_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        said = "Traceback (most recent call last):\n  File ...\nMemoryError: the weights need 20 GB\n"
+        replica = SimpleNamespace(message=f"The deployment failed to start 3 times. Error:\n{said}")
+        found = {"dinfer": SimpleNamespace(deployments={"Replica": replica})}
+        monkeypatch.setattr(replicas.serve, "status", lambda: SimpleNamespace(applications=found))
+        raise RuntimeError("Deploying application dinfer failed: Failed to update the deployments ['Replica'].")
+
+    monkeypatch.setattr(replicas.serve, "status", lambda: SimpleNamespace(proxies={}, applications={}))
+    monkeypatch.setattr(replicas.serve, "run", fail)
+    for name in ("start", "delete"):
+        monkeypatch.setattr(replicas.serve, name, lambda *_, **__: None)
+    plan = replicas.Plan(replicas=1, rows=1, resources={"CPU": 1})
+    with (
+        pytest.raises(EngineFailed, match=r"^the replicas could not start: MemoryError: the weights need 20 GB$"),
+        replicas.deployed(
+            lambda _: pytest.fail("it makes a server"),
+            Settings(port=0),
+            plan,
+        ),
+    ):
+        pass
+
+
+def test_why_no_actor_answers_is_the_last_line_of_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RayError("The actor died:\n  File ...\nMemoryError: the weights need 20 GB\n")
+
+    answers = SimpleNamespace(map_batches=lambda *_, **__: SimpleNamespace(iter_batches=fail))
+    monkeypatch.setattr(shards.ray.data, "from_items", lambda *_, **__: answers)
+    with pytest.raises(EngineFailed, match=r"^the Ray cluster could not answer: MemoryError: the weights need 20 GB$"):
+        shards.answer_on_cluster(
+            iter([Line(1, b"{}", "a")]), print, make=lambda: pytest.fail("it makes a server"), replicas=1,
+            resources={"CPU": 1}, at_once=1,
+        )  # fmt: skip

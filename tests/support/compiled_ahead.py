@@ -158,7 +158,7 @@ def main() -> None:
             )
             pages_BP, end_BW = torch.empty(1, 8, dtype=torch.int64), torch.empty(1, 64, dtype=torch.int64)
             for _ in range(2):
-                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
+                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW)
         found["in gluon"] = [kernel for kernel, _ in COMPILED]
     found["heavy"] = sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
     print(json.dumps(found))

@@ -66,7 +66,7 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
     """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
     names = [f"block_causal-block_diffusion-{decoder}-block" for decoder in ("s2d2", "fixed", "joint_threshold")]
     combinations = [c for c in LEGAL if str(c) in names]
-    assert failed(combinations, monkeypatch, "_attend", "_confident", "_lend_lanes", '"_linear"', "weight_tiles") == []
+    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles") == []
 
 
 @pytest.mark.matrix
@@ -101,20 +101,19 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
 
 @torch.inference_mode()
 def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter does not run Gluon. Grouped heads of 128 and heads of 64 without groups, in each short format."""
+    """The interpreter does not run Gluon. Grouped heads of 128; and heads of 64, of few rows whose keys are split."""
     from dinfer.kernels.triton import hopper_attention
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
-        for dtype, heads, groups, size, page in ((torch.bfloat16, 16, 4, 128, 16), (torch.float16, 8, 8, 64, 64)):
+        cases = (torch.bfloat16, 32, 16, 4, 128, 16, 256), (torch.float16, 1, 8, 8, 64, 64, 64)
+        for dtype, lanes, heads, groups, size, page, pages in cases:
             q_BWHE, pool_PTGE = (
-                torch.empty(2, 256, heads, size, dtype=dtype),
-                torch.empty(9, page, groups, size, dtype=dtype),
+                torch.empty(shape, dtype=dtype) for shape in ((lanes, 256, heads, size), (9, page, groups, size))
             )
-            end_BW = torch.zeros(2, 256, dtype=torch.int64)
-            for pages in (8, 2048 // page):
-                pages_BP = torch.zeros(2, pages, dtype=torch.int64)
-                hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW, 0.1)
-    assert len(launches) == 4
+            pages_BP, end_BW = (torch.empty(lanes, many, dtype=torch.int64) for many in (pages, 256))
+            hopper_attention.paged_attention(q_BWHE, pool_PTGE, pool_PTGE, pages_BP, end_BW, end_BW)
+    wide = sorted(launch for launch in launches if "_attend_wide" in launch)
+    assert ['"SPLITS": 1,' in launch for launch in wide] == [True, False]
     assert failures(launches) == []
 
 

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.dispatch import multiplies_in_groups_of_warps
 from dinfer.kernels.triton.groups import empty_groups, in_groups, whole
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.types import Grouped, Inputs
@@ -129,7 +128,7 @@ def _attend(
 
 
 @triton.jit
-def _join(
+def join(
     q_ptr, part_ptr, stat_ptr, out_ptr, out_scale_ptr, room, H: tl.constexpr, E: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -166,17 +165,12 @@ def paged_attention(
     """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
-    asked, room = in_groups(takes, lanes * width), 0
-    grouped = asked is not None and asked.group == size
-    if tiles is None and own_BW is None and not grouped and _many(q_BWHE, k_PTGE):
-        from dinfer.kernels.triton.hopper_attention import paged_attention as kernel
-
-        return kernel(q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, size**-0.5 * LOG2_E)
     share, pages = width * heads // groups, pages_BP.shape[1]
     tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
     made: Tensor | Grouped
     out = out_scale = made = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    if grouped:
+    asked, room = in_groups(takes, lanes * width), 0
+    if grouped := asked is not None and asked.group == size:
         made = empty_groups(q_BWHE[..., 0], heads * size, size)
         out, out_scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
     part, stat = q_BWHE, q_BWHE
@@ -192,27 +186,11 @@ def paged_attention(
         **early(q_BWHE),
     )  # fmt: skip
     if splits > 1:
-        _join[(lanes * width * heads,)](
+        join[(lanes * width * heads,)](
             q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits,
             GROUPED=grouped, num_warps=1, **early(q_BWHE),
         )  # fmt: skip
     return made
-
-
-def _many(q_BWHE: Tensor, k_PTGE: Tensor) -> bool:
-    """Whether the kernel for many queries takes these tensors, and is faster than this one."""
-    lanes, width, heads, size = q_BWHE.shape
-    _, page, groups, _ = k_PTGE.shape
-    share = heads // groups
-    able = (
-        multiplies_in_groups_of_warps(q_BWHE)
-        and not triton.knobs.runtime.interpret
-        and q_BWHE.dtype == k_PTGE.dtype in (torch.bfloat16, torch.float16)
-        and size in (64, 128)
-        and share in (1, 2, 4, 8, 16, 32, 64)
-        and page in (8, 16, 32, 64)
-    )
-    return able and width * share >= 128 and lanes * groups * triton.cdiv(width * share, 128) >= 132
 
 
 def _tiles(groups: int, share: int, size: int, keys: int, bytes: int) -> Tiles:

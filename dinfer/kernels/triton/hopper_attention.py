@@ -24,8 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
-from dinfer.kernels.dispatch import card
+from dinfer.kernels.dispatch import card, multiplies_in_groups_of_warps
+from dinfer.kernels.triton.attention import LOG2_E, join
+from dinfer.kernels.triton.groups import in_groups
 from dinfer.kernels.triton.launch import early
+from dinfer.kernels.types import Inputs
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
 PIECE = gl.constexpr(64)  # entries of a key that one copy takes
@@ -46,22 +49,23 @@ def _note(place, number, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _work(turn, works, tiles, G: gl.constexpr):
-    """The lane, the tile of queries and the key/value head of a program's turn; lane -1: nothing is left for it.
+def _work(turn, works, tiles, G: gl.constexpr, SPLITS: gl.constexpr):
+    """The lane, tile of queries, split of the keys and key/value head of a program's turn; lane -1: nothing is left.
 
     The last tiles come first: under block-causal attention they see the most keys. Every other turn goes through the
     programs backwards, so that all of them see about as many.
     """
     count, own = gl.num_programs(0), gl.program_id(0)
     work = works - 1 - turn * count - gl.where(turn % 2 == 1, count - 1 - own, own)
-    return gl.where(work >= 0, work // G // tiles, -1), work // G % tiles, work % G
+    lane = gl.where(work >= 0, work // (G * SPLITS) // tiles, -1)
+    return lane, work // (G * SPLITS) % tiles, work // G % SPLITS, work % G
 
 
 @gluon.jit
 def _fetch(
     q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, shared, barriers, width, pages, works, tiles,
-    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    QUEUE: gl.constexpr,
+    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches. It notes for each tile of queries which tiles of keys these see."""
     q_all, k_all, v_all, notes = shared
@@ -73,7 +77,7 @@ def _fetch(
     step = 0
     turn = 0
     while turn * gl.num_programs(0) < works:
-        lane, tile, group = _work(turn, works, tiles, G)
+        lane, tile, split, group = _work(turn, works, tiles, G, SPLITS)
         if lane >= 0:
             query = tile * POSITIONS + gl.arange(0, POSITIONS, gl.BlockedLayout([1], [32], [1], [0]))
             inside = query < width
@@ -81,6 +85,10 @@ def _fetch(
             end = gl.load(end_ptr + lane * width + query, mask=inside, other=0).to(gl.int32)
             first = gl.min(gl.where(inside, start, LAST), 0) // KEYS
             last = (gl.max(end, 0) + KEYS - 1) // KEYS
+            if SPLITS > 1:
+                share = (last - first + SPLITS - 1) // SPLITS
+                first += split * share
+                last = gl.maximum(gl.minimum(first + share, last), first + 1)  # no query sees keys of an empty split
             clear = gl.minimum(gl.min(gl.where(inside, end, LAST), 0) // KEYS, last)
             slot = turn % QUEUE
             mbarrier.wait(q_empty.index(slot), turn // QUEUE & 1 ^ 1)
@@ -162,10 +170,20 @@ def _add_keys(
 
 
 @gluon.jit
+def _places(
+    lane, tile, group, width, WHICH: gl.constexpr, G: gl.constexpr, SHARE: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The query heads of a group of warps, counted over all lanes, and which of them there are."""
+    row = WHICH * ROWS + gl.arange(0, ROWS, LAYOUT)
+    query = tile * (2 * ROWS // SHARE) + row // SHARE
+    return (lane * width + query).to(gl.int64) * (G * SHARE) + group * SHARE + row % SHARE, query < width
+
+
+@gluon.jit
 def _multiply(
-    out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
-    WHICH: gl.constexpr, G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, QUEUE: gl.constexpr,
+    out_ptr, stat_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+    WHICH: gl.constexpr, G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, SPLITS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies."""
     q_all, k_all, v_all, notes = shared
@@ -173,16 +191,14 @@ def _multiply(
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [4, 1], [1, 0])
-    POSITIONS: gl.constexpr = 2 * ROWS // SHARE
     step = 0
     turn = 0
     while turn * gl.num_programs(0) < works:
-        lane, tile, group = _work(turn, works, tiles, G)
+        lane, tile, split, group = _work(turn, works, tiles, G, SPLITS)
         if lane >= 0:
-            row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
-            query = tile * POSITIONS + row // SHARE
-            start = gl.load(start_ptr + lane * width + query, mask=query < width, other=0).to(gl.int32)
-            end = gl.load(end_ptr + lane * width + query, mask=query < width, other=1).to(gl.int32)
+            at, inside = _places(lane, tile, group, width, WHICH, G, SHARE, gl.SliceLayout(1, PRODUCT))
+            start = gl.load(start_ptr + at // (G * SHARE), mask=inside, other=0).to(gl.int32)
+            end = gl.load(end_ptr + at // (G * SHARE), mask=inside, other=1).to(gl.int32)
             slot = turn % QUEUE
             mbarrier.wait(q_full.index(slot), turn // QUEUE & 1)
             first, clear = _number(notes.index(slot * 3), 4), _number(notes.index(slot * 3 + 1), 4)
@@ -217,23 +233,29 @@ def _multiply(
             acc = warpgroup_mma(prob, v_all.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage))
-            acc = acc * gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))[:, None]
-            q.store(acc.to(k_all.dtype))  # only these warps read its queries, and they have
-            row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
-            query = tile * POSITIONS + row // SHARE
-            at = (lane * width + query).to(gl.int64) * (G * SHARE) + group * SHARE + row % SHARE
-            entry = gl.arange(0, E, gl.SliceLayout(0, WHOLE))
-            gl.store(out_ptr + at[:, None] * E + entry[None, :], q.load(WHOLE), mask=(query < width)[:, None])
-            fence_async_shared()
+            if SPLITS == 1:
+                acc = acc * gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))[:, None]
+                q.store(acc.to(k_all.dtype))  # only these warps read its queries, and they have
+                at, inside = _places(lane, tile, group, width, WHICH, G, SHARE, gl.SliceLayout(1, WHOLE))
+                entry = gl.arange(0, E, gl.SliceLayout(0, WHOLE))
+                gl.store(out_ptr + at[:, None] * E + entry[None, :], q.load(WHOLE), mask=inside[:, None])
+                fence_async_shared()
+            else:
+                at, inside = _places(lane, tile, group, width, WHICH, G, SHARE, gl.SliceLayout(1, OUT))
+                entry = gl.arange(0, E, gl.SliceLayout(0, OUT))
+                gl.store(out_ptr + (at * SPLITS + split)[:, None] * E + entry[None, :], acc, mask=inside[:, None])
+                at, inside = _places(lane, tile, group, width, WHICH, G, SHARE, gl.SliceLayout(1, PRODUCT))
+                gl.store(stat_ptr + (at * SPLITS + split) * 2, top * scale, mask=inside)
+                gl.store(stat_ptr + (at * SPLITS + split) * 2 + 1, total, mask=inside)
             mbarrier.arrive(q_empty.index(slot))
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["width", "pages", "works", "tiles"])
 def _attend_wide(
-    q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, out_ptr, width, pages, works, tiles, scale,
-    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    QUEUE: gl.constexpr, EARLY: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, out_ptr, stat_ptr, width, pages, works, tiles, scale,
+    G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, QUEUE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     KIND: gl.constexpr = k_tiles.dtype
     PIECES: gl.constexpr = E // PIECE
@@ -271,55 +293,98 @@ def _attend_wide(
     pieces = (q_pieces, k_pieces, v_pieces, notes)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
-                         0, G, SHARE, E, KEYS, STAGES, QUEUE)),
-            (_multiply, (out_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
-                         1, G, SHARE, E, KEYS, STAGES, QUEUE)),
+            (_multiply, (out_ptr, stat_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+                         0, G, SHARE, E, SPLITS, KEYS, STAGES, QUEUE)),
+            (_multiply, (out_ptr, stat_ptr, start_ptr, end_ptr, shared, barriers, width, works, tiles, scale,
+                         1, G, SHARE, E, SPLITS, KEYS, STAGES, QUEUE)),
             (_fetch, (q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, pieces, barriers, width, pages, works,
-                      tiles, G, SHARE, E, T, KEYS, STAGES, QUEUE)),
+                      tiles, G, SHARE, E, T, SPLITS, KEYS, STAGES, QUEUE)),
         ],
         [4, 1], [MULTIPLYING, FETCHING],
     )  # fmt: skip
 
 
 class Tiles(NamedTuple):
-    """What a program holds at once."""
+    """What a program holds at once, and how many programs share a row's keys."""
 
     keys: int  # of a tile
     stages: int  # tiles of keys
     queue: int  # tiles of queries
+    splits: int  # a power of two
 
 
 def paged_attention(
-    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, scale: float,
+    q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
     tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.attention.paged_attention`. `scale`: of the products, for powers of 2."""
+    """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
-    share = heads // groups
+    share, pages = heads // groups, pages_BP.shape[1]
+    programs, query_tiles = _programs(card(q_BWHE.device)), triton.cdiv(width * share, 2 * ROWS.value)
+    works = lanes * groups * query_tiles
+    tiles = tiles or _tiles(works, pages * page, programs)
     by_head, by_key = gl.NVMMASharedLayout(128, 16, 4), gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = TensorDescriptor.from_tensor(q_BWHE.contiguous(), [1, ROWS.value // share, share, PIECE.value], by_head)
     k_tiles, v_tiles = (
         TensorDescriptor.from_tensor(pool.view(-1, groups * size), [page, PIECE.value], by_key)
         for pool in (k_PTGE, v_PTGE)
     )
-    out_BWHE = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
-    keys, stages, queue = tiles or (Tiles(128, 3, 1) if pages_BP.shape[1] * page >= 2048 else Tiles(64, 5, 2))
-    query_tiles = triton.cdiv(width * share, 2 * ROWS.value)
-    works = lanes * groups * query_tiles
-    _attend_wide[(min(works, _programs(card(q_BWHE.device))),)](
-        q_tiles, k_tiles, v_tiles, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(), out_BWHE, width,
-        pages_BP.shape[1], works, query_tiles, scale, G=groups, SHARE=share, E=size, T=page, KEYS=keys, STAGES=stages,
-        QUEUE=queue, num_warps=4, maxnreg=168, **early(q_BWHE),
+    out_BWHE = part = stat = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
+    if tiles.splits > 1:
+        part = q_BWHE.new_empty(lanes * width * heads * tiles.splits, size, dtype=torch.float32)
+        stat = q_BWHE.new_empty(lanes * width * heads * tiles.splits, 2, dtype=torch.float32)
+    works *= tiles.splits
+    _attend_wide[(min(works, programs),)](
+        q_tiles, k_tiles, v_tiles, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(), part, stat,
+        width, pages, works, query_tiles, size**-0.5 * LOG2_E, G=groups, SHARE=share, E=size, T=page,
+        SPLITS=tiles.splits, KEYS=tiles.keys, STAGES=tiles.stages, QUEUE=tiles.queue, num_warps=4, maxnreg=168,
+        **early(q_BWHE),
     )  # fmt: skip
+    if tiles.splits > 1:
+        join[(lanes * width * heads,)](
+            q_BWHE, part, stat, out_BWHE, out_BWHE, 0, H=heads, E=size, SPLITS=tiles.splits, GROUPED=False,
+            num_warps=1, **early(q_BWHE),
+        )  # fmt: skip
     return out_BWHE
+
+
+def pays(q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, takes: Inputs) -> bool:
+    """Whether this kernel takes these tensors, and is faster than `triton.attention`."""
+    lanes, width, heads, size = q_BWHE.shape
+    _, page, groups, _ = k_PTGE.shape
+    share, asked = heads // groups, in_groups(takes, lanes * width)
+    able = (
+        multiplies_in_groups_of_warps(q_BWHE)
+        and not triton.knobs.runtime.interpret
+        and q_BWHE.dtype == k_PTGE.dtype in (torch.bfloat16, torch.float16)
+        and size in (64, 128)
+        and share in (1, 2, 4, 8, 16, 32, 64)
+        and page in (8, 16, 32, 64)
+        and (asked is None or asked.group != size)
+    )
+    works = lanes * groups * triton.cdiv(width * share, 128)  # tiles of queries
+    if width * share < 128:  # a tile is not full
+        return able and width * share >= 64 and works >= 264
+    return able and (works >= 32 or pages_BP.shape[1] * page >= 8192)
+
+
+def _tiles(works: int, keys: int, programs: int) -> Tiles:
+    """The fastest on an H200 for tiles of queries in `works`, each with `keys`."""
+
+    def microseconds(splits: int) -> float:
+        """About: a turn takes 15 ns a key, and joining 3 us and 80 ns for each split of a tile of queries."""
+        turns = triton.cdiv(works * splits, programs)
+        return turns * keys / splits * 0.015 + (splits > 1) * (3 + works * splits * 0.08)
+
+    splits = min((1, 2, 4, 8, 16, 32), key=microseconds)
+    # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
+    return Tiles(128, 3, 1, splits) if keys // splits >= 4096 else Tiles(64, 5, 2, splits)
 
 
 @cache
 def _programs(device: torch.device | None) -> int:
     """One for each multiprocessor of the card. Without one, nothing runs."""
     if device is None:
-        return 1
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count

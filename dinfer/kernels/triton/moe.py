@@ -33,20 +33,20 @@ def _plan(
     expert = tl.program_id(0)
     everyone = expert == experts
     place = tl.arange(0, CHOSEN)[None, :]
-    found, before = 0, 0
+    found, lower = 0, tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         there = (token < tokens)[:, None] & (place < C)
         chosen = tl.load(experts_ptr + token[:, None] * C + place, mask=there, other=2**30)
-        here = tl.sum((chosen == expert).to(tl.int32), 1)
-        pair = token * (C + SHARED) + tl.sum(tl.where(chosen == expert, place, 0), 1)
+        mine = tl.max(tl.where(chosen == expert, place, -1), 1)  # -1: the token has not chosen this expert
         if SHARED:
-            here = tl.where(everyone & (token < tokens), 1, here)
-            pair += tl.where(everyone, C, 0)
-        rank = found + tl.cumsum(here, 0) - 1
-        tl.store(pairs_ptr + expert.to(tl.int64) * tokens + rank, pair, mask=here > 0)
-        found += tl.sum(here, 0)
-        before += tl.sum((chosen < expert).to(tl.int32))
+            mine = tl.where(everyone & (token < tokens), C, mine)
+        rank = tl.cumsum((mine >= 0).to(tl.int32), 0)
+        pair_ptrs = pairs_ptr + expert.to(tl.int64) * tokens + found + rank - 1
+        tl.store(pair_ptrs, token * (C + SHARED) + mine, mask=mine >= 0)
+        found += tl.max(rank, 0)
+        lower += tl.sum((chosen < expert).to(tl.int32), 1)
+    before = tl.sum(lower)
     turn = expert
     if SHARED:
         before = tl.where(everyone, 0, before + tokens)
@@ -79,7 +79,7 @@ def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False, whol
     _plan[(programs,)](
         experts_NC.contiguous(), made.pairs_XN, made.tile_I4, tokens, experts, len(made.tile_I4),
         C=chosen, CHOSEN=many, SHARED=int(shared), ROWS=rows, BLOCK=block,
-        num_warps=min(max(block * many // 1024, 1), 8), **early(experts_NC),
+        num_warps=min(max(block * many // 256, 1), 8), **early(experts_NC),
     )  # fmt: skip
     return made
 

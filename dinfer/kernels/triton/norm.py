@@ -118,9 +118,9 @@ def _add_rms_norm(
 PIECE = 256  # inputs of a row that a program takes where many programs share a row
 
 
-def _size(width: int, rows: int) -> dict[str, int]:
+def _size(width: int, rows: int, parts: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    each = 128 if rows < 2 * MANY else 256  # values of a warp
+    each = 256 if rows >= 2 * MANY and parts < 2 else 128  # values of a warp; more parts need more loads at once
     return {"BLOCK": block, "num_warps": min(max(block // each, 1), 16)}
 
 
@@ -133,7 +133,7 @@ def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = No
     lines = x_BWD.shape[:-1].numel()
     _add[(lines,)](
         x_BWD, delta, mix, delta if plus is None else plus, sum_BWD, *swapped, width, apart, stride,
-        PARTS=parts, MIXED=mixed, PLUS=plus is not None, ROWS=rows, WIDEST=widest, **_size(width, lines),
+        PARTS=parts, MIXED=mixed, PLUS=plus is not None, ROWS=rows, WIDEST=widest, **_size(width, lines, parts),
         **early(x_BWD),
     )  # fmt: skip
     return sum_BWD
@@ -175,7 +175,7 @@ def add_rms_norm(
         width, apart, stride, room, eps,
         PARTS=parts, MIXED=mixed, PLUS=plus is not None, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
         GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both, ROWS=rows, WIDEST=widest,
-        **_size(PIECE if pieces else width, lines), **early(x_BWD),
+        **_size(PIECE if pieces else width, lines, parts), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
 
@@ -220,7 +220,7 @@ def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Ro
         out, scale, largest, block = made.values, made.scale, LARGEST[FLOAT8], triton.next_power_of_2(width)
     else:
         made = out = scale = like.new_empty(*lead, width)
-    many = min(max(2048 // block, 1), 4) if rows >= MANY and not groups else 1
+    many = min(max(2048 // block, 1), 4) if rows >= MANY and width <= block and not groups else 1
     _swiglu[(triton.cdiv(rows, many), triton.cdiv(width, block))](
         values, out, scale, rows, width, room, rows * both, PARTS=parts, GROUP=groups.group if groups else 0,
         LARGEST=largest, ROWS=many, BLOCK=block, num_warps=min(max(block // 512, 4), 32), **early(values),
