@@ -57,8 +57,7 @@ class Clock:
         found = defaultdict(list)
         for step_shape, rows, begin, end in self.marks:
             taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
-            kind = step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles
-            found[kind].append((taken, rows + step_shape.spare))  # the spare lanes compute for rows, too
+            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
         table = [
             {
                 "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),

@@ -173,12 +173,12 @@ class Replica:
         if full:
             for group in self._groups(Phase.FULL, {i: Need(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}):
                 spent += self._time("FULL", len(group.slots), group.width)
-        windows, decode = window_groups(
+        windows, settles = window_groups(
             len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions,
             self.times.ahead and not self.waiting,
         )  # fmt: skip
-        for rows, width, spare in windows:
-            spent += self._time("WINDOW", rows, width, spare)
+        for lanes, width in windows:
+            spent += self._time("WINDOW", lanes, width)
         self._full, self._wide, self._fresh = [], [], []
 
         def moves() -> None:
@@ -187,8 +187,8 @@ class Replica:
             for job in self._due.pop(self.rounds, ()):
                 self._narrow -= 1
                 self._end_block(job)
-            for i, job in enumerate(wide):
-                self._decode(job, int(i < decode))
+            for job in wide:
+                self._decode(job, 0 if settles else 1)
             for job in full:
                 self._decode(job, 1)
             for job in prefilled:
@@ -222,9 +222,9 @@ class Replica:
     def _groups(self, phase: Phase, needs: dict[int, Need]) -> Any:
         return grouped(phase, needs, free=self.free, limit=self.setting.positions, unit=self.unit)
 
-    def _time(self, phase: str, rows: int, width: int, spare: int = 0) -> float:
+    def _time(self, phase: str, rows: int, width: int) -> float:
         """The milliseconds of a step, drawn from measured times."""
-        lanes, wide = lanes_of(phase, rows, width, self.times.block, spare)
+        lanes, wide = lanes_of(phase, rows, width, self.times.block)
         if phase == "WINDOW":
             mean = -(-self._canvas // self.running)
             canvas = max(min(-(-mean // 64) * 64, self.times.longest), mean)  # few lengths, so that times are cached
@@ -237,26 +237,23 @@ class Replica:
 @lru_cache(maxsize=65536)
 def window_groups(
     wide: int, narrow: int, block: int, settle: bool, free: int, limit: int, ahead: bool = False
-) -> tuple[list[tuple[int, int, int]], int]:
-    """Rows, width and spare lanes of each window step of a round, and how many wide rows decode in it.
+) -> tuple[list[tuple[int, int]], bool]:
+    """Rows and width of each window step of a round, and whether wide rows only settle in it.
 
     `ahead`: the round is launched before the last one is read. The engine then guesses which rows enter a block, and
     counts as right here.
     """
     rows, least, found = range(wide + narrow), block if settle else None, list[Group]()
     if ahead:
-        chances = {i: float(i < wide) for i in rows}
-        found = settling(dict.fromkeys(rows, least), chances, free=free, limit=limit, lends=settle)
+        found = settling(dict.fromkeys(rows, least), {i: float(i < wide) for i in rows}, free=free, limit=limit)
     if not found:
         needs = {i: Need(2 * block if i < wide else block, least) for i in rows}
-        found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block, lends=settle)
-    decode = sum(group.spare for group in found) if any(group.settles for group in found) else wide
-    return [(len(group.slots), group.width, group.spare) for group in found], decode
+        found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
+    return [(len(group.slots), group.width) for group in found], any(group.settles for group in found)
 
 
 @lru_cache(maxsize=65536)
-def lanes_of(phase: str, rows: int, width: int, block: int, spare: int = 0) -> tuple[int, int]:
+def lanes_of(phase: str, rows: int, width: int, block: int) -> tuple[int, int]:
     """Lanes and width of the graph of such a step."""
-    shape = StepShape(Phase[phase], rows + spare, width, 1, block, 1, spare=spare)
-    found = bucket(shape, 16, 4096, 65536, 2**20)
+    found = bucket(StepShape(Phase[phase], rows, width, 1, block, 1), 16, 4096, 65536, 2**20)
     return found.lanes, found.width

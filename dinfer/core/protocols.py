@@ -34,7 +34,8 @@ The step gathers the rows of its lanes and writes live ones back, so no componen
 decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
 """
 
-Options = Mapping[str, Tensor]  # per-request options of one component by name, [R, 1] each
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,10 @@ class StepShape:
     sampled: bool = False  # some row does not simply take the most likely token
     guided: bool = False  # some row has a second branch, without the prompt
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
-    settles: bool = False  # rows that need more than `width` have keys computed; they decode if they borrow a lane
+    settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
     told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
     candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
-    spare: int = 0  # the last lanes, which no row has: rows that settle borrow them, see `dinfer.core.settling`
 
 
 @dataclass(frozen=True, slots=True)

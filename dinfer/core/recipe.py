@@ -5,18 +5,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.protocols import (
-    ACTIVE,
-    CachePolicy,
-    Component,
-    Decoder,
-    Divided,
-    Iteration,
-    Model,
-    Phase,
-    Sampling,
-    StepShape,
-)
+from dinfer.core.protocols import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
 from dinfer.core.ranks import ALONE, Ranks
 from dinfer.core.registry import (
     CACHES,
@@ -242,12 +231,6 @@ class Recipe:
         decoder = self.decoder
         reads = decoder.reads_logits or decoder.edits or self.iteration.scores != "block"
         return not reads and not self.cache.watches and not self.cache.follows
-
-    def lends(self, shape: StepShape) -> bool:
-        """Whether rows borrow lanes in such a step, see `dinfer.core.settling`. Nothing else may act on its lanes."""
-        cache = self.cache
-        other = cache.watches or cache.follows or self.iteration.branches or shape.guided or shape.candidates
-        return shape.settles and shape.phase == Phase.WINDOW and cache.plan(Phase.WINDOW).keeps and not other
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.branches import Branches, branching
-from dinfer.core.canvas import BlockView, Phase, RowCursors, Status
+from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.core.commits import commit
 from dinfer.core.guidance import Guided, guided
 from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
 from dinfer.core.recipe import Recipe
-from dinfer.core.settling import lend, settle
 from dinfer.core.speculation import Candidates, deciding, longest_chain
 from dinfer.core.state import BatchState
 from dinfer.core.stats import Columns, Draw, TokenStats
@@ -37,17 +36,11 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
 
     Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
-    may be named once. In a step that settles, rows borrow scratch lanes at the end for the forward (`lend`).
+    may be named once.
     """
     model, iteration, cache, canvas = recipe.model, recipe.iteration, recipe.cache, state.canvas
-    lanes = computing = canvas.lanes(slot_B, shape.phase)
-    if lends := recipe.lends(shape):
-        computing = lend(cache, lanes, canvas, model.spec, shape)
-        slot_B = slot_B[: shape.lanes - shape.spare]
-        lanes = canvas.lanes(slot_B, shape.phase)
-    rows = slot_B.shape[0]
+    lanes = canvas.lanes(slot_B, shape.phase)
     iteration_state, cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-    embed_state = state.iteration.lanes(computing.slot_B) if lends else iteration_state
     if shape.phase == Phase.VERIFY:
         decode(recipe, state, shape, lanes, verified(recipe, state, shape, lanes), iteration_state, cache_state)
         return
@@ -58,12 +51,12 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         branches = Branches.of(state.added, canvas, lanes, branching(iteration), shape)
     elif state.added is not None and shape.phase == deciding(recipe):  # rows with branches wait for a step with them
         lanes.live_B = lanes.live_B & ~state.added.there(slot_B)
-    region = computing if branches is None else branches.region(lanes)
+    region = lanes if branches is None else branches.region(lanes)
     computed = window(cache, region, canvas, model.spec, shape, cache_state)
     fits_B = computed.fits_B if branches is None else computed.fits_B & state.kv.forks(computed.place_BW)
-    pos_BW, tokens_BW, status_BW = canvas.enter(computing, computed.pos_BW, fits_B)
+    pos_BW, tokens_BW, status_BW = canvas.enter(lanes, computed.pos_BW, fits_B)
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
-    interval_BW, local_BW, context_BW = seen(recipe, computing, place_BW, computed.stop_B)
+    interval_BW, local_BW, context_BW = seen(recipe, lanes, place_BW, computed.stop_B)
     candidates, intervals = None, [interval_BW] * (shape.candidates + 1)
     if branches is not None:
         regions = (branches.region(lanes, branch) for branch in range(branches.count))
@@ -76,11 +69,10 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
         attend = candidates.attend(state.kv, pos_BW, place_BW, intervals, shape.pages)
     else:
         attend = state.kv.attend(
-            computing.slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW,
-            context_BW=context_BW,
-        )  # fmt: skip
+            slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW, context_BW=context_BW
+        )
     attend = replace(attend, queries=[]) if cache.follows else attend
-    x_BWD = iteration.embed(model, tokens_BW, attend.pos_BW, computing, embed_state)
+    x_BWD = iteration.embed(model, tokens_BW, attend.pos_BW, lanes, iteration_state)
     old_BWX, fed = attend.values() if cache.watches else None, attend
     if shape.guided:
         model, fed = guided(recipe, state, slot_B, pos_BW, place_BW, tokens_BW, status_BW, interval_BW, shape.pages)
@@ -91,19 +83,16 @@ def denoise_step(recipe: Recipe, state: BatchState, shape: StepShape, slot_B: Te
     if cache.follows:
         logits = partial(model.logits, h_BWD)
         cache.follow(attend, logits, pos_BW, lanes, model.spec.shift, shape.phase, cache_state)
-    if lends:  # borrowed lanes have left their keys, and nobody reads anything else of them
-        lanes.live_B = lanes.live_B & computing.live_B[:rows]
-        h_BWD, pos_BW = h_BWD[:rows], pos_BW[:rows]
-    kept_B = lanes.kept_B if computed.kept_B is None else computed.kept_B[:rows]
+    kept_B = lanes.kept_B if computed.kept_B is None else computed.kept_B
     if computed.settled_B is not None:
-        settled_B = settle(canvas, lanes, computed.settled_B[:rows], kept_B, shape.phase)
+        settled_B = settle(canvas, lanes, computed.settled_B, kept_B, shape.phase)
         state.cache.store(slot_B, cache_state, settled_B)
         if shape.phase == Phase.PREFILL:  # it computes keys only: no LM head, nothing to decode
             return
         lanes.live_B = lanes.live_B & ~settled_B
-    lanes.kept_B, logits_RL = kept_B, computed.logits_RL[: rows * shape.blocks]
+    lanes.kept_B, logits_RL = kept_B, computed.logits_RL
     if read_BX is not None and h_BWD.shape[1] == read_BX.shape[1]:  # the model has left out what nobody reads
-        logits_RL = torch.arange(h_BWD.shape[1], device=slot_B.device).view(-1, shape.block).repeat(rows, 1)
+        logits_RL = torch.arange(h_BWD.shape[1], device=slot_B.device).view(-1, shape.block).repeat(shape.lanes, 1)
 
     if candidates is None:
         left = Hidden(model, h_BWD, pos_BW, logits_RL)
@@ -257,6 +246,23 @@ def seen(
     if spec.local is None:
         return interval_BW, None, context_BW
     return interval_BW, local_interval(interval_BW, pos_BW, lanes.start_B, spec.local.window), context_BW
+
+
+def settle(canvas: Canvas, lanes: RowCursors, settled_B: Tensor, kept_B: Tensor, phase: Phase) -> Tensor:
+    """Stores the cursors of rows whose keys were computed and which decode nothing, and says which these are.
+
+    A prefill continues in the next step where keys are missing. bool [B]
+    """
+    rest_B = (settled_B < kept_B) & (phase == Phase.PREFILL)
+    passed = replace(
+        lanes,
+        live_B=lanes.live_B & (settled_B >= 0),
+        kept_B=settled_B,
+        forwards_B=lanes.forwards_B + 1,
+        phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
+    )
+    canvas.store(passed)
+    return passed.live_B
 
 
 def own_columns(recipe: Recipe, shape: StepShape) -> Columns:

@@ -43,7 +43,7 @@ class KernelCompiler:
     def compile(self, shape: StepShape) -> None:
         """Compiles for a step of this shape, and for the other phases of its rows."""
         lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
-        kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0, spare=0)
+        kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0)
         if not self._able or kind in self._known:
             return
         self._known.add(kind)

@@ -25,7 +25,6 @@ from dinfer.kernels.upload import upload
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions
-LEAST = 0.9  # and at least so many times: spare lanes may be fewer
 SHARES = 8  # the number of positions with logits is rounded up to eighths of the positions of active blocks
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
@@ -204,24 +203,22 @@ def _no_waiting() -> Iterator[None]:
 
 
 def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:
-    """The nearest captured shape that holds a step of this one and is hardly larger; otherwise the shape itself."""
-    positions = shape.lanes * shape.width
-    most, least = SPARE * positions, LEAST * positions
-    able = [other for other in captured if least <= other.lanes * other.width <= most and holds(other, shape)]
-    return min(able, key=lambda other: (abs(other.lanes * other.width - positions), other.pages), default=shape)
+    """The smallest captured shape that holds a step of this one and is hardly larger; otherwise the shape itself."""
+    most = SPARE * shape.lanes * shape.width
+    able = [other for other in captured if other.lanes * other.width <= most and holds(other, shape)]
+    return min(able, key=lambda other: (other.lanes * other.width, other.pages), default=shape)
 
 
 def holds(other: StepShape, shape: StepShape) -> bool:
     """Whether a step of the other shape does everything that a step of this shape does, for the same rows."""
-    # Spare lanes may be fewer: a row that finds none settles in its own.
-    if other.lanes - other.spare < shape.lanes - shape.spare or other.width < shape.width or other.pages < shape.pages:
+    if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
         return False
     if shape.settles and other.width != shape.width:  # the width decides which rows decode
         return False
     scores = other.scored == 0 or 0 < shape.scored <= other.scored
     tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
-    asked = {name: getattr(shape, name) for name in ("lanes", "width", "pages", "scored", "told", "spare")}
-    return scores and tells and replace(other, **asked) == shape
+    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
+    return scores and tells and same == shape
 
 
 @lru_cache(maxsize=4096)
@@ -230,25 +227,15 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-    rows = shape.lanes - shape.spare
-    lanes = _power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
-    if wide > 64 and rows <= lanes * 3 // 4:  # unused lanes are computed too
+    lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
+    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # unused lanes are computed too
         lanes = lanes * 3 // 4
-    spare = _spare_lanes(shape.lanes - lanes, lanes) if shape.spare and shape.lanes > lanes else 0
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)
     scored = -(-shape.scored // share) * share
     scored = scored if scored < positions else 0
-    return replace(shape, lanes=lanes + spare, width=wide, pages=pages, top_candidates=top, scored=scored, spare=spare)
-
-
-def _spare_lanes(wanted: int, lanes: int) -> int:
-    """The nearest of few numbers. It may be smaller: a row that finds no lane settles in its own."""
-    least = max(_power_of_2(lanes) // 16, 1)
-    more = max(_power_of_2(wanted), least)
-    less = more // 2 if more > least else 0
-    return more if 2 * wanted >= more + less else less
+    return replace(shape, lanes=lanes, width=wide, pages=pages, top_candidates=top, scored=scored)
 
 
 def _power_of_2(count: int) -> int:

@@ -21,7 +21,7 @@ class Runtime:
     page: int = 16  # positions per page of keys and values
     pages: int | None = None  # pages in all; None: enough for the requests that run at a time
     positions: int = 8192  # most positions of one step; longer prompts are prefilled in pieces
-    settle: bool = False  # large batches: rows enter a block with a spare lane or an extra pass, which counts in NFE
+    settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
     gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
     speculate: int | Literal["auto"] = 0  # candidates, `core/speculation.py`; auto: what pays, as measured

@@ -21,30 +21,6 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
     return columns_CB, columns_CB[0] == first
 
 
-def lend_lanes(
-    slot_B: Tensor, live_B: Tensor, fits_B: Tensor, settled_B: Tensor, kept_B: Tensor, scratch: int
-) -> tuple[Tensor, Tensor]:
-    """Lends lanes that name the slot `scratch` to rows that would settle: the last one to the first row, and so on.
-
-    A row would settle where `live_B`, `fits_B` and `settled_B` >= 0. Returns the slots and the `kept_B` of the lanes: a
-    borrowed lane has those of the row, and the row's own lane has `settled_B` as its `kept_B`. int64 [B] twice
-    """
-    if use_triton(slot_B, "canvas"):
-        from dinfer.kernels.triton.canvas import lend_lanes as kernel
-
-        return kernel(slot_B, live_B, fits_B, settled_B, kept_B, scratch)
-    lanes = slot_B.shape[0]
-    settles_B = live_B & fits_B & (settled_B >= 0)
-    other_B = (lanes - settles_B.cumsum(0)).clamp_max(lanes - 1)
-    lent_B = settles_B & (slot_B.gather(0, other_B) == scratch)
-    index_B = torch.where(lent_B, other_B, lanes)  # the last entry is dropped
-
-    def lent(value_B: Tensor, own_B: Tensor) -> Tensor:
-        return torch.cat((own_B, own_B[:1])).scatter(0, index_B, value_B)[:lanes]
-
-    return lent(slot_B, slot_B), lent(kept_B, torch.where(lent_B, settled_B, kept_B))
-
-
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
     """Option columns of the lanes' slots, each value `repeat` times, as they are and as int64. [O, R] twice"""
     if use_triton(slot_B, "canvas"):

@@ -72,10 +72,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
     "core.commits": CORE,
     "core.window": CORE,
-    "core.settling": CORE,
     "core.step": CORE | {
         "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification", "core.branches", "core.settling",
+        "core.verification", "core.branches",
     },
     "engine": {
         "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",

@@ -92,8 +92,7 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
                 pages,
                 sampled=more,
                 guided=guided,
-                settles=not candidates,
-                spare=int(not more and not candidates),  # without guidance, rows that settle may borrow a lane
+                settles=more,
                 top_candidates=8 * more,
                 scored=0 if more or candidates or told == Told.LOGPROBS or not recipe.scores_open else 7,
                 candidates=candidates,

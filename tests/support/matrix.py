@@ -228,16 +228,6 @@ def completions(engine: Engine, requests: list[Request]) -> list[Completion]:
     return [found[i] for i in range(len(requests))]
 
 
-def alone(recipe: Recipe, requests: list[Request]) -> list[Completion]:
-    return [completions(engine_for(recipe), [request])[0] for request in requests]
-
-
-def tokens_and_steps(completion: Completion) -> tuple:
-    """All that may not depend on the batch: passes that only compute keys may."""
-    counts = completion.counts
-    return completion.canvas, completion.output, completion.stopped, counts.forwards - counts.prefills, counts.committed
-
-
 def outcome(completion: Completion) -> tuple[Any, ...]:
     """All of a completion but the time it took."""
     c = completion.counts

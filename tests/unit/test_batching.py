@@ -12,7 +12,6 @@ from support.matrix import (
     LEGAL,
     SAMPLE,
     Combination,
-    alone,
     completions,
     engine_for,
     launched_ahead,
@@ -20,7 +19,6 @@ from support.matrix import (
     over_shared_model,
     requests_for,
     thinned,
-    tokens_and_steps,
     watching,
 )
 from support.models import tiny_model, tiny_spec
@@ -32,7 +30,7 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, holds, stand_in
-from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
+from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
 
 POISON = 37
 
@@ -43,6 +41,16 @@ def block_recipe() -> Recipe:
         model.embedding.weight[POISON] = float("nan")
         model.head.weight[POISON] = 0  # never the best, as some other logit is positive
     return compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+
+
+def alone(recipe: Recipe, requests: list[Request]) -> list[Completion]:
+    return [completions(engine_for(recipe), [request])[0] for request in requests]
+
+
+def tokens_and_steps(completion: Completion) -> tuple:
+    """All that may not depend on the batch: passes that only compute keys may."""
+    counts = completion.counts
+    return completion.canvas, completion.output, completion.stopped, counts.forwards - counts.prefills, counts.committed
 
 
 def serve(engine: Engine) -> dict[int, Completion]:
@@ -68,6 +76,23 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
             names[engine.add(requests[index])] = index
         found |= {names[u.index]: u.completion for u in engine.step() if u.completion is not None}
     assert {i: outcome(c) for i, c in found.items()} == want
+
+
+@pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
+def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it always paid: no step is wider than what it decodes."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe)
+    want = alone(recipe, requests)
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
+    assert any(shape.settles for shape in shapes)
+    assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
 @pytest.mark.parametrize("combination", thinned([c for c in SAMPLE if over_shared_model(c).scores_open][::3]), ids=str)
@@ -311,6 +336,18 @@ def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
     assert planned(many, narrow=32) == [Group([*range(16)], 32, settles=True)]
     assert planned({0: 64, 1: 32}, narrow=32) == [Group([0, 1], 64)]
     assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Group([*range(16)], 64)]  # all would lose a step
+
+
+def test_steps_that_settle_are_planned_where_few_rows_enter_a_block() -> None:
+    def step(few: int, rest: int) -> list[Group]:
+        chances = dict(enumerate([1.0] * few + [0.0] * rest))
+        return settling(dict.fromkeys(chances, 32), chances, free=FREE, limit=8192)
+
+    assert step(0, 64) == step(16, 48) == [Group([*range(64)], 32, settles=True)]
+    assert step(17, 47) == step(0, 1) == step(0, 0) == []
+    assert step(64, 0) == step(60, 4) == [Group([*range(64)], 64)], "nearly all enter"
+    assert step(6, 0) == [], "few rows are not guessed about"
+    assert settling({0: None, 1: None}, {0: 0.0, 1: 0.0}, free=1, limit=8192) == [], "these cannot settle"
 
 
 def test_steps_are_cut_evenly_and_prefills_from_the_oldest_on() -> None:

@@ -127,7 +127,7 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
     pipe.engine.loop.ahead = ahead
     with Clock(pipe.engine) as clock:
         assert len(list(pipe.engine.run(requests))) > len(news)
-    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32, s.spare)) for s, rows, *_ in clock.marks)
+    taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32)) for s, rows, *_ in clock.marks)
 
     made = report(settle=settle, shape=shape, device="cuda" if ahead else "cpu")
     if shape == "small":

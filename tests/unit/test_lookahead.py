@@ -115,20 +115,13 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     requests = requests_for(recipe) * 2
     want = [settled(completion) for completion in completions(engine_for(recipe), requests)]
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
-    monkeypatch.setattr("dinfer.engine.scheduler.block_ends.OFTEN", 10**6)
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.SAVED", -1000)  # rows borrow lanes wherever they may
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     engine = launched_ahead(engine_for(recipe, rows=4, settle=True))
     assert [settled(completion) for completion in completions(engine, requests)] == want
 
 
-@pytest.mark.parametrize("saved", [8, 1000], ids=["lent", "settled"])
-def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(
-    saved: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.engine.scheduler.block_ends.OFTEN", 10**6)
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.SAVED", saved)
     recipe = recipe_of(name="fixed", steps=3)
     requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]

@@ -160,26 +160,6 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
         same([made for made in got if made is not None], [made for made in want if made is not None])
 
 
-def test_lend_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more, as many, and fewer scratch lanes than rows that settle, and with one that is not at the end."""
-    scratch, rows, wants = 9, 7, [True, False, True, True, False, True, True]
-    flags, kept_B = torch.ones(12, dtype=torch.bool, device=DEVICE), number(90, 12)
-    for idle in (0, 2, 5):
-        some_B = torch.tensor([*range(rows), *[scratch] * idle], device=DEVICE)
-        for slot_B in (some_B, some_B.index_fill(0, torch.tensor([4], device=DEVICE), scratch)):
-            lanes = len(slot_B)
-            wants_B = torch.tensor(wants + [True] * idle, device=DEVICE) & (slot_B != scratch)
-            settled_B = torch.where(wants_B, number(90, lanes), -1)
-            for live_B, fits_B in ((flags, wants_B), (wants_B, flags)):
-                given = slot_B, live_B[:lanes], fits_B[:lanes], settled_B, kept_B[:lanes], scratch
-                got, want = both(monkeypatch, partial(canvas.lend_lanes, *given))
-                same(got, want)
-                lent_B, kept = want[0][rows:], kept_B.tolist()
-                assert (lent_B != scratch).sum() == min(idle, 5)
-                assert [*lent_B.flip(0).tolist()][:2] == [0, 2][:idle]
-                assert want[1].tolist()[0] == (int(settled_B[0]) if idle else kept[0])
-
-
 def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
     table_NP, pos_BW = number(9, SLOTS, 6), number(24, LANES, 300, low=-1)
     slot_B = torch.tensor([2, 0, 4], device=DEVICE)

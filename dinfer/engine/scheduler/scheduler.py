@@ -1,7 +1,6 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from math import ceil
 from typing import NamedTuple
 
 from dinfer.core.canvas import Cursors, Phase
@@ -46,7 +45,6 @@ class Scheduler:
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
         self._settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
-        self._lends = runtime.settle and not self._tries
         self._ends = BlockEnds()
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
@@ -110,7 +108,7 @@ class Scheduler:
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
-        for row in rows if self._lends else ():
+        for row in rows if self._settles else ():
             if not row.missed:
                 self._ends.record(row)
         if self._repeatable:
@@ -144,23 +142,15 @@ class Scheduler:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, lends=self._lent(rows))
+        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
         return self._made(phase, rows, groups, {})
 
-    def _lent(self, rows: Sequence[Row]) -> bool:
-        """Whether rows that settle may borrow lanes of a step of these rows."""
-        guided = any(row.asks.guided for row in rows)
-        shape = StepShape(Phase.WINDOW, len(rows), 0, 1, self.block, 0, guided=guided, settles=True)
-        return self._lends and self._ends.often and self.recipe.lends(shape)
-
-    def _made(
-        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, float]
-    ) -> list[Step]:
-        """The steps of groups of these rows. `opens`: their open positions by slot, where they are not as last read."""
+    def _made(self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, int]) -> list[Step]:
+        """The steps of groups of these rows. `opens`: open positions of blocks that rows enter, by slot."""
         by_slot = {row.slot: row for row in rows}
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots], opens) for group in groups]
 
-    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
+    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, int]) -> Step:
         asks = {row.asks for row in rows}
         blocks, guided, pages = self.recipe.iteration.blocks, any(a.guided for a in asks), max(r.visible for r in rows)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
@@ -175,12 +165,13 @@ class Scheduler:
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
         if positions >= MANY and plain and self.recipe.scores_open:
-            scored = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
+            entered = {} if group.settles else opens  # rows that settle decode nothing
+            scored = sum(entered.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True))
         shape = StepShape(
-            phase, len(rows) + group.spare, group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
+            phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
             settles=group.settles, top_candidates=max(a.top_candidates for a in asks),
             scored=scored if 0 < scored < positions else 0, told=told,
-            candidates=candidates, spare=group.spare,
+            candidates=candidates,
         )  # fmt: skip
         return Step(shape, group.slots)
 
@@ -218,9 +209,8 @@ class Scheduler:
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
         if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
             return []  # what one row missed, it might miss for ever
-        decoding, lends = phases.get(Phase.WINDOW, []), self._lent(phases.get(Phase.WINDOW, []))
-        narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, float]()
-        cache, spec = self.recipe.cache, self.recipe.model.spec
+        cache, spec, decoding = self.recipe.cache, self.recipe.model.spec, phases.get(Phase.WINDOW, [])
+        narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, int]()
         for row in decoding:
             if row.slot is None:
                 continue
@@ -230,10 +220,8 @@ class Scheduler:
                 narrows[row.slot] = row.need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
             else:
                 narrows[row.slot] = cache.narrow(spec, now._replace(start=now.end, end=end))
-            if lends:
-                new = row.open_before[end] - row.open_before[now.end]
-                opens[row.slot] = chance * new + (1 - chance) * row.left
-        groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions, lends=lends)
+                opens[row.slot] = row.open_before[end] - row.open_before[now.end]
+        groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
         steps = self._made(Phase.WINDOW, decoding, groups, opens)
         if not steps:
             return []

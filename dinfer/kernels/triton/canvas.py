@@ -31,39 +31,6 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
     return out_CB, flag_B
 
 
-@triton.jit(do_not_specialize=["lanes", "scratch"])
-def _lend_lanes(
-    slot_ptr, live_ptr, fits_ptr, settled_ptr, kept_ptr, out_slot_ptr, out_kept_ptr, lanes, scratch,
-    SIZE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    follow(EARLY)
-    lane = tl.arange(0, SIZE)
-    inside = lane < lanes
-    settled = tl.load(settled_ptr + lane, mask=inside, other=-1)
-    live = tl.load(live_ptr + lane, mask=inside, other=0) != 0
-    settles = live & (tl.load(fits_ptr + lane, mask=inside, other=0) != 0) & (settled >= 0)
-    slot, kept = tl.load(slot_ptr + lane, mask=inside, other=0), tl.load(kept_ptr + lane, mask=inside, other=0)
-    count = tl.sum(settles.to(tl.int32), 0)
-    other = lanes - tl.cumsum(settles.to(tl.int32), 0)
-    lent = settles & (tl.load(slot_ptr + other, mask=settles, other=0) == scratch)
-    tl.store(out_slot_ptr + other, slot, mask=lent)
-    tl.store(out_kept_ptr + other, kept, mask=lent)
-    own = inside & ((slot != scratch) | (lane < lanes - count))
-    tl.store(out_slot_ptr + lane, slot, mask=own)
-    tl.store(out_kept_ptr + lane, tl.where(lent, settled, kept), mask=own)
-
-
-def lend_lanes(
-    slot_B: Tensor, live_B: Tensor, fits_B: Tensor, settled_B: Tensor, kept_B: Tensor, scratch: int
-) -> tuple[Tensor, Tensor]:
-    lanes, (out_slot_B, out_kept_B) = slot_B.shape[0], (torch.empty_like(slot_B) for _ in range(2))
-    _lend_lanes[(1,)](
-        slot_B, live_B.contiguous(), fits_B.contiguous(), settled_B.contiguous(), kept_B.contiguous(),
-        out_slot_B, out_kept_B, lanes, scratch, SIZE=triton.next_power_of_2(lanes), num_warps=WARPS, **early(slot_B),
-    )  # fmt: skip
-    return out_slot_B, out_kept_B
-
-
 def aligned_columns(like: Tensor, columns: int, rows: int) -> Tensor:
     """Columns of 8-byte values, [columns, rows], each aligned to 16 bytes.
 
