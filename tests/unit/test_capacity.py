@@ -162,9 +162,13 @@ def test_times_are_interpolated_between_measurements_and_never_beyond() -> None:
     assert times.wide("PREFILL", 1, 16).mean == pytest.approx(4)  # no less than the least that was measured
     draws = [times.window(8, 32, 100).at(i / 1000) for i in range(1000)]
     assert sum(draws) / 1000 == pytest.approx(16, rel=1e-3) and (min(draws), max(draws)) == pytest.approx((12.8, 19.2))
-    for ask in (lambda: times.window(65, 32, 100), lambda: times.window(1, 32, 4097), lambda: times.window(1, 96, 9)):
+    for window in (
+        lambda: times.window(65, 32, 100),
+        lambda: times.window(1, 32, 4097),
+        lambda: times.window(1, 96, 9),
+    ):
         with pytest.raises(Unmeasured, match=r"made has no window step of \d+ rows.*measure more"):
-            ask()
+            window()
     with pytest.raises(Unmeasured, match="no step FULL of 100 positions"):
         times.wide("FULL", 1, 100)
     with pytest.raises(Unmeasured, match="--rows 65: made has steps of at most 64 rows"):
