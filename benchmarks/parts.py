@@ -29,7 +29,7 @@ PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "sta
 REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # the part of the Triton kernels in each file of dinfer/kernels/triton; others: REST
     "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts", "route": "experts",
-    "attention": "attention", "rotary": "rotary, keys",
+    "attention": "attention", "hopper_attention": "attention", "rotary": "rotary, keys",
     "norm": "norms", "token_stats": "statistics", "draw": "statistics",
 }  # fmt: skip
 GATE = "glu"  # in the names of our kernels of the gate
@@ -51,7 +51,7 @@ def our_kernels() -> dict[str, str]:
     """The part of each Triton kernel of the package, by name."""
     found = {}
     for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py"):
-        for name in re.findall(r"^@triton\.jit[^\n]*\s+def (\w+)", path.read_text(), re.MULTILINE):
+        for name in re.findall(r"^@(?:triton|gluon)\.jit[^\n]*\s+def (\w+)", path.read_text(), re.MULTILINE):
             found[name] = FILES.get(path.stem, REST)
     return found
 

@@ -26,6 +26,7 @@ from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.provenance import begun, save
+from dinfer.analysis.outputs import check_file
 
 LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05)  # of the capacity of a card
 USUAL = 0.8
@@ -126,8 +127,13 @@ def main(args: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    report = {**begun(given, torch.device("cpu")), **(traced(given) if given.trace else answers(given))}
-    save(report, given.out)
+    try:
+        if given.out is not None:
+            check_file(given.out)
+        report = {**begun(given, torch.device("cpu")), **(traced(given) if given.trace else answers(given))}
+        save(report, given.out)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"benchmarks.capacity.ask: {error}") from error
 
 
 if __name__ == "__main__":

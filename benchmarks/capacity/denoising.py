@@ -2,7 +2,7 @@
 
     python -m benchmarks.capacity.denoising --model tiny-llada2 --threshold 0.9 --out FILE.json
 
-answers held-out problems and counts the steps of every block.
+answers held-out problems, or `--prompts FILE` with a text a line, and counts the steps of every block.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
-
-import torch
+from typing import Any
 
 import dinfer
 from benchmarks.provenance import begun, show
+from dinfer.analysis.outputs import check_file
 from dinfer.core.canvas import Phase
 from dinfer.demo.problems import generate
 from dinfer.engine.request import Update
@@ -75,24 +75,40 @@ def counted(updates: Iterable[Update], prompts: Sequence[Sequence[int]], block: 
     return Counter(steps.values())
 
 
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """A report of the steps of a model's blocks. Raises ValueError, OSError."""
+    if given.out is not None:
+        check_file(given.out)
+    texts = [problem.question for problem in generate("heldout", given.problems, 0)]
+    if given.prompts is not None:
+        texts = [line for line in given.prompts.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    decoder = {"name": given.decoder, "threshold": given.threshold}
+    pipe = dinfer.load(given.model, device=given.device, decoder=decoder)
+    prompts, block = [pipe.encode(text) for text in texts], pipe.recipe.iteration.block
+    counts = counted(pipe.engine.run(pipe.requests(prompts, given.new, None)), prompts, block)
+    if not counts:
+        raise ValueError(
+            f"--new {given.new}: no answer to {len(texts)} prompts has a whole block of {block} positions. Raise it, "
+            "or give more prompts"
+        )
+    return begun(given, pipe.model.device) | {"block": block, "steps_per_block": dict(sorted(counts.items()))}
+
+
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-llada2")
+    parser.add_argument("--device", help="default: CUDA if there is any")
+    parser.add_argument("--prompts", type=Path, help="a file with a text a line; default: problems of the box")
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--decoder", default="threshold")
     parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    pipe = dinfer.load(given.model, device="cpu", decoder={"name": given.decoder, "threshold": given.threshold})
-    prompts = [pipe.encode(problem.question) for problem in generate("heldout", given.problems, 0)]
-    block = pipe.recipe.iteration.block
-    counts = counted(pipe.engine.run(pipe.requests(prompts, given.new, None)), prompts, block)
-    report = {
-        **begun(given, torch.device("cpu")), "block": block,
-        "steps_per_block": dict(sorted(counts.items())),
-    }  # fmt: skip
-    show(report, given.out)
+    try:
+        show(measured(given), given.out)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"benchmarks.capacity.denoising: {error}") from error
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iter
     block, step, region = -1, 0, (-1, -1)
     for update in engine.run([request], snapshots=True):
         sample = None
-        if watch.logits_XLV is not None and true_SV is not None and masked_S is not None:  # not a prefill
+        decides = update.phase != Phase.VERIFY  # the pass over a draft sees other things than a denoise step
+        if decides and watch.logits_XLV is not None and true_SV is not None and masked_S is not None:  # not a prefill
             block, step = (block, step + 1) if update.region == region else (block + 1, 0)
             region = start, end = update.region
             pos_X = torch.arange(start, end, device=masked_S.device)[masked_S[start:end]]
@@ -157,7 +158,8 @@ def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
         pos_BT, interval_mask(*interval, length), context_BT, local, near and interval_mask(*near, length)
     )
     logits_BTV = model.logits(model.forward(x_BTD, attend))
-    return logits_BTV[0], status_BT[0] == int(Status.OPEN)
+    there_BT = pos_BT < lanes.length_B[:, None]  # decoders that grow leave the rest of the canvas for later
+    return logits_BTV[0], ((status_BT == int(Status.OPEN)) & there_BT)[0]
 
 
 def _row(watch: Watched, pos_X: Tensor) -> Tensor:

@@ -45,6 +45,19 @@ def test_what_is_fed_is_compared_alike(iteration: str) -> None:
     assert audited("bidirectional", "none", iteration).overall["kl_worst"] < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("iteration", "decoder"),
+    [
+        ("blockwise", {"name": "entropy_bound", "suppress_mask": True}),  # takes the mask token out of the logits
+        ("blockwise", {"name": "s2d2", "steps": 4}),  # a second pass gives the logits of a draft
+        ("full", {"name": "daedal", "initial": 4}),  # the canvas grows
+    ],
+)
+def test_what_a_decoder_does_with_logits_is_no_drift(iteration: str, decoder: dict[str, Any]) -> None:
+    found = audited("block_causal", "none", iteration, **decoder)
+    assert len(found.samples) > 3 and found.overall["kl_worst"] < 1e-12
+
+
 def test_the_numbers_are_those_of_scoring_every_canvas() -> None:
     """Commits of step n + 1 against `model.score` of the canvas after step n."""
     model = tiny_model()

@@ -233,6 +233,7 @@ def test_kernels_are_parts_by_the_file_they_are_in() -> None:
     assert set(parts.FILES.values()) <= set(parts.PARTS)
     assert parts.part_of("_linear") == parts.part_of("nvjet_sm90_tst_96x64_TNN") == "linear"
     assert parts.part_of("_expert_linear") == "experts" and parts.part_of("_swiglu") == "gate"
+    assert parts.part_of("_attend") == parts.part_of("_attend_wide") == "attention"
     assert parts.part_of("Memcpy DtoH (Device -> Pinned)") == "rest"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import throughput
-from benchmarks.capacity import check, degrees, denoising, layouts, measure
+from benchmarks.capacity import ask, check, degrees, denoising, layouts, measure
 from benchmarks.capacity.__main__ import main
 from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
@@ -162,9 +162,13 @@ def test_times_are_interpolated_between_measurements_and_never_beyond() -> None:
     assert times.wide("PREFILL", 1, 16).mean == pytest.approx(4)  # no less than the least that was measured
     draws = [times.window(8, 32, 100).at(i / 1000) for i in range(1000)]
     assert sum(draws) / 1000 == pytest.approx(16, rel=1e-3) and (min(draws), max(draws)) == pytest.approx((12.8, 19.2))
-    for ask in (lambda: times.window(65, 32, 100), lambda: times.window(1, 32, 4097), lambda: times.window(1, 96, 9)):
+    for window in (
+        lambda: times.window(65, 32, 100),
+        lambda: times.window(1, 32, 4097),
+        lambda: times.window(1, 96, 9),
+    ):
         with pytest.raises(Unmeasured, match=r"made has no window step of \d+ rows.*measure more"):
-            ask()
+            window()
     with pytest.raises(Unmeasured, match="no step FULL of 100 positions"):
         times.wide("FULL", 1, 100)
     with pytest.raises(Unmeasured, match="--rows 65: made has steps of at most 64 rows"):
@@ -257,6 +261,12 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 cards, 4 rows, 9 tokens/s" in capsys.readouterr().out
 
 
+def test_the_questions_of_the_docs_name_what_is_wrong() -> None:
+    for given, message in ((["none.json"], "none.json: .*No such file"), (["none.json", "--out", "/dev"], "directory")):
+        with pytest.raises(SystemExit, match=message):
+            ask.main(["--steps", *given])
+
+
 def test_blocks_take_as_many_steps_as_were_counted(tmp_path: Path) -> None:
     counts = Denoising({4: 3, 12: 1}, 32)
     drawn = Counter(counts.steps(32, draw) for draw in [Random(0)] for _ in range(2000))
@@ -270,6 +280,22 @@ def test_blocks_take_as_many_steps_as_were_counted(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     out.write_text(json.dumps({"block": 32, "steps_per_block": found}))
     assert Denoising.read(out, 32).tokens_per_step == 8
+
+
+def test_the_steps_of_ones_own_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts, out = tmp_path / "prompts.txt", tmp_path / "steps.json"
+    texts.write_text("Start with 78: add 114, add 59, then add 96. What is the result?\n\n")
+    args = ["--device", "cpu", "--prompts", str(texts)]
+    denoising.main([*args, "--new", "64", "--out", str(out)])
+    assert sum(json.loads(out.read_text())["steps_per_block"].values()) > 0
+    for given, message in (
+        (["--new", "8"], "--new 8: no answer to 1 prompts has a whole block"),
+        (["--prompts", str(tmp_path / "none")], "No such file"),
+        (["--model", "nowhere"], "unknown checkpoint 'nowhere'"),
+        (["--out", str(texts / "out.json")], "Not a directory"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            denoising.main([*args, *given])
 
 
 def test_what_is_measured_can_be_simulated_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

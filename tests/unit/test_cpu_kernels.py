@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -245,12 +246,14 @@ def test_a_compiler_that_says_nothing_is_named(
 
 
 @pytest.mark.usefixtures("not_compiled")
-@pytest.mark.parametrize("home", ["none", "a file"])
+@pytest.mark.parametrize("home", ["none", "a file", "full"])
 def test_without_a_home_to_write_to_nothing_is_left(home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such as a container's user without an entry in /etc/passwd."""
     if home == "none":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", Path("~nobody-of-this-name").expanduser)
+    elif home == "full":
+        monkeypatch.setattr(native.shutil, "copy", Mock(side_effect=OSError("No space left on device")))
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -258,6 +261,21 @@ def test_without_a_home_to_write_to_nothing_is_left(home: str, monkeypatch: pyte
     monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "scratch"))
     monkeypatch.setattr(native, "FLAGS", tuple(flag for flag in native.FLAGS if flag != "-O3"))
     assert native.library() is not None and not [*(tmp_path / "scratch").iterdir()]
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_damaged_library_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "FLAGS", tuple(flag for flag in native.FLAGS if flag != "-O3"))
+    assert native.library() is not None
+    (kept,) = (tmp_path / "dinfer").iterdir()
+    damaged = tmp_path / "other" / "dinfer" / kept.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"half of it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    for known in (native.library, native.built):
+        known.cache_clear()
+    assert native.library() is not None and [*damaged.parent.iterdir()] == [damaged]
+    assert damaged.stat().st_size > 1000
 
 
 @pytest.mark.usefixtures("not_compiled")

@@ -193,8 +193,9 @@ class Watched:
         return self.model.forward(x_BWD, attend)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
-        self.logits_XLV = self.model.logits(h_BLD)
-        return self.logits_XLV
+        logits_XLV = self.model.logits(h_BLD)
+        self.logits_XLV = logits_XLV.clone()  # the step takes tokens out of its own in place
+        return logits_XLV
 
 
 def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:

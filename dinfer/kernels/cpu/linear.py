@@ -18,8 +18,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -134,18 +134,16 @@ def built() -> ctypes.CDLL | None:
         return None
     flags = (*FLAGS, *(AVX2 if cpu == "AVX2" else ("-march=native",)))
     try:
-        with _compiled(flags) as path:
-            found = ctypes.CDLL(str(path))
+        found = _loaded(flags)
     except (OSError, subprocess.SubprocessError) as error:
         said = (error.stderr if isinstance(error, subprocess.CalledProcessError) else "") or error
         log.warning("the kernels in C cannot be compiled, so weights in 8 and 4 bits are slower: %s", said)
         return None
-    log.info("kernels in C for %s: %s", cpu, path)
+    log.info("kernels in C for %s: %s", cpu, found._name)
     return found
 
 
-@contextmanager
-def _compiled(flags: tuple[str, ...]) -> Iterator[Path]:
+def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL:
     """The shared library, from the cache or compiled now. Raises OSError or SubprocessError."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     info = Path("/proc/cpuinfo")
@@ -153,17 +151,30 @@ def _compiled(flags: tuple[str, ...]) -> Iterator[Path]:
     cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]
     what = "\n".join([*(source.read_text() for source in SOURCES), *compiler, *flags, *cpu])
     name = f"linear-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
-    with ExitStack() as stack:
+    with suppress(OSError, RuntimeError):  # damaged, or without a home
+        return ctypes.CDLL(str(_cache() / name))
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / name
+        command = [*compiler, *flags, "-o", str(own), *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"
-            if not (folder / name).is_file():
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                tempfile.TemporaryFile(dir=folder).close()
-        except (OSError, RuntimeError):  # no home, or none to write to, so it is compiled for this process alone
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if not (folder / name).is_file():
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / name
-            command = [*compiler, *flags, "-o", str(own), *(str(one) for one in SOURCES if one.suffix == ".c"), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            own.replace(folder / name)  # so that two processes may compile it at once
-        yield folder / name
+            return ctypes.CDLL(str(_kept(own)))
+        except (OSError, RuntimeError):  # a cache that is full, or that nobody may write to or run from
+            return ctypes.CDLL(str(own))
+
+
+def _kept(own: Path) -> Path:
+    """A copy in the cache. Raises OSError, and RuntimeError without a home."""
+    folder = _cache()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = folder / f".{os.getpid()}.{own.name}"
+    try:
+        shutil.copy(own, part)
+        return part.replace(folder / own.name)  # so that two processes may compile it at once
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _cache() -> Path:
+    """Raises RuntimeError without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dinfer"

@@ -115,7 +115,7 @@ def _add_rms_norm(
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-PIECE = 512  # inputs of a row that a program takes where many programs share a row
+PIECE = 256  # inputs of a row that a program takes where many programs share a row
 
 
 def _size(width: int, rows: int, parts: int) -> dict[str, int]:
@@ -208,9 +208,9 @@ def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Ro
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
     rows, width, room = math.prod(lead), both // 2, 0
     like = values.new_empty(*lead, 0, dtype=gate_up_BWX.dtype)
-    block = min(triton.next_power_of_2(width), 1024)
     made: Tensor | Rounded | Grouped
     groups, largest = in_groups(inputs, rows), 0
+    block = min(triton.next_power_of_2(width), 512 if groups and rows <= FEW else 1024)
     if groups:
         made = empty_groups(like, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)

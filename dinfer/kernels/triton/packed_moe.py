@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import card
 from dinfer.kernels.triton.groups import round_groups
-from dinfer.kernels.triton.launch import early, follow, stages
+from dinfer.kernels.triton.launch import early, let_next, stages, wait
 from dinfer.kernels.triton.packed import group_sums
 from dinfer.kernels.types import Grouped, Plan
 
@@ -18,7 +18,7 @@ def _packed_expert_linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, TOGETHER: tl.constexpr,
     ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    wait(EARLY)
     columns = tl.cdiv(outputs, OUTPUTS)
     output = tl.program_id(0) % columns * OUTPUTS + tl.arange(0, OUTPUTS)
     tile_ptr += tl.program_id(0) // columns * 4
@@ -40,6 +40,7 @@ def _packed_expert_linear(
         room, outputs, width, scale_output, scale_group,
         0, width // GROUP, x_scale_ptr, 0.0, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, 0, ASM, False,
     )  # fmt: skip
+    let_next(EARLY)
     row = (place if PER else pair).to(tl.int64)
     out = out_ptr + row[None, :] * outputs + output[:, None]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (output < outputs)[:, None])
