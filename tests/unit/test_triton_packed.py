@@ -38,19 +38,21 @@ def test_linear_in_4_bits(
 ) -> None:
     """Tiles that do not fit, groups of every size, and sums of several parts, which come out the same each time.
 
-    Weights are as `pack` makes them and, where 64 divides the outputs, as a GPU holds them.
+    Weights are as `pack` makes them and, where 64 divides the outputs, as a GPU holds them. A card divides less
+    exactly, so an input halfway between two integers may go to either.
     """
+    near = {"atol": 0.02, "rtol": 0.02} if CUDA else CLOSE[dtype]
     x, bias_O = draw(1, rows, width, dtype=dtype), draw(outputs, dtype=dtype)
     weight_OH, scale_OG = packed.pack(draw(outputs, width) / width**0.5)
     got = triton_packed.linear(x, weight_OH, scale_OG, bias_O, config=config)
     want = packed.packed_linear(in_8_bits(x, packed.group_of(width)), weight_OH, scale_OG, bias_O)
-    torch.testing.assert_close(got, want, **CLOSE[dtype])
+    torch.testing.assert_close(got, want, **near)
     tiled = packed.tiled(weight_OH, scale_OG)
     assert (tiled is weight_OH) == (outputs == 40)
     assert torch.equal(packed.flat(tiled, scale_OG), weight_OH)
     assert torch.equal(got, triton_packed.linear(x, tiled, scale_OG, bias_O, config=config))
     parts = triton_packed.linear(x, tiled, scale_OG, bias_O, config=config, split=True)
-    torch.testing.assert_close(close(parts), want, **CLOSE[dtype])
+    torch.testing.assert_close(close(parts), want, **near)
     for values in (weight_OH, tiled):
         assert torch.equal(triton_packed.unpack(values, scale_OG, dtype), packed.unpack(weight_OH, scale_OG, dtype))
 
@@ -90,7 +92,7 @@ def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int, *, exact: 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(
-    ("rows", "width", "both"), [(3, 96, True), (3, 1184, False), (70, 1280, True), (70, 1280, False)]
+    ("rows", "width", "both"), [(3, 96, True), (3, 1184, False), (70, 1280, True), (60, 1280, False)]
 )
 def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int, both: bool) -> None:
     """With NaN where a row has one; more rows stay as they are. Without `both` the product divides by the norm."""
