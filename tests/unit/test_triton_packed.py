@@ -114,6 +114,16 @@ def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int
     assert isinstance(triton_norm.swiglu(gate_up.expand(1 + GROUPED_ROWS // rows, -1, -1), inputs), torch.Tensor)
 
 
+@pytest.mark.parametrize("group", [512, 1024])
+def test_a_scale_for_many_inputs(reference: None, group: int) -> None:
+    """Checkpoints have such groups, too, which are larger than the pieces that programs share a row in."""
+    x, gate_up = draw(1, 3, 2 * group, dtype=torch.bfloat16), draw(1, 3, 4 * group, dtype=torch.bfloat16)
+    normed, shared = (triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, kind)[1] for kind in ("plain", InGroups(group)))
+    assert shared.squares is not None
+    assert_rounded(shared, normed, group)
+    assert_rounded(triton_norm.swiglu(gate_up, InGroups(group)), triton_norm.swiglu(gate_up), group)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_attention_leaves_rounded_rows(splits: int) -> None:
     lanes, width, heads, size, page = 2, 5, 4, 32, 16

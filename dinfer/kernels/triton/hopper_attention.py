@@ -173,7 +173,7 @@ def _add_keys(
 def _places(
     lane, tile, group, width, WHICH: gl.constexpr, G: gl.constexpr, SHARE: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """The query heads of a group of warps, counted over all lanes, and which of them there are."""
+    """The query heads of a group of warps, counted over all lanes, and which of them exist."""
     row = WHICH * ROWS + gl.arange(0, ROWS, LAYOUT)
     query = tile * (2 * ROWS // SHARE) + row // SHARE
     return (lane * width + query).to(gl.int64) * (G * SHARE) + group * SHARE + row % SHARE, query < width

@@ -80,8 +80,8 @@ def _add_rms_norm(
     x_ptr, delta_ptr, mix_ptr, plus_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr,
     mine_ptr, theirs_ptr, count_ptr, width, apart, stride, room, eps,
     PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
-    BOTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    PIECES: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -115,7 +115,7 @@ def _add_rms_norm(
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-PIECE = 256  # inputs of a row that a program takes where many programs share a row
+PIECE = 256  # inputs of a row that a program takes where many programs share a row; a larger group stays whole
 
 
 def _size(width: int, rows: int, parts: int) -> dict[str, int]:
@@ -156,11 +156,13 @@ def add_rms_norm(
     plain = x_BWD if narrow and not both else torch.empty_like(x_BWD)
     wide, out, scale, square_SR, room = plain if both else None, plain, plain, plain, 0
     made: Tensor | Rounded | Grouped = plain
+    piece = width
     if groups is not None:
         made = empty_groups(x_BWD, width, groups.group)._replace(wide=wide)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
         if not both and exchange is None and room <= FEW:
-            square_SR = scale.new_empty(triton.next_power_of_2(triton.cdiv(width, PIECE)), room)
+            piece = max(PIECE, groups.group)
+            square_SR = scale.new_empty(triton.next_power_of_2(triton.cdiv(width, piece)), room)
             made = made._replace(squares=Squares(square_SR, eps))
     elif narrow:
         made = empty_rounded(x_BWD)._replace(wide=wide)
@@ -175,7 +177,7 @@ def add_rms_norm(
         width, apart, stride, room, eps,
         PARTS=parts, MIXED=mixed, PLUS=plus is not None, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
         GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both, ROWS=rows, WIDEST=widest,
-        **_size(PIECE if pieces else width, lines, parts), **early(x_BWD),
+        **_size(piece, lines, parts), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
 
@@ -212,6 +214,7 @@ def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Ro
     groups, largest = in_groups(inputs, rows), 0
     block = min(triton.next_power_of_2(width), 512 if groups and rows <= FEW else 1024)
     if groups:
+        block = max(block, groups.group)
         made = empty_groups(like, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
     elif inputs == "rounded" and (width <= block or rows >= MANY):

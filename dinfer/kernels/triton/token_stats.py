@@ -83,11 +83,11 @@ def _scan(
     highest = tl.where(empty, float("-inf"), most)
     top = tl.maximum(highest, lure)
     base = tl.where(top == float("-inf"), 0.0, top)
-    shrink, own = _power(best - base), _power(lure - base)
-    whole = tl.sum(total * shrink, 0) + own
+    shrink, lured = _power(best - base), _power(lure - base)
+    whole = tl.sum(total * shrink, 0) + lured
     if ENTROPY:
         slope = (slope + tl.where(total == 0.0, 0.0, (best - base) * total)) * shrink
-        sloped = tl.sum(slope, 0) + tl.where(lure == float("-inf"), 0.0, (lure - base) * own)
+        sloped = tl.sum(slope, 0) + tl.where(lure == float("-inf"), 0.0, (lure - base) * lured)
     else:
         sloped = whole
     runner_up = top
