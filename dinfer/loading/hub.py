@@ -13,7 +13,7 @@ from urllib.request import getproxies
 from dinfer.core.registry import unknown
 from dinfer.loading.files import CheckpointError
 
-SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # files that describe a checkpoint
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
 WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
 GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
 PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute if packets are dropped
