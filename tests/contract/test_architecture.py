@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.gguf_blocks", "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io",
         "loading.token_ids",
     },
+    "loading.card": set(),
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.registry", "core.kv"},
     "core.state": {
