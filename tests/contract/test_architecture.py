@@ -123,7 +123,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
+        "analysis.audit", "loading.checkpoint", "loading.card", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
         "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
         "analysis.trace", "analysis.tuning", "serving",
