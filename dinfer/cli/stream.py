@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dinfer.cli.terminal import say
 from dinfer.engine.request import Completion, Counts
-from dinfer.loading.card import datasets_of
+from dinfer.loading.hub import datasets_of
 from dinfer.pipeline import Pipeline, TextStream
 
 

@@ -61,7 +61,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.gguf_blocks", "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io",
         "loading.token_ids",
     },
-    "loading.card": set(),
     "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
     "core.speculation": CORE | {"core.commits", "core.recipe", "core.registry", "core.kv"},
     "core.state": {
@@ -123,7 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
     },
     "cli": {
-        "analysis.audit", "loading.checkpoint", "loading.card", "loading.hub", "loading.inspect", "core.recipe",
+        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
         "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
         "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
         "analysis.trace", "analysis.tuning", "serving",
