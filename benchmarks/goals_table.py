@@ -27,8 +27,9 @@ def goals(results: Path) -> str:
         return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
     some, commits = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
     lines = [
-        f"One {some['hardware']}, torch {some['torch']}, commits {', '.join(commits)}. *Limit*: the figure if every "
-        "step took the least time that its bytes or its multiply-adds allow, at rates of the card from the same run, "
+        f"One {some['hardware']}, torch {some['torch']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}. "
+        "*Limit*: the figure if every step took the least time that its bytes or its multiply-adds allow, at rates of "
+        "the card from the same run, "
         "and the host none. *Warm*: the same at the rate of a card that has multiplied for two seconds and is at its "
         "power limit, as under load. -: not measured.",
         "",

@@ -22,7 +22,7 @@ from dinfer.cli.application import check
 from dinfer.cli.canvas_view import frames
 from dinfer.cli.explain import parse
 from dinfer.cli.recipe import beside, counted, setting
-from dinfer.cli.stream import summary
+from dinfer.cli.stream import explain_empty, summary
 from dinfer.cli.terminal import say
 from dinfer.cli.watch import answer_picture, in_colour
 from dinfer.core.registry import unknown
@@ -112,6 +112,8 @@ class Conversation:
             self.messages = [*asked, {"role": "assistant", "content": text}]
         if counts is not None and sys.stdin.isatty():
             say(summary(counts))
+        if counts is not None:
+            explain_empty(self._pipe, counts)
 
     def _answer(self, asked: list[dict[str, str]], interrupts: Interrupts, *, live: bool) -> tuple[str, Counts | None]:
         """Prints the answer. Returns what is decided of its text, and its counts unless it was ended."""

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from queue import Empty, Queue
@@ -13,7 +14,7 @@ from urllib.request import getproxies
 from dinfer.core.registry import unknown
 from dinfer.loading.files import CheckpointError
 
-SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # files that describe a checkpoint
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
 WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
 GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
 PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute if packets are dropped
@@ -82,6 +83,18 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             "revision. If the model is gated or private, accept its terms on that page and log in with `hf auth login`"
         ) from error
     return Path(found)
+
+
+def datasets_of(folder: Path) -> list[str]:
+    """What the model was trained on, as the field `datasets` of its card says. Empty without a readable card."""
+    from huggingface_hub import ModelCard  # slow to import, and rarely needed
+
+    found: object = None
+    if (card := folder / "README.md").is_file():
+        with suppress(Exception):  # cards are written by hand, and their YAML fails in many ways
+            found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("datasets")
+    names = [found] if isinstance(found, str) else found
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def reachable(url: str) -> bool:

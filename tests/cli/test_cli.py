@@ -138,6 +138,13 @@ def test_an_answer_goes_to_stdout_and_its_counts_to_stderr(dinfer: CommandLine, 
         assert (again.status, again.out) == (0, said.out), "steps that are watched go to stderr"
 
 
+def test_an_empty_answer_is_explained(dinfer: CommandLine) -> None:
+    said = dinfer("generate", "A question", "device=cpu", "max_new_tokens=32")
+    counts, note = said.err.splitlines()
+    assert (said.status, said.out) == (0, "\n") and counts.startswith("0 tokens, ")
+    assert "the model ended it at once" in note and "trained on: word problems of eight kinds" in note
+
+
 def test_a_sweep_says_its_points_and_leaves_nothing_behind(
     dinfer: CommandLine, checkpoint: str, elsewhere: Path
 ) -> None:

@@ -5,7 +5,7 @@ usage: dinfer generate "question" [--watch] [overrides ...]
        echo "question" | dinfer generate -
 
 Prints the answer on stdout; on a terminal, while it is decoded. Prints tokens, forwards, tokens per forward (TPF) and
-seconds on stderr.
+seconds on stderr. An answer may be empty, if the model ends it at once: stderr says so.
 
 Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
@@ -40,7 +40,7 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     pipe = pipeline(config)
-    from dinfer.cli.stream import summary, write_answer
+    from dinfer.cli.stream import explain_empty, summary, write_answer
     from dinfer.cli.watch import watch
 
     if live:
@@ -53,6 +53,7 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         print(result.text)
         counts = result.counts
     say(summary(counts))
+    explain_empty(pipe, counts)
 
 
 run = partial(launch, task=generate, takes_text=True)
