@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import signal
@@ -46,11 +47,15 @@ class CommandLine:
             for name, value in {"COLUMNS": "80", "DINFER_DEBUG": "0", **environment}.items():
                 patch.setenv(name, value)
             self._capsys.readouterr()
-            status = 0
+            status, root = 0, logging.getLogger()
+            handlers, level = [*root.handlers], root.level
             try:
                 main(list(args))
             except SystemExit as end:
                 status = int(end.code or 0)
+            finally:  # Hydra's --info leaves a handler behind that writes to this command's stdout
+                root.handlers[:] = handlers
+                root.setLevel(level)
             return Said(status, *self._capsys.readouterr())
 
 
