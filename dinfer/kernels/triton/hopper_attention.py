@@ -62,6 +62,22 @@ def _work(turn, works, tiles, G: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_pages(
+    pool, places, arrived, table, pages, key_tile, stage, group, E: gl.constexpr, T: gl.constexpr, KEYS: gl.constexpr
+):  # fmt: skip
+    """Starts the copies of a tile of keys or values. Beyond the table it repeats the last page, which no query sees."""
+    PIECES: gl.constexpr = E // PIECE
+    PAGES: gl.constexpr = KEYS // T
+    mbarrier.expect(arrived, KEYS * E * 2)
+    for page in gl.static_range(PAGES):
+        row = gl.load(table + gl.minimum(key_tile * PAGES + page, pages - 1)).to(gl.int32) * T
+        for piece in gl.static_range(PIECES):
+            fetch_tile(
+                pool, [row, group * E + piece * PIECE], arrived, places.index((stage * PIECES + piece) * PAGES + page)
+            )
+
+
+@gluon.jit
 def _fetch(
     q_tiles, k_tiles, v_tiles, pages_ptr, start_ptr, end_ptr, shared, barriers, width, pages, works, tiles,
     G: gl.constexpr, SHARE: gl.constexpr, E: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, KEYS: gl.constexpr,
@@ -71,7 +87,6 @@ def _fetch(
     q_all, k_all, v_all, notes = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     PIECES: gl.constexpr = E // PIECE
-    PAGES: gl.constexpr = KEYS // T
     POSITIONS: gl.constexpr = 2 * ROWS // SHARE
     LAST: gl.constexpr = 2147483647
     step = 0
@@ -106,23 +121,13 @@ def _fetch(
                 stage = step % STAGES
                 table = pages_ptr + lane * pages
                 mbarrier.wait(k_empty.index(stage), step // STAGES & 1 ^ 1)
-                mbarrier.expect(k_full.index(stage), KEYS * E * 2)
-                for page in gl.static_range(PAGES):
-                    row = gl.load(table + gl.minimum(key_tile * PAGES + page, pages - 1)).to(gl.int32) * T
-                    for piece in gl.static_range(PIECES):
-                        fetch_tile(
-                            k_tiles, [row, group * E + piece * PIECE], k_full.index(stage),
-                            k_all.index((stage * PIECES + piece) * PAGES + page),
-                        )  # fmt: skip
+                _fetch_pages(
+                    k_tiles, k_all, k_full.index(stage), table, pages, key_tile, stage, group, E, T, KEYS
+                )  # fmt: skip
                 mbarrier.wait(v_empty.index(stage), step // STAGES & 1 ^ 1)
-                mbarrier.expect(v_full.index(stage), KEYS * E * 2)
-                for page in gl.static_range(PAGES):
-                    row = gl.load(table + gl.minimum(key_tile * PAGES + page, pages - 1)).to(gl.int32) * T
-                    for piece in gl.static_range(PIECES):
-                        fetch_tile(
-                            v_tiles, [row, group * E + piece * PIECE], v_full.index(stage),
-                            v_all.index((stage * PIECES + piece) * PAGES + page),
-                        )  # fmt: skip
+                _fetch_pages(
+                    v_tiles, v_all, v_full.index(stage), table, pages, key_tile, stage, group, E, T, KEYS
+                )  # fmt: skip
                 step += 1
         turn += 1
 
