@@ -33,7 +33,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
 
     `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
     """
-    path = Path(os.path.expanduser(name))
+    path = local(name)
     weights = path.suffix == GGUF
     if weights and not path.is_file():
         raise CheckpointError(f"there is no file {path}")
@@ -85,12 +85,17 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     return Path(found)
 
 
+def local(name: str) -> Path:
+    """The file or folder that a name may be. `~user` stays as it is if there is no such user."""
+    return Path(os.path.expanduser(name))
+
+
 def datasets_of(folder: Path) -> list[str]:
     """What the model was trained on, as the field `datasets` of its card says. Empty without a readable card."""
-    from huggingface_hub import ModelCard  # slow to import, and rarely needed
-
     found: object = None
     if (card := folder / "README.md").is_file():
+        from huggingface_hub import ModelCard  # slow to import, and rarely needed
+
         with suppress(Exception):  # cards are written by hand, and their YAML fails in many ways
             found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("datasets")
     names = [found] if isinstance(found, str) else found

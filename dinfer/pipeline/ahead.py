@@ -1,8 +1,6 @@
 """What would keep a model from loading, found without its weights."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,7 @@ from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.layers.linear import taken
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import SMALL, locate
+from dinfer.loading.hub import SMALL, local, locate
 from dinfer.loading.inspect import inspect
 from dinfer.loading.safetensors_io import stored
 from dinfer.pipeline.pipeline import dtype_of
@@ -33,7 +31,7 @@ def check(
     found = inspect(folder, {"name": name, **options})
     if found.problems:
         raise CheckpointError(found.problems[0])
-    if Path(os.path.expanduser(family.checkpoint)).is_dir():
+    if local(family.checkpoint).is_dir():
         stored(folder)
     described: Any = SimpleNamespace(spec=found.spec)
     for parts in recipes:

@@ -15,12 +15,10 @@ Exit status: 0 if it loads, 1 if there are problems, 2 if there is no such check
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -35,7 +33,7 @@ from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import attention, catalog, entry_of
 from dinfer.cli.errors import FAILED
 from dinfer.core.registry import MODELS, unknown
-from dinfer.loading.hub import SMALL, boxed, locate
+from dinfer.loading.hub import SMALL, boxed, local, locate
 
 if TYPE_CHECKING:
     from dinfer.core.spec import ModelSpec
@@ -74,7 +72,7 @@ def run(args: Namespace) -> None:
 
 def preset_of(name: str) -> dict[str, Any]:
     """The family and the options of a choice of `model`, or of an adapter. Empty for a folder or a hub name."""
-    if name in boxed() or Path(os.path.expanduser(name)).exists():
+    if name in boxed() or local(name).exists():
         return {}
     entry = next((entry for entry in catalog() if entry.checkpoint == name), None)
     own = {} if entry is None else conf.preset(entry.preset).options
@@ -95,7 +93,7 @@ def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, s
         return {}
     entry, preset = None, name if name in conf.choices("model") and name not in MODELS.names() else None
     if preset is None:
-        path = str(found.folder.resolve()) if Path(os.path.expanduser(name)).exists() else name
+        path = str(found.folder.resolve()) if local(name).exists() else name
         default = MODELS.build(found.family).checkpoint
         entry = entry_of(path, found.family) or entry_of(default, found.family)
         if entry is None:

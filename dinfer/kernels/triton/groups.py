@@ -62,7 +62,7 @@ def round_groups(x: Tensor, group: int, many: int | None = None) -> Grouped:
     x, width = x.contiguous(), x.shape[-1]
     made = empty_groups(x, width, group, many)
     rows, room = x.numel() // width, len(made.values_RK)
-    block = max(512 if rows <= 64 else 2048, group)
+    block = max(512 if rows <= FEW else 2048, group)
     _round_groups[(rows, triton.cdiv(width, block))](
         x, made.values_RK, made.scale_GR, room, width, GROUP=group, BLOCK=block, num_warps=4, **early(x)
     )
