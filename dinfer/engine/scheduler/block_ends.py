@@ -26,8 +26,13 @@ class BlockEnds:
         if self.steps[left] == MEMORY:
             self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
 
+    @property
+    def share(self) -> float:
+        """The share of recent steps that ended their block; 0 where nothing is known."""
+        return sum(self.ends.values()) / max(sum(self.steps.values()), 1)
+
     def chance(self, row: Row) -> float:
-        """That the step under way takes a row on to another block; 0 where nothing is known."""
-        if row.cursors.phase != Phase.WINDOW or row.cursors.end == row.cursors.length:
+        """That the step under way ends a row's block; 0 where nothing is known."""
+        if row.cursors.phase != Phase.WINDOW:
             return 0.0
         return self.ends.get(row.left, 0) / self.steps.get(row.left, 1)

@@ -12,11 +12,12 @@ from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
+from dinfer.engine.scheduler.grouping import Group, alternating_pays, cut, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
+PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 
 
@@ -70,6 +71,9 @@ class Scheduler:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
+        if self._settles and (narrow := self._alternating([row.need.narrow for row in phases[Phase.WINDOW]])):
+            wide = {row.slot: row.need.width > narrow for row in phases[Phase.WINDOW]}
+            phases[Phase.WINDOW] = self._larger(phases[Phase.WINDOW], wide)
         steps = [
             step
             for phase in phases
@@ -193,6 +197,23 @@ class Scheduler:
             decoding = []
         return self._prefills.holds(new, [row.need.width for row in entering], decoding)
 
+    def _alternating(self, narrows: Sequence[int | None]) -> int:
+        """The width of rows that stay in their block, if those and rows that enter one take steps by turns; else 0."""
+        if not narrows or None in narrows:
+            return 0
+        narrow = max(narrow or 0 for narrow in narrows)
+        return narrow if alternating_pays(len(narrows), narrow, self._ends.share, self._free) else 0
+
+    def _larger(self, rows: Sequence[Row], wide: Mapping[int | None, bool]) -> list[Row]:
+        """The rows whose turn it is: those that enter a block or the others, whichever are more."""
+        groups = [[row for row in rows if wide[row.slot] == each] for each in (False, True)]
+        taken = max(groups, key=lambda group: (any(row.waited >= PATIENCE for row in group), len(group)))
+        for row in rows:
+            row.waited += 1
+        for row in taken:
+            row.waited = 0
+        return taken
+
     def _settling(self, rows: Collection[Row]) -> list[Step]:
         """The next round, if its rows may settle: such a step fits rows that stay and rows that enter a block.
 
@@ -207,21 +228,38 @@ class Scheduler:
                 return []  # its prompt goes on in the next round
             phase = Phase(row.cursors.phase)
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
-        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
-            return []  # what one row missed, it might miss for ever
+        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW}:
+            return []
         cache, spec, decoding = self.recipe.cache, self.recipe.model.spec, phases.get(Phase.WINDOW, [])
         narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, int]()
+        widths = dict[int | None, int]()  # of its next step
+        stepping = {slot: shape.width for shape, slots in self._steps for slot in slots}
         for row in decoding:
             if row.slot is None:
                 continue
-            chances[row.slot] = chance = self._ends.chance(row)
-            now, end = row.cursors, min(row.cursors.end + self.block, row.cursors.length)
-            if chance < 0.5:
-                narrows[row.slot] = row.need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
-            else:
-                narrows[row.slot] = cache.narrow(spec, now._replace(start=now.end, end=end))
+            narrow = row.need.narrow or cache.narrow(spec, row.cursors)  # None: its prompt is being computed
+            if stepping.get(row.slot, 0) < row.need.width:  # it waits, or does not fit: it stays where it is
+                narrows[row.slot], widths[row.slot] = narrow, row.need.width
+                chances[row.slot] = float(narrow is not None and row.need.width > narrow)
+                continue
+            chance, last = self._ends.chance(row), row.cursors.end == row.cursors.length
+            if last and chance >= 0.5:
+                continue  # it most likely ends
+            chances[row.slot] = chance = 0.0 if last else chance
+            if chance >= 0.5:
+                now, end = row.cursors, min(row.cursors.end + self.block, row.cursors.length)
+                narrow = cache.narrow(spec, now._replace(start=now.end, end=end))
                 opens[row.slot] = row.open_before[end] - row.open_before[now.end]
-        groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
+            narrows[row.slot], widths[row.slot] = narrow, (narrow or 0) * (2 if chance >= 0.5 else 1)
+        if narrow := self._alternating([*narrows.values()]):
+            staying = [row for row in decoding if row.slot in widths]
+            decoding = self._larger(staying, {slot: width > narrow for slot, width in widths.items()})
+            slots = [row.slot for row in decoding if row.slot is not None]
+            groups = cut(slots, max(widths[slot] for slot in slots), self.runtime.positions)
+        elif any(row.missed for row in rows):
+            return []  # what one row missed, it might miss for ever
+        else:
+            groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
         steps = self._made(Phase.WINDOW, decoding, groups, opens)
         if not steps:
             return []
