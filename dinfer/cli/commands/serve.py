@@ -77,6 +77,9 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
     need("ray", "ray", "replicas= needs Ray")
     replicas = counted(config, "replicas")
+    from dinfer.serving.address import check_free
+
+    check_free(settings)
     check_ahead(config, others)
     autoscaling = setting(config, "autoscaling", dict | None)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
