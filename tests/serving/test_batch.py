@@ -147,6 +147,29 @@ def test_a_recipe_of_ones_own_is_a_model(dinfer: CommandLine) -> None:
     assert text(answers()["q0"]) == want.text
 
 
+@pytest.mark.parametrize(
+    "command", [["batch", "in.jsonl", "out.jsonl"], ["serve", "replicas=1", "port=0"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("decoder: {threshold: 3}", "decoder.threshold=3.0 must be a probability"),
+        ("decoder: {nonsense: 3}", "unknown option of decoder 'threshold': 'nonsense'"),
+        ("cache: {refresh: 3}", "unknown option of cache"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_names_it(
+    dinfer: CommandLine, command: list[str], options: str, message: str
+) -> None:
+    if command[0] == "serve":
+        pytest.importorskip("ray")
+    Path("presets/recipe").mkdir(parents=True)
+    Path("presets/recipe/mine.yaml").write_text(f"# @package _global_\n{options}\n")
+    write(line(0))
+    said = dinfer(*command, "--config-dir", "presets", "recipes=[careful,mine]", *QUICK)
+    assert said.status == 2 and f"dinfer: recipes: mine: {message}" in said.err
+
+
 @pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
 def test_a_file_of_another_kind_stays_as_it_is(dinfer: CommandLine, own: str) -> None:
     write(line(0))
