@@ -14,6 +14,7 @@ class BlockEnds:
 
     steps: dict[int, int] = field(default_factory=dict)  # by open positions
     ends: dict[int, int] = field(default_factory=dict)  # how many of them ended their block
+    gain: float = 0.0  # positions that a step commits, on average over recent ones
 
     def record(self, row: Row) -> None:
         """Learns from the last step of a row, which moved it."""
@@ -21,6 +22,7 @@ class BlockEnds:
         if now.steps == before.steps:
             return
         left = row.open_before[before.end] - before.committed
+        self.gain += (now.committed - before.committed - self.gain) / MEMORY
         self.steps[left] = self.steps.get(left, 0) + 1
         self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
         if self.steps[left] == MEMORY:
