@@ -22,14 +22,13 @@ from support.matrix import (
     outcome,
     requests_for,
     thinned,
-    watching,
 )
 from support.models import tiny_model
 from torch import Tensor
 
 from dinfer.caches.adaptive import AdaptiveCache
 from dinfer.core.canvas import Canvas, Cursors, Phase
-from dinfer.core.protocols import CachePolicy, StepShape, WindowPlan
+from dinfer.core.protocols import CachePolicy, WindowPlan
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
@@ -391,20 +390,3 @@ def test_luck_lasts_where_few_guesses_are_wrong(pattern: list[bool]) -> None:
 @given(st.integers(0, 64), st.integers(0, 64))
 def test_a_row_stays_only_if_it_would_have_to_commit_more_than_ever(left: int, fastest: int) -> None:
     assert not stays_open(left, fastest) or left > fastest
-
-
-def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
-    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
-    recipe = recipe_of(name="fixed", steps=4)
-    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
-    want, scored = [settled(c) for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
-    for sure in (0.0, 0.75, 3.0):
-        monkeypatch.setattr("dinfer.engine.scheduler.scheduler.SURE", sure)
-        shapes: list[StepShape] = []
-        monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-        engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
-        assert [settled(completion) for completion in completions(engine, requests)] == want
-        scored.append(sum(shape.scored for shape in shapes))
-    assert scored[1] < scored[0]

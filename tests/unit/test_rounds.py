@@ -213,3 +213,23 @@ def test_turns_pay_where_blocks_are_short_and_rows_are_many() -> None:
     assert not alternating_pays(16, 4, 0.5, 256), "few rows share a step of any width"
     assert not alternating_pays(64, 32, 1 / 13, 1500), "blocks of 32 in 13 steps: others would wait for long"
     assert not alternating_pays(128, 4, 0.0, 256), "nothing is known yet"
+
+
+def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
+    recipe = compose(
+        tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
+        decoder={"name": "fixed", "steps": 4}, cache="block",
+    )  # fmt: skip
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    want, scored = [c.canvas for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
+    for sure in (0.0, 0.75, 3.0):
+        monkeypatch.setattr("dinfer.engine.scheduler.scheduler.SURE", sure)
+        shapes: list[StepShape] = []
+        monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+        engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
+        assert [completion.canvas for completion in completions(engine, requests)] == want
+        scored.append(sum(shape.scored for shape in shapes))
+    assert scored[1] < scored[0]
