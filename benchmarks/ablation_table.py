@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-FILES = ("ablation-h200", "ablation-experts-h200", "ablation-more-h200")
+FILES = ("ablation-h200", "ablation-experts-h200", "ablation-more-h200", "ablation-decoders-h200")
 
 
 def ablation(results: Path) -> str:
     """What a step loses without each kernel group or optimisation of the host: a line each, a column for each case."""
-    reports = [json.loads((results / f"{name}.json").read_text()) for name in FILES]
+    files = [results / f"{name}.json" for name in FILES]
+    reports = [json.loads(file.read_text()) for file in files if file.is_file()]
     cases: dict[str, dict[str, Any]] = {}
     for report in reports:
         for case, rows in report["cases"].items():

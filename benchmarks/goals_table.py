@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ STARTS = {  # when kernels are compiled, and the file
 }
 
 
-def measured(results: Path) -> dict[str, dict[str, Any]]:
+def measured(results: Path, before: bool = False) -> dict[str, dict[str, Any]]:
     """The files of `benchmarks.goals` that are there, by run."""
-    return {name: report for name in RUNS if (report := report_of(results, name)) is not None}
+    return {name: report for name in RUNS if (report := report_of(results, name, before)) is not None}
 
 
 def goals(results: Path) -> str:
     """Every figure that is to be reached beside its goal and its limit, then a figure of the curve."""
-    reports = measured(results)
+    reports, before = measured(results), measured(results, before=True)
     if not reports:
         return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
     some, commits = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
@@ -32,18 +33,57 @@ def goals(results: Path) -> str:
         "the card from the same run, "
         "and the host none. *Warm*: the same at the rate of a card that has multiplied for two seconds and is at its "
         "power limit, as under load. -: not measured.",
+        *older(reports, before, results),
         "",
-        "| work | in flight | figure | measured | goal | limit | of the limit | warm | of that |",
-        "| --- |" + " --- |" * 8,
+        f"| work | in flight | figure | {'before | ' if before else ''}measured | goal | limit | of the limit | warm "
+        "| of that |",
+        "| --- |" + " --- |" * (9 if before else 8),
     ]
     for row in ROWS:
         run = level(reports[row.run], row.in_flight) if row.run in reports else None
         value, limit = (None, None) if run is None else figure(row.figure, run)
-        cells = [row.work, str(row.in_flight), row.figure, number(value), wanted(row)]
+        cells = [row.work, str(row.in_flight), row.figure]
+        if before:
+            then = level(before[row.run], row.in_flight) if row.run in before else None
+            cells.append("-" if then is None else number(figure(row.figure, then)[0]))
+        cells += [number(value), wanted(row)]
         cells += [number(limit), share(row, value, limit)]
         value, limit = (None, None) if run is None or "limit_warm" not in run else figure(row.figure, run, "limit_warm")
         lines.append(f"| {' | '.join([*cells, number(limit), share(row, value, limit)])} |")
     return "\n".join([*lines, "", "![Tokens a second and latency over the requests in flight](images/curve.svg)"])
+
+
+def older(reports: dict[str, Any], before: dict[str, Any], results: Path) -> list[str]:
+    """Where the figures of an older commit are from, and whether its answers are the same."""
+    if not before:
+        return []
+    some = next(iter(before.values()))
+    times = [
+        " to ".join(f"{minute:%d %B, %H:%M}" for minute in (min(dates), max(dates)))
+        for dates in ([datetime.fromisoformat(one["date"]) for one in each.values()] for each in (before, reports))
+    ]
+    lines = [
+        "",
+        f"*Before*: commit {some['commit']}, one {some['hardware']}, torch {some['torch']}, under the same load and "
+        f"counted in the same way. Its runs began {times[0]} UTC, those of *measured* {times[1]} UTC.",
+    ]
+    file = results / "before-tokens-h200.json"
+    if not file.is_file():
+        return lines
+    found = json.loads(file.read_text())
+    count, rows = (found["setting"][name] for name in ("count", "rows"))
+    told = "; ".join(
+        f"`{row['model']}`, {row['dtype']}: {row['same']} ({row['same_at_half']}), "
+        f"{row['correct'][0]} and {row['correct'][1]} right"
+        for row in found["rows"]
+    )
+    return [
+        *lines,
+        "",
+        f"Answers to {count} held-out problems, `threshold` 0.9, commits {found['before']} and {found['commit']}, "
+        f"{rows} in flight: how many have the same tokens (in brackets: at {found['commit']} with {rows} and with "
+        f"{rows // 2} in flight), and how many are right at each. {told}.",
+    ]
 
 
 def share(row: Row, value: float | None, limit: float | None) -> str:

@@ -170,7 +170,7 @@ def summary() -> str:
 
 def throughput() -> str:
     """Tokens per second over the number of requests in flight, and the time of steps."""
-    parts = [_targets()]
+    parts = []
     for name in ("llada2-mini-spread", "llada2-mini", "llada-8b", "llada-8b-compile", "tiny"):
         report = _throughput(name)
         setting, runs = report["setting"], report["runs"]
@@ -203,27 +203,6 @@ def _command(report: dict[str, Any]) -> str:
 
 def _throughput(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"throughput-{name}-h200.json").read_text())
-
-
-def _targets() -> str:
-    """Goals and what was reached."""
-    mini, spread = _throughput("llada2-mini"), _throughput("llada2-mini-spread")
-    most, apart = mini["runs"][-1], spread["runs"][-1]
-    cold = max(_throughput(name)["cold"]["first_block_s"] for name in ("llada2-mini", "llada2-mini-spread", "llada-8b"))
-    beyond = step_table.reports()["LLaDA-8B"]["graph"]["beyond_weights_gb"]
-    lines = [
-        "| work | to be reached | measured |",
-        "| --- | --- | --- |",
-        f"| LLaDA2-mini, {apart['in_flight']} in flight, 512 in, 512 out, 2.6 tokens a step, tokens choosing their "
-        "experts independently of each other | 8000 tokens/s "
-        f"| {apart['steady_tokens_per_s']:.0f} steady, {apart['tokens_per_s']:.0f} in all |",
-        "| the same, masks alike | 8000 tokens/s "
-        f"| {most['steady_tokens_per_s']:.0f} steady, {most['tokens_per_s']:.0f} in all |",
-        f"| from weights on the card to the first block | 20 s | {cold:.1f} s, the longest of the first three tables: "
-        "compiling all kernels, and a block |",
-        f"| LLaDA-8B, 1 row: memory beyond weights, keys and values | 1.5 GB | {beyond:.2f} GB with keys and values |",
-    ]
-    return "\n".join(lines)
 
 
 def _steps(runs: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,8 @@
 FOLDER holds a peer's package (README.md beside this file says how to bring it). Each run is a process with compile
 caches of its own, so that its first call is that of a fresh machine; with `--caches FOLDER` runs of a side share them,
 and only its first run compiles all. Runs are added to the file as they end, one that fails costs no other, and those
-that the file has are left as they are. `--only` runs some, in that order.
+that the file has are left as they are: its commits, versions and hardware must be those of now. `--only` runs some, in
+that order. Two cards write a file each.
 """
 
 from __future__ import annotations
@@ -98,6 +99,15 @@ def run(name: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return {"who": "ours" if side == "ours" else "peer"} | json.loads(out.read_text())
 
 
+def begun(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The report that `out` holds, or a new one. Raises ValueError if it is not of the same code and machine."""
+    found = json.loads(out.read_text()) if out.is_file() else {**about, "runs": {}}
+    for name in about.keys() - {"command", "date"}:
+        if found.get(name) != about[name]:
+            raise ValueError(f"--out {out} has {name} {found.get(name)}, now it is {about[name]}: name another file")
+    return dict(found)
+
+
 def main(args: list[str] | None = None) -> None:
     import torch
 
@@ -106,7 +116,7 @@ def main(args: list[str] | None = None) -> None:
     about |= {"transformers": version("transformers")}
     about |= {"peer_commit": given.peer_commit} if given.peer else {}
     about |= {"diffulex_commit": given.diffulex_commit} if given.diffulex else {}
-    found = json.loads(given.out.read_text()) if given.out.is_file() else {**about, "runs": {}}
+    found = begun(given.out, about)
     failed = []
     with tempfile.TemporaryDirectory(prefix="dinfer-peers-") as scratch:
         for name in [name for name in given.only if name not in found["runs"]]:

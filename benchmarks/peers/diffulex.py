@@ -106,11 +106,11 @@ def main(args: list[str] | None = None) -> None:
     generator, last = torch.Generator().manual_seed(1), min(config["eos_token_id"], config["mask_token_id"])
     prompts = torch.randint(1, last, (given.batch, given.prompt), generator=generator, device="cpu").tolist()
 
-    def answered() -> Any:
-        return run.generate(prompts, settings, progress_log_interval=0)
+    last: list[Any] = []  # steps of the latest generation, which its engine times on its own
 
     def generate() -> tuple[int, Any]:
-        outputs = answered()
+        outputs = run.generate(prompts, settings, progress_log_interval=0)
+        last[:] = outputs.trajectories[0].trajectory
         tokens = [one.token_ids[: given.new] for one in outputs.trajectories]
         decoded = [sum(token != config["mask_token_id"] for token in row) for row in tokens]
         if set(decoded) != {given.new}:
@@ -119,7 +119,7 @@ def main(args: list[str] | None = None) -> None:
 
     def widths() -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
-        for step in answered().trajectories[0].trajectory:
+        for step in last:
             found.setdefault(given.prompt if step.is_prefill else given.block, []).append(1e3 * step.step_time)
         return found
 

@@ -69,14 +69,20 @@ BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", 
 SIDES = {"diffulex": "Diffulex", "ours": "ours"}
 
 
-def diffulex(*files: Path) -> str:
-    """Diffulex and ours on the same work, as far as it was measured. Each file has both sides of one session."""
-    found = files or [RESULTS / f"{name}.json" for name in ("diffulex-h200", "diffulex-sdar-h200")]
-    reports = [json.loads(file.read_text()) for file in found if file.is_file()]
+def diffulex(folder: Path = RESULTS) -> str:
+    """Diffulex and ours on the same work, as far as it was measured. Cards of one session have a file each."""
+    reports = {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("diffulex*-h200.json"))}
     if not reports:
         return "Not measured yet: `python -m benchmarks.peers.compare --diffulex FOLDER` does it."
-    report, commits = reports[0], " and ".join(report["commit"] for report in reports)
-    runs = {name: run for report in reports for name, run in report["runs"].items()}
+    first, report = next(iter(reports.items()))
+    same, runs = ("diffulex_commit", "hardware", "torch", "transformers"), dict[str, Any]()
+    for name, other in reports.items():
+        if differ := [key for key in same if other[key] != report[key]]:
+            raise ValueError(f"{name} has another {' and '.join(differ)} than {first}: measure all anew")
+        if twice := runs.keys() & other["runs"].keys():
+            raise ValueError(f"{name} has {', '.join(sorted(twice))} again: delete the older file")
+        runs |= other["runs"]
+    commits = " and ".join(dict.fromkeys(other["commit"] for other in reports.values()))
     some = next(iter(runs.values()))
     lines = [
         f"Random bfloat16 weights, {some['new']} new tokens, prompts of 128 tokens (LLaDA) and 512 (SDAR). Each step "

@@ -40,8 +40,8 @@ def report(
 ) -> dict[str, Any]:
     """Times whole generations, the first ones apart; writes and returns what was found.
 
-    `generate` returns its forwards and its tokens; `widths` runs one generation more and returns the milliseconds of
-    each forward by the positions that it computed.
+    `generate` returns its forwards and its tokens. `widths` returns the milliseconds of each forward by the positions
+    that it computed, of the last generation or of one more.
     """
     cuda = given.device != "cpu"
 

@@ -27,6 +27,7 @@ from dinfer.cli.terminal import say
 from dinfer.cli.watch import answer_picture, in_colour
 from dinfer.core.registry import unknown
 from dinfer.engine.request import Counts, Update
+from dinfer.loading.hub import local
 from dinfer.pipeline import Pipeline
 
 HELP = """\
@@ -210,7 +211,11 @@ class Conversation:
         """Writes the conversation. It overwrites no file that this conversation did not write."""
         if not name:
             raise ValueError("/save needs the name of a file")
-        path = Path(name).expanduser()
+        path = local(name)
+        if name.startswith("~") and not path.is_absolute():
+            raise ValueError(
+                f"/save {name}: there is no user {name[1:].split('/')[0]!r}; for a folder of that name: ./{name}"
+            )
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"{path} is there already: give another file")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -75,12 +76,26 @@ def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = M
 
     For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
     """
+    from dinfer.core.recipe import compose
     from dinfer.pipeline.ahead import check
 
     runtime_of(config, setting(config, "device", str | None) or "cpu")
-    recipes = [{kind: parts[kind] for kind in GROUPS if kind != "model"} for parts in (config, *others.values())]
     dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
-    check(config["model"], recipes, dtype=dtype, quantize=quantize)
+    described = check(config["model"], dtype=dtype, quantize=quantize)
+    for name, parts in {"": config, **others}.items():
+        with of_recipe(name):
+            compose(described, **{kind: parts[kind] for kind in GROUPS if kind != "model"})
+
+
+@contextmanager
+def of_recipe(name: str) -> Iterator[None]:
+    """Names one of the further recipes in what is wrong with it. The command's own has the name ""."""
+    try:
+        yield
+    except ValueError as error:
+        if not name:
+            raise
+        raise ValueError(f"recipes: {name}: {error}") from error
 
 
 def setting(config: dict[str, Any], name: str, hint: Any) -> Any:

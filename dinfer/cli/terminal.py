@@ -18,6 +18,11 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def several(count: int, thing: str) -> str:
+    """A number of things in words: 1 answer, 2 answers."""
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
 def read_stdin() -> str:
     """The text on standard input, without the line break that `echo` adds. Raises ValueError unless it is UTF-8."""
     try:

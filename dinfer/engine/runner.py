@@ -2,12 +2,14 @@
 
 import logging
 import threading
+import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 from weakref import WeakSet
 
@@ -43,9 +45,10 @@ class Runner:
 
     A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
     width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
-    larger stands in until the other has come up `WORTH` times, and one that differs in telling drafts alone stands in
-    for good. All graphs share a memory pool. A step cannot be captured if a component waits for the device. It then
-    always runs eagerly, and a warning says why.
+    larger stands in until the positions that it computed in vain have taken as long as a capture, or until the other
+    has come up `WORTH` times. One that differs in telling drafts alone stands in for good. All graphs share a memory
+    pool. A step cannot be captured if a component waits for the device. It then always runs eagerly, and a warning says
+    why.
     """
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
@@ -59,15 +62,19 @@ class Runner:
         self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
+        self._standing: StepClock | None = None  # measures steps for which a larger shape stands in
+        # By shape, the seconds of positions that other shapes computed in vain for it.
+        self._wasted: defaultdict[StepShape, float] = defaultdict(float)
+        self._captures: list[float] = []  # seconds of each
         _runners.add(self)
 
     def open(self, state: BatchState | None) -> None:
         """Runs steps of this state from now on, and drops the graphs of the last one. None: no state."""
         self.state, self._pool = state, None
-        for held in (self.refused, self._seen, self._captured):
+        for held in (self.refused, self._seen, self._captured, self._wasted):
             held.clear()
         if self.graphs and state is not None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._standing = torch.cuda.graph_pool_handle(), StepClock(self.recipe.model.device)
 
     def drop_graphs(self) -> None:
         """The next steps are captured anew."""
@@ -98,10 +105,11 @@ class Runner:
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
             self.meeting = None if met else shape
             clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
+            standing = nullcontext() if self._standing is None or shape == kind else self._standing.around(kind)
             try:
                 if not met and self.compiler is not None:
                     self.compiler.compile(shape)
-                with clock:
+                with clock, standing:
                     self._run(state, shape, lanes)
             finally:
                 self.meeting = None
@@ -119,10 +127,14 @@ class Runner:
 
     def _present(self, kind: StepShape) -> StepShape:
         """The bucket, or the captured shape that stands in for it."""
+        for shape, seconds in self._standing.read() if self._standing is not None else ():
+            other = stand_in(shape, self._captured)
+            self._wasted[shape] += seconds * (1 - shape.lanes * shape.width / (other.lanes * other.width))
         if kind in self._captured:
             return kind
         other = stand_in(kind, self._captured)
-        return other if self._seen[kind] < WORTH or replace(other, told=kind.told) == kind else kind
+        paid = self._captures and self._wasted[kind] >= fmean(self._captures)
+        return kind if (paid or self._seen[kind] >= WORTH) and replace(other, told=kind.told) != kind else other
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -140,8 +152,10 @@ class Runner:
             return self._captured[shape]
         if shape in self.refused or shape not in self._seen:
             return None
+        began = time.perf_counter()
         try:
             self._captured[shape] = self._capture(state, shape)
+            self._captures.append(time.perf_counter() - began)
         except RuntimeError as error:  # of CUDA; the request does not need the graph
             self.refused[shape] = str(error).strip().split("\n")[0]
             self._pool = torch.cuda.graph_pool_handle()  # CUDA may think that the old one is still being recorded
@@ -227,9 +241,12 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
     pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-    lanes = _power_of_2(shape.lanes) if shape.lanes <= 8 else -(-shape.lanes // 8) * 8
-    if wide > 64 and shape.lanes <= lanes * 3 // 4:  # unused lanes are computed too
-        lanes = lanes * 3 // 4
+    lanes = _power_of_2(shape.lanes)
+    if wide > 64:  # unused lanes are computed too
+        grain = max(min(lanes // (8 if lanes > 8 else 4), 8), 1)
+        lanes = -(-shape.lanes // grain) * grain
+    elif shape.lanes > 8:
+        lanes = -(-shape.lanes // 8) * 8
     top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
     positions = lanes * shape.blocks * shape.block
     share = -(-positions // SHARES)

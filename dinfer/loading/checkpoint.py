@@ -74,8 +74,8 @@ def family_of(config: dict[str, Any]) -> str:
     )
 
 
-def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
-    """The model that a config.json describes. Raises CheckpointError."""
+def read_spec(family: ModelFamily, config: dict[str, Any], folder: Path | None = None) -> ModelSpec:
+    """The model that a config.json describes. `folder`: where it is from. Raises CheckpointError."""
     if not family.matches(config):
         own = family_of(config)
         raise CheckpointError(
@@ -84,8 +84,13 @@ def read_spec(family: ModelFamily, config: dict[str, Any]) -> ModelSpec:
         )
     try:
         return family.spec(config)
-    except KeyError as error:
-        raise CheckpointError(f"config.json lacks the field {error}") from error
+    except (KeyError, ValueError) as error:
+        said = f"config.json lacks the field {error}" if isinstance(error, KeyError) else str(error)
+        if folder is not None and folder.suffix == GGUF:
+            from dinfer.loading.gguf_file import gguf_file
+
+            said = gguf_file(folder).retold(said)
+        raise CheckpointError(said) from error
 
 
 def load_network(
@@ -110,7 +115,7 @@ def load_network(
     takes = linear.taken(quantize)
     config = read_config(folder)
     block = scale_block(config)
-    spec = read_spec(family, config | {FIELD: None})
+    spec = read_spec(family, config | {FIELD: None}, folder)
     tensors = tensors_of(folder, family, spec)
     tensors, scales = scales_of(without_copies(tensors, family.copies(spec)), block)
     placements = layout(family, spec, tensors)
@@ -386,4 +391,5 @@ def check(
     folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
 ) -> None:
     """Raises a CheckpointError that lists the differences."""
-    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its config.json")
+    whose = "metadata" if folder.suffix == GGUF else "config.json"
+    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its {whose}")

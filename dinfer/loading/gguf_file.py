@@ -187,6 +187,12 @@ class GgufFile:
     def __truediv__(self, name: str) -> SmallFile:
         return SmallFile(self.path, name, ({"config.json": self.config} | self.tokenizer).get(name))
 
+    def retold(self, message: str) -> str:
+        """A message on fields of config.json, about the keys of the metadata that hold them."""
+        keys = self.known.keys
+        message = re.sub(rf"\b({'|'.join(keys)})\b", lambda field: f"{self.name}.{keys[field[1]]}", message)
+        return message.replace("config.json", str(self.path))
+
     def stored(self, wanted: Iterable[str]) -> dict[str, Stored]:
         """The tensors by their names in the family's checkpoints. Unknown tensors keep their own names."""
         names = gguf.get_tensor_name_map(self.known.kind, self.layers)

@@ -112,7 +112,7 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
         family = family or MODELS.build({"name": found.family, **given})
         with found.noting():
             ids = token_ids(files, config)
-            found.spec = read_spec(family, config | ids.fields() | {FIELD: None})
+            found.spec = read_spec(family, config | ids.fields() | {FIELD: None}, folder)
     with found.noting():
         _describe_weights(found, family, config)
     with found.noting():

@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.registry import MODELS, option
 from dinfer.core.spec import ModelSpec
+from dinfer.loading.hub import local
 from dinfer.models._config import PLAIN, QWEN, complete
 from dinfer.models._family import BlockFamily, qwen_experts
 
@@ -47,7 +47,7 @@ class Sdar(BlockFamily):
 
     def silent_block(self) -> int:
         """As the name says: N of those that end in -bN, and 4 of the others that were published."""
-        path = Path(self.checkpoint).expanduser().absolute()
+        path = local(self.checkpoint).absolute()
         cached = [part for part in path.parts if part.startswith("models--")]  # a folder of the hub's cache
         for name in (path.name, *cached):
             if found := SUFFIX.search(name):

@@ -1,10 +1,9 @@
 """What would keep a model from loading, found without its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from dinfer.core.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.layers.linear import taken
 from dinfer.loading.files import CheckpointError
@@ -14,13 +13,10 @@ from dinfer.loading.safetensors_io import stored
 from dinfer.pipeline.pipeline import dtype_of
 
 
-def check(
-    model: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]], *, dtype: str | None, quantize: str | None
-) -> None:
-    """Raises ValueError if `load` would, as far as the small files and the headers of the weights tell.
+def check(model: Mapping[str, Any], *, dtype: str | None, quantize: str | None) -> Any:
+    """What `compose` needs of the model. Raises ValueError if `load` would, as far as the small files and headers tell.
 
-    `recipes`: the components of each, without the model. A folder must hold its weights; those of a hub name may still
-    be downloaded.
+    A folder must hold its weights; those of a hub name may still be downloaded.
     """
     taken(quantize)
     if dtype is not None:
@@ -33,6 +29,4 @@ def check(
         raise CheckpointError(found.problems[0])
     if local(family.checkpoint).is_dir():
         stored(folder)
-    described: Any = SimpleNamespace(spec=found.spec)
-    for parts in recipes:
-        compose(described, **parts)
+    return SimpleNamespace(spec=found.spec)

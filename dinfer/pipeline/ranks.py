@@ -73,7 +73,7 @@ class Source:
     def spec(self) -> ModelSpec:
         """The shape of the model. Raises CheckpointError."""
         config = dict(self.config or {}) if self.folder is None else read_config(self.folder)
-        return read_spec(self.family, config | {QUANTIZATION: None})
+        return read_spec(self.family, config | {QUANTIZATION: None}, self.folder)
 
     def spelled(self) -> dict[str, Any]:
         """As other ranks are told."""

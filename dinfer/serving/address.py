@@ -1,10 +1,13 @@
 """The address of a server. It imports little, so that a port that is taken is known before a model is loaded."""
 
 import socket
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dinfer.serving.settings import Settings
+
+PATIENCE = 1.0  # seconds in which Ray Serve must answer
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -18,6 +21,26 @@ def listen(settings: Settings) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def check_free(settings: Settings) -> None:
+    """Raises an OSError that names the address if something listens there but Ray Serve, which takes a new application.
+
+    For replicas: until Ray has started, nothing else tells whether the port can be had.
+    """
+    try:
+        listen(settings).close()
+    except OSError as error:
+        try:
+            ask_ray_serve(url(settings.host, settings.port))
+        except OSError:
+            raise error from None
+
+
+def ask_ray_serve(address: str) -> None:
+    """Raises OSError unless Ray Serve listens at `address`."""
+    with urllib.request.urlopen(f"{address}-/healthz", timeout=PATIENCE):
+        pass
 
 
 @contextmanager

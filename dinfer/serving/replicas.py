@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import time
-import urllib.request
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager, suppress
@@ -19,7 +18,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from dinfer.serving.address import listen, url
+from dinfer.serving.address import ask_ray_serve, listen, url
 from dinfer.serving.app import application
 from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.gateway import PROBE, Gateway
@@ -215,8 +214,7 @@ def interruptible() -> Iterator[None]:
 def check(address: str) -> None:
     """Raises ValueError unless Ray Serve listens at `address`."""
     try:
-        with urllib.request.urlopen(f"{address}-/healthz", timeout=LOOK):
-            pass
+        ask_ray_serve(address)
     except OSError as error:
         raise ValueError(
             f"{address} does not answer: Ray Serve already ran on this cluster and listens elsewhere. Give its host= "

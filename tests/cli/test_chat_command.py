@@ -91,6 +91,7 @@ def test_a_system_message_opens_it(dinfer: CommandLine, checkpoint: str) -> None
         ("/set runtime.rows=2", "runtime cannot change within a chat"),
         ("/save", "/save needs the name of a file"),
         ("/save .", ". is there already"),
+        ("/save ~nobody-of-this-name/talk.json", "there is no user 'nobody-of-this-name'"),
         ("/clear all", "/clear takes nothing behind it"),
         ("hello " * 5000, "exceed the model's"),
     ],

@@ -103,7 +103,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
         patch.setattr(Report, "at", at)
         assert ended(line) == 130
     said = capsys.readouterr()
-    assert said.out == "" and "interrupted; 2 answers are kept in my runs. To go on: dinfer eval" in said.err
+    assert said.out == "" and "interrupted; my runs keeps 2 answers. To go on: dinfer eval" in said.err
     again = shlex.split(said.err.strip().rpartition("To go on: ")[2])
     assert again == ["dinfer", *line[:-1]], "with overwrite=true it would begin anew"
     main(again[1:])

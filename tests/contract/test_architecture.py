@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": COMPONENT,
     "caches": COMPONENT,
     "iterations": COMPONENT,
-    "models": COMPONENT | {"layers", "loading.token_ids"},
+    "models": COMPONENT | {"layers", "loading.hub", "loading.token_ids"},
     "core.recipe": {"core.protocols", "core.ranks", "core.registry"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},

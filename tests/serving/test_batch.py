@@ -69,7 +69,7 @@ def text(answer: dict[str, Any]) -> str:
 def test_lines_are_answered_as_the_library_does(dinfer: CommandLine) -> None:
     write(line(0), "", line(1), line(2, dinfer={"threshold": 0.5}))
     said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
-    assert said.status == 0 and said.out == "" and "3 answers, 0 of them errors, and 0 from before" in said.err
+    assert said.status == 0 and said.out == "" and "3 answers, 0 errors among them, and 0 from before" in said.err
     got = answers()
     options = [{}, {}, {"threshold": 0.5}]
     asked = [[{"role": "user", "content": question(i)}] for i in range(3)]
@@ -120,7 +120,7 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     whole = before[: before.rfind(b"\n") + 1]
     out.write_bytes(whole + whole[:50])  # as if it had been killed within a line
     said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
-    assert said.status == 0 and f"{30 - kept} answers, 0 of them errors, and {kept} from before" in said.err
+    assert said.status == 0 and f"{30 - kept} answers, 0 errors among them, and {kept} from before" in said.err
     assert out.read_bytes().startswith(whole)
     got = answers()
     want = tiny().generate([[{"role": "user", "content": question(i)}] for i in range(30)], max_new_tokens=16)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
     args = ("batch", "in.jsonl", "out.jsonl", "recipes=[careful]", *QUICK)
     assert dinfer(*args, "runtime.rows=1").status == 0
     said = dinfer(*args, "runtime.rows=2")
-    assert said.status == 0 and "0 answers, 0 of them errors, and 2 from before" in said.err
+    assert said.status == 0 and "0 answers, 0 errors among them, and 2 from before" in said.err
 
 
 def test_a_recipe_of_ones_own_is_a_model(dinfer: CommandLine) -> None:
@@ -140,11 +140,34 @@ def test_a_recipe_of_ones_own_is_a_model(dinfer: CommandLine) -> None:
     Path("presets/recipe/mine.yaml").write_text("# @package _global_\ndecoder:\n  threshold: 0.5\n")
     write(line(0, model="tiny:mine"))
     said = dinfer("batch", "in.jsonl", "out.jsonl", "--config-dir", "presets", "recipes=[mine]", *QUICK)
-    assert said.status == 0, said.err
+    assert said.status == 0 and "1 answer, 0 errors among them" in said.err, said.err
     (want,) = tiny().generate(
         [[{"role": "user", "content": question(0)}]], max_new_tokens=16, options={"threshold": 0.5}
     )
     assert text(answers()["q0"]) == want.text
+
+
+@pytest.mark.parametrize(
+    "command", [["batch", "in.jsonl", "out.jsonl"], ["serve", "replicas=1", "port=0"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("decoder: {threshold: 3}", "decoder.threshold=3.0 must be a probability"),
+        ("decoder: {nonsense: 3}", "unknown option of decoder 'threshold': 'nonsense'"),
+        ("cache: {refresh: 3}", "unknown option of cache"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_names_it(
+    dinfer: CommandLine, command: list[str], options: str, message: str
+) -> None:
+    if command[0] == "serve":
+        pytest.importorskip("ray")
+    Path("presets/recipe").mkdir(parents=True)
+    Path("presets/recipe/mine.yaml").write_text(f"# @package _global_\n{options}\n")
+    write(line(0))
+    said = dinfer(*command, "--config-dir", "presets", "recipes=[careful,mine]", *QUICK)
+    assert said.status == 2 and f"dinfer: recipes: mine: {message}" in said.err
 
 
 @pytest.mark.parametrize("own", ['{"mine": 1}', '{"id": "mine", "custom_id": "a"}'])
@@ -184,7 +207,7 @@ def test_an_engine_that_hangs_ends_the_command(dinfer: CommandLine, monkeypatch:
         said = dinfer("batch", "in.jsonl", "out.jsonl", "round_timeout=0.2", *QUICK)
     finally:
         awake.set()
-    assert said.status == 1 and "longer than 0.2 seconds" in said.err and "0 answers are kept" in said.err
+    assert said.status == 1 and "longer than 0.2 seconds" in said.err and "out.jsonl keeps 0 answers" in said.err
 
 
 def test_a_lost_rank_ends_the_command_with_one_error(dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +217,7 @@ def test_a_lost_rank_ends_the_command_with_one_error(dinfer: CommandLine, monkey
     monkeypatch.setattr(Engine, "step", lose)
     write(line(0), line(1))
     said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
-    assert said.status == 1 and "0 answers are kept" in said.err and "To go on: dinfer batch" in said.err
+    assert said.status == 1 and "out.jsonl keeps 0 answers" in said.err and "To go on: dinfer batch" in said.err
     assert said.err.count("rank 1 was killed") == 1 and "Traceback" not in said.err
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +36,9 @@ def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     [
         (["serve", "replicas=0"], "replicas=0 must be at least 1"),
         (["serve", "replicas=two"], "replicas='two'"),
-        (["serve", "replicas=2", "ray=127.0.0.1:1"], "ray=127.0.0.1:1: no Ray cluster answers there"),
-        (["serve", "replicas=2", "ray=somewhere"], "ray=somewhere must be auto, local, or the HOST:PORT"),
-        (["serve", "replicas=2", "ray=ray://head:10001"], "run this command on a machine of the cluster"),
+        (["serve", "replicas=2", "port=0", "ray=127.0.0.1:1"], "ray=127.0.0.1:1: no Ray cluster answers there"),
+        (["serve", "replicas=2", "port=0", "ray=somewhere"], "ray=somewhere must be auto, local, or the HOST:PORT"),
+        (["serve", "replicas=2", "port=0", "ray=ray://head:10001"], "run this command on a machine of the cluster"),
         (["serve", "autoscaling={max_replicas: 2}"], "give replicas= too"),
         (["serve", "tensor_parallel=0"], "tensor_parallel=0 must be at least 1"),
         (["serve", "tensor_parallel=4", "runtime.tensor_parallel=2"], "contradict each other: give one"),
@@ -65,6 +67,32 @@ def test_a_missing_ray_names_its_extra(
     monkeypatch.setattr(dinfer.cli.recipe, "find_spec", lambda name: None)
     said = dinfer_command(*args)
     assert said.status == 2 and "pip install 'dinfer[ray]'" in said.err
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["another server", "Ray Serve"])
+def test_a_port_that_is_taken_is_named_before_ray_starts(
+    dinfer_command: CommandLine, serve: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Serve may have the port: it replaces the application of an earlier command."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if serve and self.path == "/-/healthz" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("Ray starts")
+
+    monkeypatch.setattr(cluster, "connect", start)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as taken:
+        Thread(target=taken.serve_forever, daemon=True).start()
+        said = dinfer_command("serve", "replicas=1", f"port={taken.server_port}", "host=127.0.0.1")
+        taken.shutdown()
+    want = "Ray starts" if serve else f"port={taken.server_port}: Address already in use. Choose another port"
+    assert said.status == 2 and want in said.err, said.err
 
 
 def machines(monkeypatch: pytest.MonkeyPatch, *resources: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from benchmarks import dataset, goals, goals_table, open_blocks, parts, rounds, 
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
-from benchmarks.peers import ours, table, work
+from benchmarks.peers import ours, work
 from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
@@ -290,9 +290,9 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for row in goals.ROWS:  # every row is a level of a run that throughput takes
-        assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True)).in_flight
+        for before in (False, True):
+            assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True, before=before)).in_flight
     assert "Not measured" in goals_table.goals(tmp_path) and "Not measured" in goals_table.startup(tmp_path)
-    assert "Not measured" in table.diffulex(tmp_path / "none.json")
     args = [*goals.line("mini", dry=True), "--in-flight", "64,1", "--block", "1", "--new", "16", "--rounds", "3"]
     throughput.main([*args, "--out", str(tmp_path / "goals-mini-h200.json")])
     capsys.readouterr()
@@ -305,6 +305,14 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
     text = goals_table.goals(tmp_path)
     assert f"| LLaDA2-mini, bf16 | 64 | steady tokens/s | {goals.number(steady)} | 11,000 |" in text
     assert "| LLaDA2-mini, bf16 | 128 | steady tokens/s | - | 14,500 | - | - |" in text
+    (tmp_path / "before-mini-h200.json").write_text((tmp_path / "goals-mini-h200.json").read_text())
+    row = {"model": "tiny", "dtype": "float32", "same": 7, "same_at_half": 8, "correct": [5, 6]}
+    found = {"setting": {"count": 9, "rows": 4}, "before": "old", "commit": "new", "rows": [row]}
+    (tmp_path / "before-tokens-h200.json").write_text(json.dumps(found))
+    text = goals_table.goals(tmp_path)
+    assert f"| 64 | steady tokens/s | {goals.number(steady)} | {goals.number(steady)} | 11,000 |" in text
+    assert "| LLaDA2-mini, fp8 | 64 | steady tokens/s | - | - | 17,000 | - | - | - | - |" in text
+    assert "`tiny`, float32: 7 (8), 5 and 6 right" in text
     text = goals_table.curve(tmp_path)
     assert text.index("| bf16, 1 |") < text.index("| bf16, 64 |")  # as the curve goes, not as it was measured
     pytest.importorskip("matplotlib")

@@ -197,6 +197,13 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "heads of each layer": (
         lambda path: rewritten(path, {"llada.attention.head_count": [4, 4, 4]}), r"head_count=\[4, 4, 4\] must be one"
     ),
+    "heads that do not share the width": (
+        lambda path: rewritten(path, {"llada.attention.head_count": 3}),
+        r"a\.gguf: llada\.attention\.head_count=3 must be a divisor of llada\.embedding_length=64",
+    ),
+    "half a layer": (
+        lambda path: rewritten(path, {"llada.block_count": 2.5}), r"a\.gguf: llada\.block_count=2\.5 must be an integer"
+    ),
     "a text for a number": (lambda path: rewritten(path, {"llada.block_count": "3"}), "block_count='3' must be one"),
     "a text for a token": (
         lambda path: rewritten(path, {"tokenizer.ggml.mask_token_id": "x"}), "mask_token_id='x' must be a token id"
@@ -253,9 +260,10 @@ def test_bad_files_are_named(what: str, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     make, message = BAD[what]
     make(path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as raised:
         network(path)
-    assert inspect(path, {"checkpoint": str(path)}).problems
+    problems = inspect(path, {"checkpoint": str(path)}).problems
+    assert problems and "config.json" not in "".join([str(raised.value), *problems]), "it has none"
 
 
 def test_where_a_file_is(tmp_path: Path) -> None:

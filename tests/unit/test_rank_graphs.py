@@ -1,17 +1,18 @@
-"""Which graph a step of several ranks replays. The device is simulated: a capture may fail on one rank alone."""
+"""Which graph a step replays, also with several ranks, of which one may lack memory for it. The device is simulated."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from support.graphs import Device
 from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
@@ -22,45 +23,11 @@ from dinfer.core.spec import Rank
 from dinfer.core.told import Told
 from dinfer.engine.leading import LeadingWorker, shape_of
 from dinfer.engine.room import Room
+from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 
 BLOCK = 8
-
-
-class Device:
-    """Runs nothing, and notes the shapes of the steps that each rank would run, in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, short: int | None) -> None:
-        """`short`: the rank that has no memory for a graph."""
-        self.rank, self._short = 0, short
-        self.ran: dict[int, list[StepShape]] = {0: [], 1: []}
-        self._recording: list[StepShape] | None = None
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        simulated: dict[str, Any] = {
-            "graph_pool_handle": object, "CUDAGraph": SimpleNamespace, "graph": self._capture,
-            "Stream": lambda device: stream, "current_stream": lambda device: stream, "stream": nullcontext,
-            "get_sync_debug_mode": int, "set_sync_debug_mode": lambda mode: None,
-        }  # fmt: skip
-        for name, thing in simulated.items():
-            monkeypatch.setattr(torch.cuda, name, thing)
-        monkeypatch.setattr("dinfer.engine.runner.denoise_step", self._step)
-
-    def _step(self, recipe: Recipe, state: Any, shape: StepShape, slot_B: torch.Tensor) -> None:
-        assert len(slot_B) == shape.lanes
-        (self.ran[self.rank] if self._recording is None else self._recording).append(shape)
-
-    @contextmanager
-    def _capture(self, graph: Any, **how: Any) -> Iterator[None]:
-        if self.rank == self._short:
-            raise RuntimeError("out of memory")
-        self._recording, rank = [], self.rank
-        held = self._recording
-        try:
-            yield
-        finally:
-            self._recording = None
-        graph.replay = lambda: self.ran[rank].extend(held)
 
 
 class Ranks:
@@ -106,3 +73,38 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     assert device.ran[0] == device.ran[1], "each would wait for a sum that the other does not compute"
     assert worker.runner.captured == (short != 0)
     assert device.ran[0][-1].told == (Told.NOTHING if short == 0 else Told.DRAFTS)
+
+
+@pytest.mark.parametrize(("seconds", "stands_in"), [(0.6, 7), (0.0, WORTH)])
+def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_capture(
+    seconds: float, stands_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture takes a second here. A step of 8 rows for 6 computes a quarter in vain: 0.15 of its 0.6 seconds."""
+
+    class Clock:
+        def __init__(self, device: object) -> None:
+            self.found: list[tuple[StepShape, float]] = []
+
+        @contextmanager
+        def around(self, shape: StepShape) -> Iterator[None]:
+            self.found.append((shape, seconds))
+            yield
+
+        def read(self) -> list[tuple[StepShape, float]]:
+            found, self.found = self.found, []
+            return found
+
+    monkeypatch.setattr("dinfer.engine.runner.StepClock", Clock)
+    monkeypatch.setattr("dinfer.engine.runner.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    device = Device(monkeypatch, None)
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
+    worker = Worker(recipe, Runtime(graphs=True))
+    worker.open(Room(slots=8, length=512, block=BLOCK, branches=1, pages=256))
+    full = StepShape(Phase.FULL, 8, 512, 1, BLOCK, 32)
+    for _ in range(2):
+        worker.launch(full, [*range(8)])
+    device.ran[0].clear()
+    for _ in range(WORTH + 2):
+        worker.launch(replace(full, lanes=6), [*range(6)])
+    later = WORTH + 2 - stands_in
+    assert [shape.lanes for shape in device.ran[0]] == [8] * stands_in + [6] * (later + 1), "one before the capture"

@@ -129,7 +129,8 @@ def test_what_no_file_says_is_published_and_logged(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("name", "block"),
     [("SDAR-1.7B-Chat-b8", 8), ("JetLM/SDAR-8B-Chat-b64", 64), ("/x/models--JetLM--SDAR-4B-Chat-b16/snapshots/0f", 16),
-     ("JetLM/SDAR-30B-A3B-Chat", 4), ("/x/Gen-Verse__TraDo-8B-Thinking/", 4), ("my-sdar-b32", 32)],
+     ("JetLM/SDAR-30B-A3B-Chat", 4), ("/x/Gen-Verse__TraDo-8B-Thinking/", 4), ("my-sdar-b32", 32),
+     ("~nobody-of-this-name/SDAR-4B-Chat-b16", 16)],
 )  # fmt: skip
 def test_the_name_of_an_sdar_says_how_long_its_attention_blocks_are(name: str, block: int) -> None:
     config = json.loads((REAL / "JetLM__SDAR-8B-Chat/config.json").read_text())

@@ -8,14 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for, thinned
+from support.matrix import (
+    BLOCK_CACHED,
+    SAMPLE,
+    Combination,
+    completions,
+    engine_for,
+    launched_ahead,
+    outcome,
+    requests_for,
+    thinned,
+    watching,
+)  # fmt: skip
 from support.models import tiny_model
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
 from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
+from dinfer.engine.scheduler.grouping import alternating_pays
+from dinfer.engine.scheduler.scheduler import PATIENCE
 
 BLOCK = 8
 RECIPE = compose(
@@ -141,3 +154,82 @@ def rounds_of(engine: Engine, recipe: Recipe) -> int:
 def diffusing(decoder: str, **options: Any) -> Recipe:
     iteration = {"name": "block_diffusion", "block": BLOCK, "stop": "off"}
     return compose(tiny_model("block_causal"), iteration=iteration, decoder={"name": decoder} | options, cache="block")
+
+
+@pytest.mark.parametrize("combination", thinned(BLOCK_CACHED), ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
+    combination: Combination, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it always paid: each step is as wide as its rows need, and none only settles."""
+    recipe = combination.recipe()
+    requests = requests_for(recipe) * 2
+    want = completions(engine_for(recipe), requests)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.alternating_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
+    shapes: list[StepShape] = []
+    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    engine = engine_for(recipe, rows=4, settle=True)
+    got = completions(launched_ahead(engine) if ahead else engine, requests)
+    assert [outcome(c) for c in got] == [outcome(c) for c in want]
+    assert not any(shape.settles for shape in shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByPrompt(Decoder):
+    """A whole block a step where the prompt is long, one token a step where it is short."""
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        most_R = torch.where(view.prompt_R > 8, view.masked_RL.shape[1], 1)
+        return Proposal(view.masked_RL & (view.masked_RL.cumsum(-1) <= most_R[:, None]))
+
+
+@pytest.mark.parametrize("fast", [1, 5])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_row_waits_for_long_for_its_turn(fast: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which each step ends a block stay wide, rows that are slow stay narrow, and neither starve the others."""
+    recipe = compose(
+        tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
+        decoder=ByPrompt(), cache="block",
+    )  # fmt: skip
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.alternating_pays", lambda *rows: True)
+    requests = [Request([5, 6, 7] * (4 if i < fast else 2), 40, recipe.resolve({})) for i in range(6)]
+    want, engine = run(engine_for(recipe, rows=6), requests), engine_for(recipe, rows=6, settle=True)
+    engine = launched_ahead(engine) if ahead else engine
+    waited, number, found = set[int](), 0, dict[int, Any]()
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        found |= {u.index: u.completion for u in engine.step() if u.completion is not None}
+        waited |= {row.waited for row in engine.loop.running}
+        number += 1
+        assert number < 200
+    assert [outcome(found[i]) for i in range(6)] == want
+    assert max(waited) == PATIENCE
+
+
+def test_turns_pay_where_blocks_are_short_and_rows_are_many() -> None:
+    assert alternating_pays(128, 4, 0.5, 256), "blocks of 4 in two steps"
+    assert not alternating_pays(16, 4, 0.5, 256), "few rows share a step of any width"
+    assert not alternating_pays(64, 32, 1 / 13, 1500), "blocks of 32 in 13 steps: others would wait for long"
+    assert not alternating_pays(128, 4, 0.0, 256), "nothing is known yet"
+
+
+def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
+    recipe = compose(
+        tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
+        decoder={"name": "fixed", "steps": 4}, cache="block",
+    )  # fmt: skip
+    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    want, scored = [c.canvas for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
+    for sure in (0.0, 0.75, 3.0):
+        monkeypatch.setattr("dinfer.engine.scheduler.scheduler.SURE", sure)
+        shapes: list[StepShape] = []
+        monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+        engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
+        assert [completion.canvas for completion in completions(engine, requests)] == want
+        scored.append(sum(shape.scored for shape in shapes))
+    assert scored[1] < scored[0]

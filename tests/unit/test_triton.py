@@ -9,8 +9,7 @@ from support.kernels import CLOSE, CUDA, DEVICE, draw, expert_mlps, shared_of
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.core.stats import Draw, TokenStats  # noqa: E402
-from dinfer.kernels import attention, linear, moe, norm, rotary, token_stats  # noqa: E402
+from dinfer.kernels import attention, linear, moe, norm, rotary  # noqa: E402
 from dinfer.kernels.deferred import close, widened  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
@@ -18,7 +17,6 @@ from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
 from dinfer.kernels.triton import route as triton_route  # noqa: E402
-from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
 from dinfer.kernels.types import FLOAT8, HeadNorm, Matrices, Projections, Rounded  # noqa: E402
 
 
@@ -262,80 +260,6 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
         return triton_moe.combine(out_PD, weights_NC[:count])
 
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("vocab", [7, 5000])
-@pytest.mark.parametrize("some", [False, True])
-def test_token_stats(
-    reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool
-) -> None:
-    if some:  # also by several programs
-        monkeypatch.setattr(triton_stats, "PIECE", 512)
-    inf, nan = float("inf"), float("nan")
-    logits_RLV = draw(2, 6, vocab, dtype=dtype) * 3
-    logits_RLV[0, 0, 3] = 60.0  # the mask token is by far the likeliest
-    logits_RLV[0, 1, 2] = logits_RLV[0, 1, 5] = 50.0  # the first of equals
-    logits_RLV[0, 2, 4] = nan
-    logits_RLV[0, 3, -1] = inf
-    logits_RLV[0, 4] = -inf
-    logits_RLV[0, 4, 3] = 1.0  # nothing but the mask token
-    logits_RLV[1, 0, : vocab - 2] = -inf
-    logits_RLV[1, 1, 6:] = -inf  # whole pieces are empty
-    logits_RLV[1, 2, vocab // 2 :: 2] = 40.0  # of equals in many pieces too, the first
-    wanted_RL = torch.arange(12, device=DEVICE).view(2, 6) % 3 > 0 if some else None
-    got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
-    want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
-    assert torch.equal(got[1].isfinite(), want.finite_RL)
-    sure = want.finite_RL
-    assert torch.equal(got[0][sure], want.token_RL[sure])
-    near = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
-    assert want.entropy_RL is not None and want.margin_RL is not None
-    for mine, theirs in zip(
-        got[1:5], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
-    ):
-        assert mine is not None and mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine[sure], theirs[sure], **near)
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("mask_id", [3, None])
-@pytest.mark.parametrize("vocab", [7, 2100])
-def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | None, vocab: int) -> None:
-    inf, nan = float("inf"), float("nan")
-    logits_RLV = draw(4, 5, vocab) * 3
-    logits_RLV[2, 0, 4] = nan
-    logits_RLV[2, 1, 2] = logits_RLV[2, 1, 5] = 50.0  # the first of equals, without noise
-    logits_RLV[3, 1] = -inf
-    logits_RLV[3, 1, 5] = 1.0  # nothing but one token, which the belief rules out
-    belief_RLV = logits_RLV.clone()
-    belief_RLV[3, :, 5] = -inf
-    drawn = Draw(
-        belief_RLV, logits_RLV,
-        scale_R1=torch.tensor([[1.0], [0.3], [0.0], [1.0]], dtype=torch.float64, device=DEVICE),
-        noisy_R1=torch.tensor([[True], [True], [False], [True]], device=DEVICE),
-        seed_R=torch.tensor([0, 5, 2**52, 7], device=DEVICE),
-        pos_RL=torch.arange(20, device=DEVICE).view(4, 5) - 1,
-        step_R=torch.tensor([0, 3, 4, 500], device=DEVICE),
-    )  # fmt: skip
-    for wanted_RL in (None, torch.arange(20, device=DEVICE).view(4, 5) % 3 > 0):
-        given = {"draw": drawn, "wanted_RL": wanted_RL, "entropy": True, "best": True}
-        got = TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
-        want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
-        sure = want.finite_RL
-        assert torch.equal(got.finite_RL, sure) and 0 < sure.sum() < 20
-        for name in ("token_RL", "best_RL", "mask_drawn_RL"):
-            assert torch.equal(getattr(got, name)[sure], getattr(want, name)[sure]), name
-        near = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
-        for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL"):
-            torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **near)
-
-
-def test_token_stats_without_a_mask_token(reference: None) -> None:
-    logits_RLV = draw(1, 3, 40)
-    token_RL, _, mask_RL, *_ = triton_stats.token_stats(logits_RLV, None, torch.float32)
-    assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

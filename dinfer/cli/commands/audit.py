@@ -27,7 +27,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import counted, pipeline, problems_of, ranks_of, setting, text_of
 from dinfer.cli.tables import table
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import say, several
 
 if TYPE_CHECKING:
     from dinfer.analysis.audit import Audit
@@ -49,7 +49,7 @@ def measure(config: dict[str, Any], question: str | None) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
-        progress.at(f"auditing {len(questions)} answers")
+        progress.at(f"auditing {several(len(questions), 'answer')}")
         found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
     Console(highlight=False).print(report(found))
     for path in paths:

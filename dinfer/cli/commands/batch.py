@@ -31,7 +31,7 @@ from dinfer.cli.conf import GROUPS
 from dinfer.cli.errors import FAILED, Interrupted, fail
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import check_ahead, counted, need, ranks_of, setting
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import say, several
 
 if TYPE_CHECKING:
     from dinfer.serving.batch import Answering
@@ -80,7 +80,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
             try:
                 run(asked, parts | {"recipes": others}, output, answering, told)
             except (KeyboardInterrupt, OSError, EngineFailed, RankFailed) as error:
-                kept = f"{len(output.ids)} answers are kept in {target}. To go on: {shlex.join(line)}"
+                kept = f"{target} keeps {several(len(output.ids), 'answer')}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):
                     raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
                 if isinstance(error, EngineFailed | RankFailed):
@@ -167,7 +167,8 @@ class Told:
     def summary(self) -> str:
         tpf = self._tokens / self._forwards if self._forwards else 0.0
         return (
-            f"{self._done - self._before} answers, {self._errors} of them errors, and {self._before} from before; "
+            f"{several(self._done - self._before, 'answer')}, {several(self._errors, 'error')} among them, and "
+            f"{self._before} from before; "
             f"{self._tokens} tokens, {self._forwards} forwards, {tpf:.2f} tokens per forward (TPF), "
             f"{time.monotonic() - self._began:.2f} s"
         )

@@ -31,7 +31,7 @@ from dinfer.cli.errors import Interrupted
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
 from dinfer.cli.tables import table
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import say, several
 from dinfer.core.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.
@@ -96,7 +96,9 @@ def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
         except KeyboardInterrupt:
             if among.rank > 0:
                 raise
-            told = "nothing is kept, since out=null" if stem is None else f"{kept(stem)} answers are kept in {folder}"
+            told = (
+                "nothing is kept, since out=null" if stem is None else f"{folder} keeps {several(kept(stem), 'answer')}"
+            )
             again = shlex.join(arg for arg in line if not arg.startswith("overwrite="))
             raise Interrupted(f"interrupted; {told}. To go on: {again}") from None
     if stem is None or among.rank > 0:

@@ -28,7 +28,7 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.errors import FAILED, check_interrupted, fail
-from dinfer.cli.recipe import check_ahead, counted, need, pipeline, ranks_of, runtime_of, setting
+from dinfer.cli.recipe import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
 from dinfer.core.registry import typed
 
@@ -77,6 +77,9 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
     need("ray", "ray", "replicas= needs Ray")
     replicas = counted(config, "replicas")
+    from dinfer.serving.address import check_free
+
+    check_free(settings)
     check_ahead(config, others)
     autoscaling = setting(config, "autoscaling", dict | None)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
@@ -116,7 +119,10 @@ def needed(command: str) -> None:
 
 def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
     """The components of each recipe that the setting `recipes` names. Raises ValueError."""
-    others = {name: conf.with_recipe(command, name) for name in setting(config, "recipes", tuple[str, ...])}
+    others: dict[str, dict[str, Any]] = {}
+    for name in setting(config, "recipes", tuple[str, ...]):
+        with of_recipe(name):
+            others[name] = conf.with_recipe(command, name)
     for name, other in others.items():
         if other["model"] != config["model"]:
             raise ValueError(f"recipes: {name} is for another model: run that with a command of its own")
@@ -166,7 +172,8 @@ def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipe
     name = config["name"]
     recipes = {name: pipe.recipe}
     for preset, other in others.items():
-        recipes[f"{name}:{preset}"] = compose(pipe.model, **other)
+        with of_recipe(preset):
+            recipes[f"{name}:{preset}"] = compose(pipe.model, **other)
     return catalogue(pipe, recipes, max_new_tokens=setting(config, "max_new_tokens", int), created=int(time.time()))
 
 

@@ -14,6 +14,7 @@ class BlockEnds:
 
     steps: dict[int, int] = field(default_factory=dict)  # by open positions
     ends: dict[int, int] = field(default_factory=dict)  # how many of them ended their block
+    gain: float = 0.0  # positions that a step commits, on average over recent ones
 
     def record(self, row: Row) -> None:
         """Learns from the last step of a row, which moved it."""
@@ -21,13 +22,19 @@ class BlockEnds:
         if now.steps == before.steps:
             return
         left = row.open_before[before.end] - before.committed
+        self.gain += (now.committed - before.committed - self.gain) / MEMORY
         self.steps[left] = self.steps.get(left, 0) + 1
         self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
         if self.steps[left] == MEMORY:
             self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
 
+    @property
+    def share(self) -> float:
+        """The share of recent steps that ended their block; 0 where nothing is known."""
+        return sum(self.ends.values()) / max(sum(self.steps.values()), 1)
+
     def chance(self, row: Row) -> float:
-        """That the step under way takes a row on to another block; 0 where nothing is known."""
-        if row.cursors.phase != Phase.WINDOW or row.cursors.end == row.cursors.length:
+        """That the step under way ends a row's block; 0 where nothing is known."""
+        if row.cursors.phase != Phase.WINDOW:
             return 0.0
         return self.ends.get(row.left, 0) / self.steps.get(row.left, 1)

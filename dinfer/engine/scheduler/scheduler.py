@@ -1,6 +1,7 @@
 """Which steps a round takes. Host side; no token depends on it."""
 
 from collections.abc import Collection, Mapping, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from dinfer.core.canvas import Cursors, Phase
@@ -12,11 +13,13 @@ from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
+from dinfer.engine.scheduler.grouping import Group, alternating_pays, cut, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
+PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
+SURE = 0.75  # of what a step commits on average, what many rows together are sure to commit
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 
 
@@ -25,6 +28,15 @@ class Step(NamedTuple):
 
     shape: StepShape
     slots: list[int]
+
+
+class Guess(NamedTuple):
+    """What a row needs of the step after the one under way."""
+
+    narrow: int | None  # see `Need`
+    width: int
+    enters: float  # the chance that it enters a block
+    left: float  # open positions of its block
 
 
 class Scheduler:
@@ -70,6 +82,9 @@ class Scheduler:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
+        if self._settles and (narrow := self._alternating([row.need.narrow for row in phases[Phase.WINDOW]])):
+            wide = {row.slot: row.need.width > narrow for row in phases[Phase.WINDOW]}
+            phases[Phase.WINDOW] = self._larger(phases[Phase.WINDOW], wide)
         steps = [
             step
             for phase in phases
@@ -145,12 +160,14 @@ class Scheduler:
         groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
         return self._made(phase, rows, groups, {})
 
-    def _made(self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, int]) -> list[Step]:
-        """The steps of groups of these rows. `opens`: open positions of blocks that rows enter, by slot."""
+    def _made(
+        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, float]
+    ) -> list[Step]:
+        """The steps of groups of these rows. `opens`: by slot, open positions that are not `Row.left`."""
         by_slot = {row.slot: row for row in rows}
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots], opens) for group in groups]
 
-    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, int]) -> Step:
+    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
         asks = {row.asks for row in rows}
         blocks, guided, pages = self.recipe.iteration.blocks, any(a.guided for a in asks), max(r.visible for r in rows)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
@@ -165,8 +182,7 @@ class Scheduler:
         positions, scored = len(rows) * blocks * self.block, 0
         plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
         if positions >= MANY and plain and self.recipe.scores_open:
-            entered = {} if group.settles else opens  # rows that settle decode nothing
-            scored = sum(entered.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True))
+            scored = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
         shape = StepShape(
             phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
             settles=group.settles, top_candidates=max(a.top_candidates for a in asks),
@@ -193,6 +209,23 @@ class Scheduler:
             decoding = []
         return self._prefills.holds(new, [row.need.width for row in entering], decoding)
 
+    def _alternating(self, narrows: Sequence[int | None]) -> int:
+        """The width of rows that stay in their block, if those and rows that enter one take steps by turns; else 0."""
+        if not narrows or None in narrows:
+            return 0
+        narrow = max(narrow or 0 for narrow in narrows)
+        return narrow if alternating_pays(len(narrows), narrow, self._ends.share, self._free) else 0
+
+    def _larger(self, rows: Sequence[Row], wide: Mapping[int | None, bool]) -> list[Row]:
+        """The rows whose turn it is: those that enter a block or the others, whichever are more."""
+        groups = [[row for row in rows if wide[row.slot] == each] for each in (False, True)]
+        taken = max(groups, key=lambda group: (any(row.waited >= PATIENCE for row in group), len(group)))
+        for row in rows:
+            row.waited += 1
+        for row in taken:
+            row.waited = 0
+        return taken
+
     def _settling(self, rows: Collection[Row]) -> list[Step]:
         """The next round, if its rows may settle: such a step fits rows that stay and rows that enter a block.
 
@@ -207,21 +240,26 @@ class Scheduler:
                 return []  # its prompt goes on in the next round
             phase = Phase(row.cursors.phase)
             phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
-        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW} or any(row.missed for row in rows):
+        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW}:
+            return []
+        missed = any(row.missed for row in rows)
+        stepping: dict[int | None, int] = {slot: shape.width for shape, slots in self._steps for slot in slots}
+        sure = 0.0 if missed else SURE * self._ends.gain
+        guesses = [(row, self._guess(row, stepping.get(row.slot, 0), sure)) for row in phases.get(Phase.WINDOW, [])]
+        found = {row.slot: guess for row, guess in guesses if guess is not None and row.slot is not None}
+        decoding = [row for row, _ in guesses if row.slot in found]
+        narrows = {slot: guess.narrow for slot, guess in found.items()}
+        if narrow := self._alternating([*narrows.values()]):
+            decoding = self._larger(decoding, {slot: guess.width > narrow for slot, guess in found.items()})
+            slots = [row.slot for row in decoding if row.slot is not None]
+            groups = cut(slots, max(found[slot].width for slot in slots), self.runtime.positions)
+        elif missed:
             return []  # what one row missed, it might miss for ever
-        cache, spec, decoding = self.recipe.cache, self.recipe.model.spec, phases.get(Phase.WINDOW, [])
-        narrows, chances, opens = dict[int, int | None](), dict[int, float](), dict[int, int]()
-        for row in decoding:
-            if row.slot is None:
-                continue
-            chances[row.slot] = chance = self._ends.chance(row)
-            now, end = row.cursors, min(row.cursors.end + self.block, row.cursors.length)
-            if chance < 0.5:
-                narrows[row.slot] = row.need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
-            else:
-                narrows[row.slot] = cache.narrow(spec, now._replace(start=now.end, end=end))
-                opens[row.slot] = row.open_before[end] - row.open_before[now.end]
-        groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
+        else:
+            chances = {slot: guess.enters for slot, guess in found.items()}
+            groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
+        settles = any(group.settles for group in groups)  # a row that settles decodes nothing
+        opens = {slot: guess.left for slot, guess in found.items() if not settles or guess.enters < 0.5}
         steps = self._made(Phase.WINDOW, decoding, groups, opens)
         if not steps:
             return []
@@ -229,6 +267,24 @@ class Scheduler:
             steps += self._grouped(Phase.PREFILL, phases.get(Phase.PREFILL, []))
         self._steps = sorted(steps, key=lambda step: -len(step.slots))
         return self._steps
+
+    def _guess(self, row: Row, width: int, sure: float) -> Guess | None:
+        """Where the step under way, with `width` positions a row, most likely leaves a row. None: it ends.
+
+        `sure`: positions that it commits, if it stays in its block.
+        """
+        cache, spec, now, need = self.recipe.cache, self.recipe.model.spec, row.cursors, row.need
+        narrow = need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
+        if width < need.width:  # it waits, or does not fit: it stays where it is
+            return Guess(narrow, need.width, float(narrow is not None and need.width > narrow), row.left)
+        chance, last = self._ends.chance(row), now.end == now.length
+        if chance < 0.5:
+            return Guess(narrow, narrow or 0, 0.0 if last else chance, max(row.left - sure, 1))
+        if last:
+            return None
+        end = min(now.end + self.block, now.length)
+        narrow = cache.narrow(spec, now._replace(start=now.end, end=end))
+        return Guess(narrow, 2 * (narrow or 0), chance, row.open_before[end] - row.open_before[now.end])
 
     def _repeats(self, rows: Collection[Row]) -> bool:
         """Whether all rows will most likely need the one step of the last round once more."""

@@ -80,6 +80,13 @@ def _scan(
     lane = start + at * G + tl.arange(0, G)
     again = tl.load(logits_ptr + lane, mask=(lane < vocab) & (lane != mask_lane), other=float("-inf")).to(WIDE)
     token = tl.where(empty, start, tl.min(tl.where(again == most, lane, vocab - 1), 0))
+    if logits_ptr.dtype.element_ty == tl.float32:  # noqa: SIM102 (a constant, so other types have no such code)
+        if (most == LOWEST) & (empty == 0):  # a logit that no thread has noticed, since it began with the same number
+            token = vocab - 1
+            for i in range(0, TURNS):
+                place = start + i * P + column
+                least = tl.load(logits_ptr + place, mask=(place < vocab) & (place != mask_lane), other=float("-inf"))
+                token = tl.minimum(token, tl.min(tl.where(least == LOWEST, place, vocab - 1), 0))
     highest = tl.where(empty, float("-inf"), most)
     top = tl.maximum(highest, lure)
     base = tl.where(top == float("-inf"), 0.0, top)
