@@ -37,7 +37,7 @@ def maps_of_more_rows() -> None:
 
 
 def experts_of_more_tokens() -> None:
-    """Products with experts whose tiles the copy engine fetches, in bfloat16 and, the second one, in float8."""
+    """Products with experts whose tiles the copy engine fetches, in bfloat16 and in float8."""
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -46,8 +46,11 @@ def experts_of_more_tokens() -> None:
     x_PM, weight_XOM = empty(1024, 256, dtype=torch.bfloat16), empty(4, 256, 256, dtype=torch.bfloat16)
     triton_moe.gated_linear(x_PM[:512], Matrices(weight_XOM), plan, "silu")
     triton_moe.expert_linear(x_PM, Matrices(weight_XOM), plan)
+    weight = Matrices(weight_XOM.to(FLOAT8), empty(4, 256, dtype=torch.float32))
+    x = Rounded(x_PM[:512].to(FLOAT8), empty(512, dtype=torch.float32), torch.bfloat16)
+    triton_moe.gated_linear(x, weight, plan, "silu", piece=128)
     rounded = Rounded(x_PM.to(FLOAT8), empty(2, 1024, dtype=torch.float32).mT, torch.bfloat16)
-    triton_moe.expert_linear(rounded, Matrices(weight_XOM.to(FLOAT8), empty(4, 256, dtype=torch.float32)), plan)
+    triton_moe.expert_linear(rounded, weight, plan)
 
 
 @torch.inference_mode()

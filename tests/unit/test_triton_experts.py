@@ -11,7 +11,7 @@ from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw, expert_mlps, in_8_
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import moe, norm, packed  # noqa: E402
+from dinfer.kernels import linear, moe, norm, packed  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.types import FLOAT8, Dealt, Matrices, Rounded  # noqa: E402
@@ -106,3 +106,26 @@ def test_rows_in_8_bits_take_half_a_tile_each(
     wide_PDM = (weight_XDM * scale_XD[..., None])[uneven_NC.flatten()[pair_P]]
     want_PD = torch.empty_like(got_PD).index_copy(0, pair_P, (wide_PDM @ wide_PM[..., None])[..., 0])
     torch.testing.assert_close(got_PD, want_PD, atol=1e-3, rtol=1e-5)
+
+
+def test_gates_that_the_copy_engine_feeds_are_rounded_piece_by_piece(
+    nothing_uninitialised: None, uneven_NC: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers up to 8 are exact in float8, and in 16 bits, which the interpreter multiplies instead."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")  # what the kernels are compared with
+    monkeypatch.setattr(triton_moe, "copyable", lambda *matrices: True)
+    torch.manual_seed(0)
+    dtype = FLOAT8 if CUDA else SHORT
+    x_ND, weight_XMD = (torch.randint(-8, 9, shape, device=DEVICE).float() for shape in ((150, 72), (4, 2 * 96, 72)))
+    scale_N, scale_XM = ((torch.rand(shape, device=DEVICE) + 0.5) / 40 for shape in ((150,), (4, 2 * 96)))
+    plan = triton_moe.plan(uneven_NC, 4, 128)
+    x = Rounded(x_ND.to(dtype), scale_N, torch.float32)
+    got = triton_moe.gated_linear(x, Matrices(weight_XMD.to(dtype), scale_XM), plan, "silu", piece=32)
+    pair_P = uneven_NC.flatten().argsort(stable=True)
+    wide_PD, expert_P = (x_ND * scale_N[:, None])[pair_P // 2], uneven_NC.flatten()[pair_P]
+    up_PM = ((weight_XMD * scale_XM[..., None])[expert_P] @ wide_PD[..., None])[..., 0]
+    want_PGM = norm.swiglu(up_PM).unflatten(-1, (3, -1))
+    torch.testing.assert_close(got.scale, linear.round_rows(want_PGM).scale, atol=1e-6, rtol=1e-4)
+    got_PGM = got.values.float().unflatten(-1, (3, -1)) * got.scale[..., None]
+    # The interpreter halves some values just below a power of two.
+    assert (got_PGM - want_PGM).abs().mean() < 0.05 * want_PGM.abs().mean()

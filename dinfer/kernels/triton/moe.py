@@ -139,10 +139,15 @@ def _tile(
         total = tl.zeros((ROWS, EACH * OUTPUTS), tl.float32)
     if PARTS:
         scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
-    if SCALE:
+    if SCALE and TALL:
         weight_scale = tl.load(scale_ptr + source, mask=inside, other=0.0)
         if GATE is not None:
             up_scale = tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)
+    elif SCALE:  # one vector for both halves: a shorter one would be read again by threads, in 80 registers of each
+        both = tl.arange(0, EACH * OUTPUTS)
+        one = column * OUTPUTS + both % OUTPUTS
+        both_ptrs = scale_ptr + expert * outputs * EACH + both // OUTPUTS * outputs + one
+        weight_scale = tl.load(both_ptrs, mask=one < outputs, other=0.0)
     for k in range(0, width, DEPTH):
         deep = k + depth < width
         if x_tiles is not None:
@@ -169,12 +174,12 @@ def _tile(
             more = weight_ptrs + up + k
             weight = tl.load(more) if EXACT else tl.load(more, mask=mask, other=0.0)
             gated = _multiplied(weight, x, gated, TALL, PRECISION)
-    if GATE is not None and not TALL:
-        total, gated = total.reshape(ROWS, 2, OUTPUTS).permute(0, 2, 1).split()
     if SCALE:
         total *= _by_output(weight_scale, TALL)
-        if GATE is not None:
+        if GATE is not None and TALL:
             gated *= _by_output(up_scale, TALL)
+    if GATE is not None and not TALL:
+        total, gated = total.reshape(ROWS, 2, OUTPUTS).permute(0, 2, 1).split()
     if PARTS == 1:
         total *= _by_row(scale, TALL)
         if GATE is not None:
@@ -204,11 +209,12 @@ def _expert_linear(
     column, turn = tl.program_id(0) % columns, tl.program_id(0) // columns
     tile_ptr += turn // SPLIT * 4
     before = turn % SPLIT * ROWS
-    expert, count = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 3) - before
+    # All of a tile's fields at once: a program would wait for the others only when it has seen the count.
+    expert, slot = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 1) + before
+    place, count = tl.load(tile_ptr + 2) + before, tl.load(tile_ptr + 3) - before
     if count <= 0:
         return
-    pairs_ptr += expert * tokens + tl.load(tile_ptr + 1) + before
-    place = tl.load(tile_ptr + 2) + before
+    pairs_ptr += expert * tokens + slot
     if SHARED:  # noqa: SIM102 (known when it is compiled, the next one is not)
         if expert == experts:
             expert, weight_ptr, scale_ptr = expert * 0, shared_ptr, shared_scale_ptr
@@ -264,7 +270,7 @@ def _product(
     outputs = outputs // 2 if gate else outputs
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
     plain = weight.shared is None and weight.each.is_contiguous() and values.dtype == weight.each.dtype
-    copied = plain and not piece and copyable(values, weight.each[0])
+    copied = plain and copyable(values, weight.each[0])
     many, depth, warps, most, rows, copied = _shape(plan.rows, values.dtype.itemsize, gate is not None, copied)
     many, depth = piece or many, width // parts if parts > 1 else depth
     few, copies = rows // 2 if rows >= (128 if copied else 64) else rows, 2 if gate else 1
@@ -303,7 +309,7 @@ def rows_of_tile(pairs_per_expert: float, size: int) -> int:
 def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
     if size > 2:
         return Shape(64, 32, 4, 3, rows)
-    if copied and rows == 128:  # of 8 bits, smaller tiles wait less for their scales
+    if copied and rows == 128:  # of 8 bits, smaller tiles of `down` wait less for their scales
         return Shape(128, 128 // size, 8, 4, rows, True) if gated else Shape(128, 128 // size, 4, 3, 64 * size, True)
     if size == 1 and gated:
         return Shape(128, 128, 4 if 16 < rows < 128 else 8, 4 if rows == 128 else 3, rows)
