@@ -231,5 +231,46 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
         monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
         engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
         assert [completion.canvas for completion in completions(engine, requests)] == want
-        scored.append(sum(shape.scored for shape in shapes))
+        scored.append(sum(shape.scored or shape.lanes * BLOCK for shape in shapes))  # 0: all
     assert scored[1] < scored[0]
+
+
+def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or twice as many rows seemed to enter one as do, and rounds that fit most rows would not be launched ahead."""
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
+    recipe = diffusing("fixed", steps=7)
+    engine = launched_ahead(engine_for(recipe, rows=8, settle=True))
+    scheduler, found = engine.loop.scheduler, list[bool]()
+    plan = scheduler.plan
+
+    def planned(rows: Any, *, in_flight: bool = False) -> Any:
+        steps = plan(rows, in_flight=in_flight)
+        if steps:
+            found.append(in_flight)
+        return steps
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    for i in range(8):
+        engine.add(Request([5] * (1 + i), 8 * BLOCK + i, recipe.resolve({})))
+        for _ in range(i % 3):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert sum(found) > 0.4 * len(found)
+
+
+def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next one would have too little room for what the prompts' rows decode, and some would sit it out."""
+    for name, value in (("grouping.FREE", 8), ("block_ends.MEMORY", 4), ("scheduler.MANY", 1), ("scheduler.SURE", 1.0)):
+        monkeypatch.setattr(f"dinfer.engine.scheduler.{name}", value)
+    recipe, missed = diffusing("fixed", steps=4), set[bool]()
+    engine = launched_ahead(engine_for(recipe, rows=7, settle=True, max_length=256))
+    engine.add(Request([5, 6, 7], 20 * BLOCK, recipe.resolve({})))
+    for _ in range(9):
+        engine.step()
+    for _ in range(6):
+        engine.add(Request([7] * BLOCK, BLOCK, recipe.resolve({})))
+    for _ in range(20):
+        engine.step()
+        missed |= {row.missed for row in engine.loop.running if row.request.length == 2 * BLOCK}
+    assert missed == {False}

@@ -243,9 +243,9 @@ class Scheduler:
         if not {*phases} <= {Phase.PREFILL, Phase.WINDOW}:
             return []
         missed = any(row.missed for row in rows)
-        stepping: dict[int | None, int] = {slot: shape.width for shape, slots in self._steps for slot in slots}
+        stepping: dict[int | None, StepShape] = {slot: shape for shape, slots in self._steps for slot in slots}
         sure = 0.0 if missed else SURE * self._ends.gain
-        guesses = [(row, self._guess(row, stepping.get(row.slot, 0), sure)) for row in phases.get(Phase.WINDOW, [])]
+        guesses = [(row, self._guess(row, stepping.get(row.slot), sure)) for row in phases.get(Phase.WINDOW, [])]
         found = {row.slot: guess for row, guess in guesses if guess is not None and row.slot is not None}
         decoding = [row for row, _ in guesses if row.slot in found]
         narrows = {slot: guess.narrow for slot, guess in found.items()}
@@ -268,18 +268,20 @@ class Scheduler:
         self._steps = sorted(steps, key=lambda step: -len(step.slots))
         return self._steps
 
-    def _guess(self, row: Row, width: int, sure: float) -> Guess | None:
-        """Where the step under way, with `width` positions a row, most likely leaves a row. None: it ends.
+    def _guess(self, row: Row, step: StepShape | None, sure: float) -> Guess | None:
+        """Where its step under way most likely leaves a row. None: it ends.
 
-        `sure`: positions that it commits, if it stays in its block.
+        `step`: None if it has none. `sure`: positions that the step commits, if the row stays in its block.
         """
         cache, spec, now, need = self.recipe.cache, self.recipe.model.spec, row.cursors, row.need
         narrow = need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
-        if width < need.width:  # it waits, or does not fit: it stays where it is
-            return Guess(narrow, need.width, float(narrow is not None and need.width > narrow), row.left)
+        if step is None or step.width < need.width:  # it settles, or waits, or does not fit: nothing is committed
+            width = narrow or 0 if step is not None and step.settles else need.width
+            return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
         chance, last = self._ends.chance(row), now.end == now.length
         if chance < 0.5:
-            return Guess(narrow, narrow or 0, 0.0 if last else chance, max(row.left - sure, 1))
+            left = max(row.left - sure, 1) if now.phase == Phase.WINDOW else row.left
+            return Guess(narrow, narrow or 0, 0.0 if last else chance, left)
         if last:
             return None
         end = min(now.end + self.block, now.length)
