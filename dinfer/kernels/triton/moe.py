@@ -139,15 +139,10 @@ def _tile(
         total = tl.zeros((ROWS, EACH * OUTPUTS), tl.float32)
     if PARTS:
         scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
-    if SCALE and TALL:
+    if SCALE:
         weight_scale = tl.load(scale_ptr + source, mask=inside, other=0.0)
         if GATE is not None:
             up_scale = tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)
-    elif SCALE:  # one vector for both halves: a shorter one would be read again by threads, in 80 registers of each
-        both = tl.arange(0, EACH * OUTPUTS)
-        one = column * OUTPUTS + both % OUTPUTS
-        both_ptrs = scale_ptr + expert * outputs * EACH + both // OUTPUTS * outputs + one
-        weight_scale = tl.load(both_ptrs, mask=one < outputs, other=0.0)
     for k in range(0, width, DEPTH):
         deep = k + depth < width
         if x_tiles is not None:
@@ -174,12 +169,12 @@ def _tile(
             more = weight_ptrs + up + k
             weight = tl.load(more) if EXACT else tl.load(more, mask=mask, other=0.0)
             gated = _multiplied(weight, x, gated, TALL, PRECISION)
-    if SCALE:
-        total *= _by_output(weight_scale, TALL)
-        if GATE is not None and TALL:
-            gated *= _by_output(up_scale, TALL)
     if GATE is not None and not TALL:
         total, gated = total.reshape(ROWS, 2, OUTPUTS).permute(0, 2, 1).split()
+    if SCALE:
+        total *= _by_output(weight_scale, TALL)
+        if GATE is not None:
+            gated *= _by_output(up_scale, TALL)
     if PARTS == 1:
         total *= _by_row(scale, TALL)
         if GATE is not None:
