@@ -76,7 +76,7 @@ class Row:
     drafted: bool = False  # the last step decoded and left the row in its blocks, so there are drafts for the next
     steady: bool = False  # the last step changed only counts
     missed: bool = False  # the last step did not fit it
-    waited: int = 0  # rounds of others since its last step
+    waited: int = 0  # rounds in a row that took others, where rows take steps by turns
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached

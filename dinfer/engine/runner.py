@@ -133,8 +133,8 @@ class Runner:
         if kind in self._captured:
             return kind
         other = stand_in(kind, self._captured)
-        paid = self._captures and self._wasted[kind] >= fmean(self._captures)
-        return kind if (paid or self._seen[kind] >= WORTH) and replace(other, told=kind.told) != kind else other
+        paid = self._seen[kind] >= WORTH or (self._captures and self._wasted[kind] >= fmean(self._captures))
+        return kind if paid and kind not in self.refused and replace(other, told=kind.told) != kind else other
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None

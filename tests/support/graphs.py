@@ -19,7 +19,7 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, short: int | None) -> None:
         """`short`: the rank that has no memory for a graph."""
-        self.rank, self._short = 0, short
+        self.rank, self.short = 0, short
         self.ran: dict[int, list[StepShape]] = {0: [], 1: []}
         self._recording: list[StepShape] | None = None
         stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -38,7 +38,7 @@ class Device:
 
     @contextmanager
     def _capture(self, graph: Any, **how: Any) -> Iterator[None]:
-        if self.rank == self._short:
+        if self.rank == self.short:
             raise RuntimeError("out of memory")
         self._recording, rank = [], self.rank
         held = self._recording

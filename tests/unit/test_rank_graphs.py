@@ -75,11 +75,14 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     assert device.ran[0][-1].told == (Told.NOTHING if short == 0 else Told.DRAFTS)
 
 
-@pytest.mark.parametrize(("seconds", "stands_in"), [(0.6, 7), (0.0, WORTH)])
+@pytest.mark.parametrize(("seconds", "stands_in", "short"), [(0.6, 7, None), (0.0, WORTH, None), (0.6, 7, 0)])
 def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_capture(
-    seconds: float, stands_in: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, stands_in: int, short: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A capture takes a second here. A step of 8 rows for 6 computes a quarter in vain: 0.15 of its 0.6 seconds."""
+    """A capture takes a second here. A step of 8 rows for 6 computes a quarter in vain: 0.15 of its 0.6 seconds.
+
+    If the capture then fails, as memory is `short`, the larger graph stands in again.
+    """
 
     class Clock:
         def __init__(self, device: object) -> None:
@@ -104,7 +107,9 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
     for _ in range(2):
         worker.launch(full, [*range(8)])
     device.ran[0].clear()
+    device.short = short
     for _ in range(WORTH + 2):
         worker.launch(replace(full, lanes=6), [*range(6)])
     later = WORTH + 2 - stands_in
-    assert [shape.lanes for shape in device.ran[0]] == [8] * stands_in + [6] * (later + 1), "one before the capture"
+    own = [6] * (later + 1) if short is None else [6, 6] + [8] * (later - 1)
+    assert [shape.lanes for shape in device.ran[0]] == [8] * stands_in + own, "one more, before the capture"
