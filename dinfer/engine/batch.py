@@ -63,8 +63,11 @@ class Batch:
         )  # fmt: skip
 
     def publish(self, row: Row) -> None:
-        """Lets others share the pages of the row's prompt, as far as their keys are computed."""
-        if row.published == len(row.prefix_keys):
+        """Lets others share the pages of the row's prompt, as far as their keys are computed.
+
+        Not before a step has decoded, which shows that they are finite: a NaN behind them may have spread to them.
+        """
+        if row.published == len(row.prefix_keys) or not row.cursors.steps:
             return
         ready = min(row.cursors.kept // self.runtime.page, len(row.prefix_keys))
         for i in range(row.published, ready):

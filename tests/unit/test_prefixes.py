@@ -141,3 +141,21 @@ def test_pages_are_never_lost_nor_owned_twice(events: list[tuple[int, int]]) -> 
     for owned in owners:
         pages.release(owned)
     assert pages.free == 8 and len(set(pages.allocate(8))) == 8
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_request_with_logits_that_are_not_finite_does_not_break_those_that_begin_alike(rows: int) -> None:
+    """Attention multiplies values that a position does not see by zero, which leaves a NaN."""
+    model, poison = tiny_model("block_causal"), 37
+    with torch.no_grad():
+        model.embedding.weight[poison] = float("nan")
+        model.head.weight[poison] = 0  # never the best
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+    bad, good = (Request([*SYSTEM, end, *[2] * 12], 8, recipe.resolve({})) for end in (poison, 5))
+    want = completions(engine_for(recipe), [good])[0].canvas
+    engine, found = engine_for(recipe, rows=rows, page=8, share=True, max_length=64), dict[int, list[int]]()
+    for request in (bad, good, good):
+        engine.add(request)
+    while engine.busy:
+        found |= {u.index: u.completion.canvas for u in engine.step() if u.completion is not None}
+    assert found == {1: want, 2: want}
