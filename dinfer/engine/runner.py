@@ -4,12 +4,12 @@ import logging
 import threading
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import fmean
+from statistics import median
 from typing import Any
 from weakref import WeakSet
 
@@ -65,7 +65,7 @@ class Runner:
         self._standing: StepClock | None = None  # measures steps for which a larger shape stands in
         # By shape, the seconds of positions that other shapes computed in vain for it.
         self._wasted: defaultdict[StepShape, float] = defaultdict(float)
-        self._captures: list[float] = []  # seconds of each
+        self._captures: deque[float] = deque(maxlen=32)  # seconds of each
         _runners.add(self)
 
     def open(self, state: BatchState | None) -> None:
@@ -133,7 +133,7 @@ class Runner:
         if kind in self._captured:
             return kind
         other = stand_in(kind, self._captured)
-        paid = self._seen[kind] >= WORTH or (self._captures and self._wasted[kind] >= fmean(self._captures))
+        paid = self._seen[kind] >= WORTH or (self._captures and self._wasted[kind] >= median(self._captures))
         return kind if paid and kind not in self.refused and replace(other, told=kind.told) != kind else other
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
@@ -159,7 +159,7 @@ class Runner:
         except RuntimeError as error:  # of CUDA; the request does not need the graph
             self.refused[shape] = str(error).strip().split("\n")[0]
             self._pool = torch.cuda.graph_pool_handle()  # CUDA may think that the old one is still being recorded
-            logger.warning("%s runs eagerly, not as a CUDA graph: %s", shape, self.refused[shape])
+            logger.warning("%s cannot be a CUDA graph: %s", shape, self.refused[shape])
             return None
         return self._captured[shape]
 
