@@ -159,7 +159,7 @@ class Runner:
         except RuntimeError as error:  # of CUDA; the request does not need the graph
             self.refused[shape] = str(error).strip().split("\n")[0]
             self._pool = torch.cuda.graph_pool_handle()  # CUDA may think that the old one is still being recorded
-            logger.warning("%s cannot be a CUDA graph: %s", shape, self.refused[shape])
+            logger.warning("%s runs eagerly, not as a CUDA graph: %s", shape, self.refused[shape])
             return None
         return self._captured[shape]
 
