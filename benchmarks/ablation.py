@@ -32,13 +32,13 @@ from benchmarks.feeds import apart, random_prompts
 from benchmarks.provenance import provenance, save
 from benchmarks.shapes import shape
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.protocols import ModelSpec
-from dinfer.core.recipe import Recipe
 from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.lookahead import Lookahead
 from dinfer.kernels.dispatch import GROUPS, VARIABLE
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import ModelSpec
 
 BLOCK = 32
 ALL = "all on"

@@ -24,11 +24,11 @@ from typing import Any
 
 MOVED = {  # modules that have other names now, of those that `benchmarks.throughput` needs
     "dinfer.analysis.provenance": "dinfer.surroundings",
-    "dinfer.core.canvas": "dinfer.canvas",
-    "dinfer.core.kv": "dinfer.kv",
-    "dinfer.core.protocols": "dinfer.protocols",
-    "dinfer.core.recipe": "dinfer.compose",
-    "dinfer.core.registry": "dinfer.registry",
+    "dinfer.step.canvas": "dinfer.canvas",
+    "dinfer.memory.kv": "dinfer.kv",
+    "dinfer.step.contracts": "dinfer.protocols",
+    "dinfer.recipe.recipe": "dinfer.compose",
+    "dinfer.recipe.registry": "dinfer.registry",
     "dinfer.demo.problems": "dinfer.problems",
     "dinfer.kernels.types": "dinfer.kernels.linear",
     "dinfer.loading.checkpoint": "dinfer.checkpoint",

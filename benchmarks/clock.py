@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dinfer.core.protocols import StepShape
 from dinfer.engine.engine import Engine
+from dinfer.step.contracts import StepShape
 
 
 class Clock:

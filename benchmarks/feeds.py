@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import Attend, Iteration, Model, ModelSpec, RowCursors, State
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import values_of
 from dinfer.iterations.block_diffusion import BlockDiffusion
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
 from dinfer.pipeline.ranks import everywhere
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import values_of
+from dinfer.step.contracts import Attend, Iteration, Model, ModelSpec, RowCursors, State
 
 STRIDE = 7919  # prime, and longer than most canvases, so that rows and forwards get other tokens
 ROWS = 64  # rows whose forwards get other tokens

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dinfer.core.kv import KVPool
-from dinfer.core.protocols import ModelSpec
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.mlp import Experts
+from dinfer.memory.kv import KVPool
+from dinfer.step.contracts import ModelSpec
 
 SIDE = 8192  # of the matrices
 WARM = 2.0  # seconds of products, after which a card's clock is what its power allows

@@ -24,10 +24,10 @@ from benchmarks.provenance import provenance
 from benchmarks.quality import options_of, samples_of, sifted, with_problems, write
 from dinfer.analysis.metrics import measure as metrics_of
 from dinfer.analysis.pareto import aup, front
-from dinfer.core.spec import ModelSpec
 from dinfer.demo.problems import Problem, generate
 from dinfer.loading.checkpoint import family_of, read_config
 from dinfer.loading.hub import locate
+from dinfer.step.spec import ModelSpec
 
 SURE: list[dict[str, Any]] = [
     *({"name": "threshold", "threshold": bar} for bar in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)),

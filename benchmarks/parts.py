@@ -21,9 +21,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 import dinfer.kernels
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
 from dinfer.engine.engine import Engine
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
 
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors

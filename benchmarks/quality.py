@@ -30,8 +30,8 @@ import dinfer
 from benchmarks.provenance import provenance
 from dinfer.analysis.metrics import Metrics, Sample
 from dinfer.analysis.metrics import measure as metrics_of
-from dinfer.core.spec import ModelSpec
 from dinfer.demo.problems import Problem, generate, is_correct
+from dinfer.step.spec import ModelSpec
 
 BLOCK = 32
 FREQUENCIES = "benchmarks/results/tiny-token-counts.json"

@@ -23,11 +23,11 @@ from benchmarks.multi_block import load
 from benchmarks.provenance import provenance, save
 from benchmarks.quality import samples_of, with_problems
 from dinfer.analysis.metrics import measure
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS
 from dinfer.decoders.insert_delete import InsertDelete
 from dinfer.decoders.joint_threshold import JointThreshold
 from dinfer.demo.problems import generate, is_correct
+from dinfer.recipe.registry import DECODERS
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 SETTINGS = [
     *({"threshold": 0.9, "edit_threshold": edit} for edit in (0.0, 0.5, 0.7, 0.9)),

@@ -19,7 +19,7 @@ from benchmarks.open_blocks_table import open_blocks
 from benchmarks.peers import table
 from benchmarks.several_table import repair, several
 from dinfer.cli.catalog import catalog
-from dinfer.core.registry import MODELS
+from dinfer.recipe.registry import MODELS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -26,8 +26,6 @@ from benchmarks.feeds import Hollow, random_prompts
 from benchmarks.provenance import provenance
 from benchmarks.shapes import shape
 from benchmarks.throughput import closed_loop
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Request
@@ -35,6 +33,8 @@ from dinfer.engine.runner import bucket
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import random_network
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, StepShape, TokenStats
 
 COUNTS = (1, 1, 1, 2, 2, 3, 4, 6)  # tokens that a step commits: 2.5 on average, as uneven as with a threshold
 

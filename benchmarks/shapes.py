@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dinfer.core.protocols import ModelFamily, ModelSpec
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of
+from dinfer.recipe.registry import MODELS
+from dinfer.step.contracts import ModelFamily, ModelSpec
 
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada",

@@ -29,13 +29,13 @@ from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.throughput import Scripted, closed_loop
-from dinfer.core.recipe import compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.triton.prepare import prepare
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
+from dinfer.recipe.recipe import compose
 
 LIMIT = 900.0  # seconds that a start may take
 

@@ -31,14 +31,14 @@ from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.kv import KVPool
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts
 from dinfer.loading.checkpoint import random_network
+from dinfer.memory.kv import KVPool
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import StepShape
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:

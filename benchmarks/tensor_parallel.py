@@ -35,10 +35,10 @@ from benchmarks.provenance import begun, save
 from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.ranks import ALONE, Ranks
 from dinfer.kernels.norm import add_rms_norm
 from dinfer.kernels.types import Share
 from dinfer.loading.checkpoint import random_network
+from dinfer.parallel.ranks import ALONE, Ranks
 
 BLOCK, PROMPT, NEW = 32, 128, 256
 SUMS = 64  # in a graph, as in a step of 32 layers

@@ -39,8 +39,6 @@ from benchmarks.limits import WARM, rates, run_limit
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import check_range, option
 from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request, Update
@@ -48,6 +46,8 @@ from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 from dinfer.pipeline.ranks import Source, divided
+from dinfer.recipe.registry import check_range, option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-    from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
     from dinfer.engine.async_engine import AsyncEngine
     from dinfer.engine.request import Counts, NonFiniteLogits
     from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline, Result, load
     from dinfer.pipeline.infilling import Infilled
+    from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+    from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
 # anything else wants the cores.
@@ -28,8 +28,8 @@ __all__ = [
     "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "compose", "load",
 ]  # fmt: skip
 _MODULES = {
-    "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
-    "core.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
+    "recipe.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
+    "recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.request": ("Counts", "NonFiniteLogits"),
     "engine.runtime": ("Runtime",),

@@ -7,8 +7,8 @@ from typing import Any
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import unknown
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import unknown
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -20,8 +20,8 @@ from transformers import set_seed
 
 from dinfer.analysis.outputs import write
 from dinfer.analysis.provenance import provenance
-from dinfer.core.registry import check_range
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.registry import check_range
 from evaluations.adapter import DinferLM, Likelihood, Progress
 from evaluations.ledger import Ledger
 from evaluations.ranks import Ranks

@@ -23,7 +23,7 @@ from typing import Any
 
 import evaluate
 
-from dinfer.core.registry import check_range
+from dinfer.recipe.registry import check_range
 
 # Runs in the child. stdin holds a word, then the program. The child writes the word when the program has ended.
 _GUARD = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dinfer.cli.commands.list import ROLES
-from dinfer.core.registry import CACHES, REGISTRIES, Registry, options_of
+from dinfer.recipe.registry import CACHES, REGISTRIES, Registry, options_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "components"
 BLOCK = 32  # length of an attention block, to ask caches whether they are exact

@@ -25,8 +25,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dinfer.core.registry import MODELS, options_of
-from dinfer.core.spec import ExpertLayout, Placement
 from dinfer.layers.formats.format import Format
 from dinfer.layers.linear import format_of, formatted
 from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
@@ -34,6 +32,8 @@ from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.packed import FIELD
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
+from dinfer.recipe.registry import MODELS, options_of
+from dinfer.step.spec import ExpertLayout, Placement
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.spec import Placement
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.lora import CONFIG, PREFIX
+from dinfer.step.contracts import ModelFamily
+from dinfer.step.spec import Placement
 
 
 class LowRank:

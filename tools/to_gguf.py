@@ -15,14 +15,14 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import ModelSpec, Placement
 from dinfer.loading.checkpoint import check, family_of, layout, read_config, read_spec, tensors_of
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import ARCHITECTURES
 from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
 from dinfer.loading.packed import FIELD, packing
 from dinfer.pipeline.tokenizer import read_tokenizer
+from dinfer.recipe.registry import MODELS
+from dinfer.step.spec import ModelSpec, Placement
 from tools.convert import order, regrouped
 
 NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}

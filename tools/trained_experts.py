@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.spec import ModelSpec
 from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.layers.mlp import Experts
 from dinfer.layers.transformer import Transformer
+from dinfer.step.spec import ModelSpec
 
 
 class TrainedExperts(Experts):

@@ -35,7 +35,7 @@ from benchmarks.capacity.steps import StepTimes, between
 from benchmarks.capacity.traffic import Asked, poisson
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import shape
-from dinfer.core.protocols import ModelSpec
+from dinfer.step.contracts import ModelSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
 TWO = "tensor-parallel-h200.json"

@@ -19,9 +19,9 @@ from typing import Any
 import dinfer
 from benchmarks.provenance import begun, show
 from dinfer.analysis.outputs import check_file
-from dinfer.core.canvas import Phase
 from dinfer.demo.problems import generate
 from dinfer.engine.request import Update
+from dinfer.step.canvas import Phase
 
 
 class Denoising:

@@ -27,8 +27,8 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import Hollow, random_prompts
 from benchmarks.provenance import provenance
 from dinfer import Pipeline
-from dinfer.core.recipe import Recipe
 from dinfer.engine.runtime import Runtime
+from dinfer.recipe.recipe import Recipe
 
 QUANTILES = (5, 25, 50, 75, 95)  # percent
 WARM_UP, TIMED = 2, 3  # runs

@@ -14,13 +14,13 @@ import simpy
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
 from dinfer.engine.async_engine import PAUSE
 from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
 from benchmarks.peers.work import RATE, arguments, report
-from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
-from dinfer.core.registry import MODELS, option
 from dinfer.decoders.threshold import Threshold
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)

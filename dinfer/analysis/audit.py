@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from dinfer.analysis.trace.record import Watched
-from dinfer.core.canvas import Status
-from dinfer.core.protocols import Phase
-from dinfer.core.registry import CACHES
-from dinfer.core.step import seen
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.registry import CACHES
+from dinfer.step.canvas import Status
+from dinfer.step.contracts import Phase
+from dinfer.step.step import seen
 
 EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from dinfer.analysis.metrics import Metrics, Sample, measure
-from dinfer.core.registry import DECODERS, changed, values_of
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.registry import DECODERS, changed, values_of
 
 Progress = Callable[[str, int, int, str], None]  # what is done, how much of it, of how much, a detail
 

@@ -23,11 +23,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import Model, ModelSpec
 from dinfer.kernels.attention import attention_interval, interval_mask
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.random import uniform
 from dinfer.layers.transformer import WholeAttend
+from dinfer.step.contracts import Model, ModelSpec
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and answer
 

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from dinfer.core.registry import check_range
 from dinfer.engine.request import Counts
+from dinfer.recipe.registry import check_range
 
 PERCENTILES = (50, 90, 95, 99)
 _NORMAL_95 = 1.959964

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, Self
 
 from dinfer.analysis.metrics import Metrics
-from dinfer.core.recipe import IncompatibleRecipe
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
+from dinfer.recipe.recipe import IncompatibleRecipe
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
 
 Parts = dict[str, dict[str, Any]]  # the components of a recipe but the model, each its name and options
 Space = Mapping[str, Mapping[str, Any]]  # kind -> "name" or option -> a list, or a range {low, high, step}

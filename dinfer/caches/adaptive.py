@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas
-from dinfer.core.plan import SHARES
-from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.registry import CACHES, check_range, option
 from dinfer.kernels.canvas import padded
+from dinfer.recipe.registry import CACHES, check_range, option
+from dinfer.step.canvas import Canvas
+from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.plan import SHARES
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this

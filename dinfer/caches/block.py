@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.registry import CACHES
+from dinfer.recipe.registry import CACHES
+from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 PLAN = WindowPlan(None, None, keeps=True)  # the host asks for it several times a round and row
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, Status
-from dinfer.core.plan import SHARES
-from dinfer.core.protocols import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.registry import CACHES, check_range, option
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.density import density
 from dinfer.kernels.positions import descending_rank
+from dinfer.recipe.registry import CACHES, check_range, option
+from dinfer.step.canvas import Canvas, Status
+from dinfer.step.contracts import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.plan import SHARES
 
 FAR = 2**40  # behind every position
 GRAIN = 2**22

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, Status
-from dinfer.core.protocols import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.registry import CACHES, check_range, option
+from dinfer.recipe.registry import CACHES, check_range, option
+from dinfer.step.canvas import Canvas, Status
+from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 
 @CACHES.register("delayed")

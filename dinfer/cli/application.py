@@ -22,8 +22,8 @@ from dinfer.cli.explain import explained, parse
 from dinfer.cli.recipe import located, ranks_of
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
-from dinfer.core.registry import unknown
 from dinfer.engine.distributed.started import check_copies, follows
+from dinfer.recipe.registry import unknown
 
 Task = Callable[[dict[str, Any], str | None], None]
 
@@ -122,7 +122,7 @@ def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | No
     try:
         task(settings, text)
     except (*input_errors(), *failures()) as error:
-        from dinfer.core.recipe import IncompatibleRecipe
+        from dinfer.recipe.recipe import IncompatibleRecipe
 
         failed = not isinstance(error, IncompatibleRecipe)
         if failed and debugging():

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from dinfer.cli import conf
 from dinfer.cli.terminal import read_stdin
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
 

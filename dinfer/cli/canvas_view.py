@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dinfer.analysis.trace.pieces import Pieces
-from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
+from dinfer.step.contracts import Phase
 
 
 class Origin(Enum):

@@ -11,7 +11,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import OVERRIDE
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 
 def complete(args: Namespace) -> None:

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dinfer.cli.explain import components, explained, tree_of
-from dinfer.core.registry import REGISTRIES, Registry
+from dinfer.recipe.registry import REGISTRIES, Registry
 
 GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES}
 PRIMARY = "config"  # what every command's configuration includes

@@ -25,10 +25,10 @@ from dinfer.cli.recipe import beside, counted, setting
 from dinfer.cli.stream import explain_empty, summary
 from dinfer.cli.terminal import say
 from dinfer.cli.watch import answer_picture, in_colour
-from dinfer.core.registry import unknown
 from dinfer.engine.request import Counts, Update
 from dinfer.loading.hub import local
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.registry import unknown
 
 HELP = """\
 /set decoder.threshold=0.7   changes a setting for the answers to come; /set alone shows those that were changed

@@ -10,7 +10,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from dinfer.core.registry import REGISTRIES, UnknownName, unknown
+from dinfer.recipe.registry import REGISTRIES, UnknownName, unknown
 
 HINTS = {
     "model": " A folder or hub name is given as model.checkpoint={name}.",

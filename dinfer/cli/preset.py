@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
-from dinfer.core.registry import options_of
+from dinfer.recipe.registry import options_of
 
 
 def target(folder: Path, name: str) -> Path:

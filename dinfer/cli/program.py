@@ -16,7 +16,7 @@ from dinfer.cli.arguments import Parser
 from dinfer.cli.completion import complete
 from dinfer.cli.errors import debugging, reported
 from dinfer.cli.terminal import check_arguments
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 DESCRIPTION = f"dinfer {dinfer.__version__}: modular inference for diffusion language models"
 EPILOG = """\

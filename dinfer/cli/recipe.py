@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
-from dinfer.core.registry import typed, unknown
 from dinfer.demo.problems import Problem, generate
 from dinfer.loading.hub import SMALL, locate
+from dinfer.recipe.registry import typed, unknown
 
 if TYPE_CHECKING:
     from dinfer.engine.runtime import Runtime
@@ -50,8 +50,8 @@ def runtime_of(config: dict[str, Any], device: str) -> Runtime:
 
 def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
     """Another recipe around the same network."""
-    from dinfer.core.recipe import compose
     from dinfer.pipeline import Pipeline
+    from dinfer.recipe.recipe import compose
 
     names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
     return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)
@@ -76,8 +76,8 @@ def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = M
 
     For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
     """
-    from dinfer.core.recipe import compose
     from dinfer.pipeline.ahead import check
+    from dinfer.recipe.recipe import compose
 
     runtime_of(config, setting(config, "device", str | None) or "cpu")
     dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from dinfer.cli.errors import FAILED
 from dinfer.cli.explain import components
 from dinfer.cli.terminal import say
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from dinfer.cli.canvas_view import Cell, Frame, Origin, frames
 from dinfer.cli.terminal import say
-from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Update
 from dinfer.pipeline import Pipeline
+from dinfer.step.contracts import Phase
 
 STYLES = {
     Origin.PROMPT: "blue",

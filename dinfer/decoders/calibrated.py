@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.density import density
 from dinfer.kernels.positions import descending_rank
+from dinfer.recipe.registry import DECODERS, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 TINY = 1e-10  # added to frequencies before the logarithm, as published
 

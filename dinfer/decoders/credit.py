@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.thresholding import confident
+from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
 @DECODERS.register("credit")

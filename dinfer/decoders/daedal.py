@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rows import moved
+from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
 @DECODERS.register("daedal")

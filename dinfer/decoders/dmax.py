@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, option
+from dinfer.recipe.registry import DECODERS, check_probability, option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @DECODERS.register("dmax")

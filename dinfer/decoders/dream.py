@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.random import uniform
 from dinfer.kernels.timesteps import linear_timesteps
+from dinfer.recipe.registry import DECODERS, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 NEAR = 2  # steps by which rounding may move the first step that commits a token
 

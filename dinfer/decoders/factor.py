@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.positions import descending_rank
+from dinfer.recipe.registry import DECODERS, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @DECODERS.register("factor")

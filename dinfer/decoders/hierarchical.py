@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, option
 from dinfer.kernels.positions import descending_rank, run_leaders
+from dinfer.recipe.registry import DECODERS, check_probability, option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @DECODERS.register("hierarchical")

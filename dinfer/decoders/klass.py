@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.positions import descending_rank
+from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 TINY = 1e-12  # added to probabilities before the logarithm, as published
 

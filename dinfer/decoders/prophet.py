@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_range, option
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.timesteps import Quota
+from dinfer.recipe.registry import DECODERS, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 TOKENS = 5  # of an answer, as published
 MID, LATE = 0.33, 0.67  # parts of the schedule at which the next threshold holds, as published

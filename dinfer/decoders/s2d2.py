@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.random import uniform
 from dinfer.kernels.timesteps import Quota
+from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy
 

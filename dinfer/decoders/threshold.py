@@ -5,9 +5,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.registry import DECODERS, check_probability, check_range, option
 from dinfer.kernels.thresholding import confident
+from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @DECODERS.register("threshold")

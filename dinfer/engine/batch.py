@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from dinfer.core.state import Entry
-from dinfer.core.told import Told
+from dinfer.abilities.reports import Told
 from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.room import Room, block_of, pages_of
 from dinfer.engine.row import Asks, Row
 from dinfer.engine.worker import Worker
+from dinfer.step.state import Entry
 
 
 class Batch:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dinfer.core.canvas import Cursors, Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
-from dinfer.core.step import denoise_step
 from dinfer.engine.shapes import META, Shapes
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState
+from dinfer.step.step import denoise_step
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-from dinfer.core.recipe import IncompatibleRecipe, Recipe
-from dinfer.core.speculation import refusal
+from dinfer.abilities.candidates import refusal
 from dinfer.engine.distributed.started import leader
 from dinfer.engine.leading import LeadingWorker
 from dinfer.engine.loop import Loop
@@ -23,6 +22,7 @@ from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe
 
 
 class Engine:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Cursors, Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import values_of
-from dinfer.core.state import Entry
 from dinfer.engine.distributed.interrupts import uninterrupted
 from dinfer.engine.distributed.leader import Leader, RankFailed
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import values_of
+from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import Entry
 
 COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
 

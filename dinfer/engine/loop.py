@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from dinfer.core.canvas import Phase
-from dinfer.core.speculation import widest
+from dinfer.abilities.candidates import widest
 from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Asked, Seen
 from dinfer.engine.request import StalledRow, Update
@@ -17,6 +16,7 @@ from dinfer.engine.room import Room, pages_of, room_for
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
+from dinfer.step.canvas import Phase
 
 logger = logging.getLogger(__name__)
 

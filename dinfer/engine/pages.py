@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from dinfer.core.kv import RESERVED
+from dinfer.memory.kv import RESERVED
 
 Key = bytes
 

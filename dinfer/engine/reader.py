@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import CURSORS, Canvas, Cursors
-from dinfer.core.told import Tellings
+from dinfer.abilities.reports import Tellings
 from dinfer.engine.worker import Worker
+from dinfer.step.canvas import CURSORS, Canvas, Cursors
 
 
 class Seen(NamedTuple):

@@ -4,8 +4,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dinfer.core.canvas import Phase
-from dinfer.core.told import LEVELS, TokenLogprob
+from dinfer.abilities.reports import LEVELS, TokenLogprob
+from dinfer.step.canvas import Phase
 
 Deltas = Literal["commit", "block"]
 """When updates hold output: as soon as it is final, or with its block. Decoders that edit are final with the block."""
@@ -103,7 +103,7 @@ class Counts:
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
-    hits: int = 0  # denoise steps without a forward, see `dinfer.core.speculation`
+    hits: int = 0  # denoise steps without a forward, see `dinfer.abilities.candidates`
 
     @property
     def tpf(self) -> float:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from dinfer.core.recipe import Recipe
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
+from dinfer.recipe.recipe import Recipe
 
 
 class Room(NamedTuple):

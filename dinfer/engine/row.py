@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dinfer.core.canvas import ACTIVE, Cursors, Phase
-from dinfer.core.recipe import Recipe
-from dinfer.core.told import Tellings, TokenLogprob, Told
+from dinfer.abilities.reports import Tellings, TokenLogprob, Told
 from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import ACTIVE, Cursors, Phase
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
 PHASES = [*Phase]  # by number

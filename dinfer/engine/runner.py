@@ -16,14 +16,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
-from dinfer.core.step import denoise_step
-from dinfer.core.told import Told
+from dinfer.abilities.reports import Told
 from dinfer.engine.clock import StepClock
 from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState
+from dinfer.step.step import denoise_step
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dinfer.core.registry import check_range, check_types
-from dinfer.core.speculation import DRAFTED
+from dinfer.abilities.candidates import DRAFTED
+from dinfer.recipe.registry import check_range, check_types
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
@@ -24,7 +24,7 @@ class Runtime:
     settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
     gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
-    speculate: int | Literal["auto"] = 0  # candidates, `core/speculation.py`; auto: what pays, as measured
+    speculate: int | Literal["auto"] = 0  # candidates, `abilities/candidates.py`; auto: what pays, as measured
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model

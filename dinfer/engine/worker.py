@@ -11,16 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Cursors
-from dinfer.core.kv import kv_dtype
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState, Entry
 from dinfer.engine.clock import StepClock
 from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
+from dinfer.memory.kv import kv_dtype
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Cursors
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState, Entry
 
 
 class Worker:

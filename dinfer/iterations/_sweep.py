@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors, State
-from dinfer.core.registry import option
 from dinfer.kernels.advance import Grid, leave_blocks
+from dinfer.recipe.registry import option
+from dinfer.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
 
 STOPS = ("block", "cut", "off")
 

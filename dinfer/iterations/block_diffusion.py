@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from dinfer.core.protocols import ModelSpec
-from dinfer.core.registry import ITERATIONS, option
 from dinfer.iterations._sweep import AlignedSweep
 from dinfer.kernels.advance import Grid
+from dinfer.recipe.registry import ITERATIONS, option
+from dinfer.step.contracts import ModelSpec
 
 
 @ITERATIONS.register("block_diffusion")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dinfer.core.registry import ITERATIONS
 from dinfer.iterations._sweep import BlockSweep
+from dinfer.recipe.registry import ITERATIONS
 
 
 @ITERATIONS.register("blockwise")

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
-from dinfer.core.registry import ITERATIONS, check_range, option
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.window import span
+from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.step.contracts import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
 
 
 @ITERATIONS.register("dmax")

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from dinfer.core.protocols import BlockAfter, Iteration, Moved, RowCursors, State
-from dinfer.core.registry import ITERATIONS
 from dinfer.iterations._sweep import sweep_on
 from dinfer.kernels.advance import Grid
+from dinfer.recipe.registry import ITERATIONS
+from dinfer.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
 
 
 @ITERATIONS.register("full")

@@ -6,10 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import ModelSpec, TokenStats
-from dinfer.core.registry import ITERATIONS, check_range, option
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.kernels.slide import decoded_share
+from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.step.contracts import ModelSpec, TokenStats
 
 
 @ITERATIONS.register("lopa")

@@ -5,10 +5,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, RowCursors, State
-from dinfer.core.registry import ITERATIONS, check_range, option
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.slide import forced_blocks, slide_blocks
+from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
 
 
 @ITERATIONS.register("multi_block")

@@ -9,10 +9,10 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import Model, ModelSpec, RowCursors, SelfConditioned, State
-from dinfer.core.registry import ITERATIONS, option
 from dinfer.iterations._sweep import AlignedSweep
 from dinfer.kernels.advance import Grid
+from dinfer.recipe.registry import ITERATIONS, option
+from dinfer.step.contracts import Model, ModelSpec, RowCursors, SelfConditioned, State
 
 
 @ITERATIONS.register("self_conditioned")

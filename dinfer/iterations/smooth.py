@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import Model, ModelSpec, RowCursors, State
-from dinfer.core.registry import ITERATIONS, check_range, option
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.canvas import padded
+from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.step.contracts import Model, ModelSpec, RowCursors, State
 
 
 @ITERATIONS.register("smooth")

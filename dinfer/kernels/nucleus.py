@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dinfer.core.stats import Columns
+from dinfer.step.stats import Columns
 
 
 def nucleus(

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.timesteps import Quota
+from dinfer.step.stats import TokenStats
 
 LONGEST = 128  # the longest block whose pairs of positions the kernel compares
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.stats import Columns, Draw, TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.random import gumbel
+from dinfer.step.stats import Columns, Draw, TokenStats
 
 
 def token_stats(

@@ -6,8 +6,8 @@ Shape suffixes: B lanes, W query positions, X positions of the active region.
 import torch
 from torch import Tensor
 
-from dinfer.core.plan import Frame, Place, WindowPlan
 from dinfer.kernels.dispatch import use_triton
+from dinfer.step.plan import Frame, Place, WindowPlan
 
 
 def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:

@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dinfer.core.protocols import Attend, ModelSpec
-from dinfer.core.ranks import ALONE, Ranks
-from dinfer.core.spec import LocalAttention
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
@@ -27,6 +24,9 @@ from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP, dealt_to
 from dinfer.layers.transformer import WholeAttend, checked_ids
 from dinfer.layers.vocabulary import embed, mix, whole
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.spec import LocalAttention
 
 
 class Norm(nn.RMSNorm):
@@ -162,7 +162,7 @@ class Gemma(nn.Module):
         self.norm = Norm(spec.hidden, spec)
 
     def join(self, ranks: Ranks) -> None:
-        """See `dinfer.core.model.Divided`."""
+        """See `dinfer.step.model.Divided`."""
         self.ranks = ranks
         if ranks.size > 1:
             self.conditioning.mlp.join(ranks)
@@ -194,7 +194,7 @@ class Gemma(nn.Module):
         return x_BWD + close(self.conditioning.mlp(self.conditioning.norm(expected_BWD)))
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        """See `dinfer.core.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
+        """See `dinfer.step.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         spec, pos_BW, context_BW = self.spec, attend.pos_BW, attend.context_BW
         if context_BW is None:
             raise ValueError(f"{spec.family}: attend.context_BW must say which positions are the encoder's")
@@ -213,7 +213,7 @@ class Gemma(nn.Module):
         return whole(self.own_logits(h_BLD), self.ranks, self.spec.vocab)
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
-        """See `dinfer.core.model.Divided`."""
+        """See `dinfer.step.model.Divided`."""
         logits_BLV = F.linear(self.norm(h_BLD), self.embedding.weight)
         if (cap := self.spec.softcap) is None:
             return logits_BLV

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from dinfer.core.ranks import Ranks
-from dinfer.core.spec import ModelSpec
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
@@ -12,6 +10,8 @@ from dinfer.kernels.norm import swiglu
 from dinfer.kernels.types import Dealt, Deferred, InGroups, Inputs, Summing
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
+from dinfer.parallel.ranks import Ranks
+from dinfer.step.spec import ModelSpec
 
 
 class GatedMLP(nn.Module):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dinfer.core.protocols import Attend, ModelSpec
-from dinfer.core.ranks import ALONE, Ranks
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import keep_untraced, on_own_device
@@ -24,6 +22,8 @@ from dinfer.kernels.types import Deferred, Grouped, HeadNorm, Projections, Table
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.layers.vocabulary import embed, mix, whole
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.step.contracts import Attend, ModelSpec
 
 ATTENTION = ("bidirectional", "block_causal", "causal")
 
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         self.pieces: Pieces = (Block.before, Block.after)
 
     def join(self, ranks: Ranks) -> None:
-        """See `dinfer.core.model.Divided`."""
+        """See `dinfer.step.model.Divided`."""
         self.ranks = ranks
         for block in self.blocks if ranks.size > 1 else ():
             assert isinstance(block, Block)
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         return embed(tokens_BW, self.embedding, self.ranks, self.spec.vocab).to(self.dtype)
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        """See `dinfer.core.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
+        """See `dinfer.step.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
         delta_BWD: Deferred | None = None
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         return whole(self.own_logits(h_BLD), self.ranks, self.spec.vocab)
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
-        """See `dinfer.core.model.Divided`."""
+        """See `dinfer.step.model.Divided`."""
         inputs = "plain" if self.head is None else self.head.takes
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
         return self.embedding.logits(normed_BLD) if self.head is None else self.head(normed_BLD)

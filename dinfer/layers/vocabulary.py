@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.ranks import Ranks
+from dinfer.parallel.ranks import Ranks
 
 
 def embed(tokens_BW: Tensor, rows: Callable[[Tensor], Tensor], ranks: Ranks, vocab: int) -> Tensor:

@@ -16,9 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
 from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.lora import CONFIG as ADAPTER
@@ -28,6 +25,9 @@ from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
+from dinfer.recipe.registry import MODELS
+from dinfer.step.contracts import ModelFamily
+from dinfer.step.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
 
 TABLE = "embedding.weight"  # the embedding of every network
 

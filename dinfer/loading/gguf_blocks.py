@@ -3,11 +3,11 @@
 import math
 from collections.abc import Collection, Mapping
 
-from dinfer.core.spec import Placement
 from dinfer.kernels.cpu.linear import library
 from dinfer.layers.formats.blocks import Blocks, Section
 from dinfer.loading.gguf_file import BLOCKS, dequantised
 from dinfer.loading.safetensors_io import Stored
+from dinfer.step.spec import Placement
 
 
 def blocks_of(

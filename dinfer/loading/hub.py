@@ -11,8 +11,8 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dinfer.core.registry import unknown
 from dinfer.loading.files import CheckpointError
+from dinfer.recipe.registry import unknown
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
 WANTED = (*SMALL, "*.safetensors")  # never code, never pickles

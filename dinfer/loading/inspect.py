@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import ModelSpec, Placement
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import format_of, formatted, roundings, taken
 from dinfer.loading.checkpoint import (
@@ -37,6 +34,9 @@ from dinfer.loading.packed import FIELD, packed, packed_names, packing, spare_bi
 from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
+from dinfer.recipe.registry import MODELS
+from dinfer.step.contracts import ModelFamily
+from dinfer.step.spec import ModelSpec, Placement
 
 CHAT = (
     {"role": "user", "content": "What is 2 + 2?"},

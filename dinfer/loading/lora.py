@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.spec import Placement
 from dinfer.loading.files import CheckpointError, read_object, refuse
 from dinfer.loading.safetensors_io import mismatches, read, stored_in
+from dinfer.step.spec import Placement
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.spec import Placement, Rank
 from dinfer.loading.files import CheckpointError, refuse
 from dinfer.loading.safetensors_io import FLOATS, INTEGERS, Reader, Slices, Stored, read
+from dinfer.step.spec import Placement, Rank
 
 FIELD = "quantization_config"
 Method = Literal["gptq", "awq", "compressed-tensors"]

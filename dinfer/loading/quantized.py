@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dinfer.core.spec import Placement
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.packed import FIELD, expect, packing
 from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
+from dinfer.step.spec import Placement
 
 SCALES = ("_scale_inv", "_scale")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # unused, since we round each row at its own scale

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import option
-from dinfer.core.spec import ExpertLayout, ExpertSpec, ModelSpec, Placement, Section, Split
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
+from dinfer.recipe.registry import option
+from dinfer.step.contracts import ModelFamily
+from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec, Placement, Section, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
 from dinfer.layers.gemma import Gemma
 from dinfer.models._config import check_kinds, complete, expect
 from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),

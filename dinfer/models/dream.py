@@ -6,10 +6,10 @@ The logits at a position predict the next token, as they did before the model be
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ModelSpec
 from dinfer.models._config import PLAIN, QWEN, complete
 from dinfer.models._family import PromptBlockFamily
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ModelSpec
 
 
 @MODELS.register("dream")

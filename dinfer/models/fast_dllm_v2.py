@@ -8,10 +8,10 @@ iteration=block_diffusion with block=8 and lead=32.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ModelSpec
 from dinfer.models._config import PLAIN, QWEN, complete
 from dinfer.models._family import BlockFamily
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ModelSpec
 
 
 @MODELS.register("fast_dllm_v2")

@@ -7,10 +7,10 @@ never released; those are refused by name rather than loaded wrongly.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ModelSpec
 from dinfer.models._config import expect
 from dinfer.models._family import Names, PromptBlockFamily
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ModelSpec
 
 # Fields that would change the network if they differed. None: absent or null.
 EXPECTED: dict[str, tuple[Any, ...]] = {

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ExpertSpec, ModelSpec
 from dinfer.models._config import PLAIN, complete
 from dinfer.models._family import HubFamily, Names
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ExpertSpec, ModelSpec
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None),

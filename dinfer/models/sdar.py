@@ -4,11 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ModelSpec
 from dinfer.loading.hub import local
 from dinfer.models._config import PLAIN, QWEN, complete
 from dinfer.models._family import BlockFamily, qwen_experts
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ModelSpec
 
 SUFFIX = re.compile(r"-b([1-9][0-9]*)$")
 OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.registry import MODELS, option
-from dinfer.core.spec import ModelSpec
 from dinfer.models._config import PLAIN, complete
 from dinfer.models._family import BlockFamily
+from dinfer.recipe.registry import MODELS, option
+from dinfer.step.spec import ModelSpec
 
 ABSENT = {
     "rope_theta": 10000.0,

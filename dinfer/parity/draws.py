@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView
-from dinfer.core.registry import DECODERS, values_of
 from dinfer.decoders.dream import Dream
 from dinfer.parity.golden import Fields, GoldenError
+from dinfer.recipe.registry import DECODERS, values_of
+from dinfer.step.contracts import BlockView
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dinfer.core.recipe import compose
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import Runtime
 from dinfer.parity import likelihood, multi_block, uniform
@@ -22,6 +20,8 @@ from dinfer.parity.further import FURTHER
 from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
 from dinfer.parity.plan import Algorithms, Plan, aligned, fixed_blocks
 from dinfer.parity.references import build
+from dinfer.recipe.recipe import compose
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 
 
 def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False, vicinity: bool = False) -> Plan:

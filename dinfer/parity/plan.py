@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dinfer.core.protocols import Decoder
 from dinfer.engine.request import Request
 from dinfer.parity.golden import Fields, GoldenError, Skip
+from dinfer.step.contracts import Decoder
 
 Drawn = Callable[[dict[str, Any], Fields, list[list[int]], int], Decoder]  # of options, run, prompts, new tokens
 NEVER = 1e9  # a threshold that no confidence reaches

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from dinfer.caches.vicinity import VicinityCache
 from dinfer.caches.window import NoCache
-from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors
-from dinfer.core.protocols import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
-from dinfer.core.registry import Registry
 from dinfer.decoders.credit import Credit
 from dinfer.decoders.dmax import DMax
 from dinfer.decoders.factor import Factor
@@ -25,6 +22,9 @@ from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.thresholding import confident
+from dinfer.recipe.registry import Registry
+from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
 
 
 class DinferRule:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView
-from dinfer.core.registry import DECODERS
 from dinfer.decoders.s2d2 import S2D2
 from dinfer.parity.golden import Fields
+from dinfer.recipe.registry import DECODERS
+from dinfer.step.contracts import BlockView
 
 ROUTES = {
     "mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis",

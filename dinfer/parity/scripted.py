@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import RowCursors
-from dinfer.core.protocols import Attend, ModelSpec
 from dinfer.iterations.blockwise import Blockwise
+from dinfer.step.canvas import RowCursors
+from dinfer.step.contracts import Attend, ModelSpec
 
 
 class ScriptedModel:

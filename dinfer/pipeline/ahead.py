@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from dinfer.core.registry import MODELS
 from dinfer.layers.linear import taken
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.hub import SMALL, local, locate
 from dinfer.loading.inspect import inspect
 from dinfer.loading.safetensors_io import stored
 from dinfer.pipeline.pipeline import dtype_of
+from dinfer.recipe.registry import MODELS
 
 
 def check(model: Mapping[str, Any], *, dtype: str | None, quantize: str | None) -> Any:

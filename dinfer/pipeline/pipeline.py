@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.registry import MODELS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
@@ -24,6 +22,8 @@ from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, lis
 from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.tokenizer import read_tokenizer
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.recipe.registry import MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

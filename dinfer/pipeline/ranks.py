@@ -20,10 +20,6 @@ import torch
 import torch.distributed as dist
 
 from dinfer import __version__
-from dinfer.core.protocols import ModelFamily, ModelSpec
-from dinfer.core.ranks import ALONE, Ranks
-from dinfer.core.recipe import Recipe
-from dinfer.core.spec import Rank
 from dinfer.engine.distributed.follower import Follower
 from dinfer.engine.distributed.leader import Leader
 from dinfer.engine.distributed.started import FIELD, follows, leader, started
@@ -34,6 +30,10 @@ from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
 from dinfer.loading.packed import FIELD as QUANTIZATION
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import ModelFamily, ModelSpec
+from dinfer.step.spec import Rank
 
 PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
 HERE = "127.0.0.1"

@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Columns, Draw, ModelSpec, Options, Sampling
-from dinfer.core.registry import SAMPLINGS, check_range, option
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import noise
+from dinfer.recipe.registry import SAMPLINGS, check_range, option
+from dinfer.step.contracts import BlockView, Columns, Draw, ModelSpec, Options, Sampling
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
 

@@ -8,7 +8,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dinfer.core.told import TokenLogprob
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.rows import Event
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from dinfer.abilities.reports import LEVELS
 from dinfer.analysis.trace.pieces import Pieces
-from dinfer.core.told import LEVELS
 from dinfer.engine.request import Request, Update
 
 VERSION = 1

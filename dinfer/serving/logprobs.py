@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.trace.pieces import Pieces
-from dinfer.core.told import TokenLogprob
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 Scored = Sequence[tuple[int, TokenLogprob]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dinfer.core.told import TokenLogprob
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.serving.drafts import Drafts

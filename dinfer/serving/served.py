@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.analysis.trace.pieces import Pieces
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import DECODERS, options_of
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.request import Request
 from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.protocol import Generation
 

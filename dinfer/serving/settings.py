@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from dinfer.core.registry import check_range
+from dinfer.recipe.registry import check_range
 
 LEAST_KEY = 8  # characters
 NO_LIMIT = 10**9

@@ -11,9 +11,9 @@ from rich.console import Console
 from dinfer.cli.canvas_view import Origin, frames
 from dinfer.cli.stream import write_answer
 from dinfer.cli.watch import heading, line, picture
-from dinfer.core.protocols import Phase
 from dinfer.engine.request import Completion, Counts, Update
 from dinfer.pipeline import TextStream
+from dinfer.step.contracts import Phase
 
 STOP, MASK = 0, 1
 PHASES = (Phase.FULL, Phase.WINDOW)

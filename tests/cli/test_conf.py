@@ -18,9 +18,9 @@ from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
 from dinfer.cli.program import parsers
 from dinfer.cli.recipe import pipeline
-from dinfer.core.registry import MODELS, REGISTRIES, Registry, options_of
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.runtime import Runtime
+from dinfer.recipe.registry import MODELS, REGISTRIES, Registry, options_of
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 COMMANDS = sorted({*parsers()[1]} & {path.stem for path in conf.folder().glob("*.yaml")})

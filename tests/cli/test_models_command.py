@@ -15,10 +15,10 @@ from dinfer.cli import conf
 from dinfer.cli.catalog import catalog
 from dinfer.cli.commands.models import use
 from dinfer.cli.main import main
-from dinfer.core.recipe import compose
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import random_network
 from dinfer.loading.hub import boxed
+from dinfer.recipe.recipe import compose
+from dinfer.recipe.registry import MODELS
 
 PRESETS = list(dict.fromkeys(entry.preset for entry in catalog()))
 

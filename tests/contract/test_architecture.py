@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 LINES, PARAMETERS = 60, 10  # of a function; kernels spell out their arguments
 LARGER = {  # functions above these limits, which are to be divided; nothing is added here
     "dinfer/analysis/tuning.py:tune",
-    "dinfer/core/canvas.py:finish",
-    "dinfer/core/kv.py:alloc",
-    "dinfer/core/kv.py:attend",
-    "dinfer/core/plan.py:window_bounds",
-    "dinfer/core/recipe.py:__post_init__",
-    "dinfer/core/state.py:alloc",
-    "dinfer/core/step.py:decode",
-    "dinfer/core/step.py:denoise_step",
+    "dinfer/step/canvas.py:finish",
+    "dinfer/memory/kv.py:alloc",
+    "dinfer/memory/kv.py:attend",
+    "dinfer/step/plan.py:window_bounds",
+    "dinfer/recipe/recipe.py:__post_init__",
+    "dinfer/step/state.py:alloc",
+    "dinfer/step/step.py:decode",
+    "dinfer/step/step.py:denoise_step",
     "dinfer/demo/problems/families/sharing.py:sharing",
     "dinfer/loading/checkpoint.py:load_network",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
@@ -32,116 +32,116 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
-LEVELLED = {"analysis", "core", "loading", "pipeline"}
+LEVELLED = {"abilities", "analysis", "loading", "memory", "parallel", "pipeline", "recipe", "step"}
 
-CORE = {"core.canvas", "core.plan", "core.protocols", "kernels", "core.spec", "core.stats"}
-COMPONENT = CORE | {"core.registry"}
+CORE = {"step.canvas", "step.plan", "step.contracts", "kernels", "step.spec", "step.stats"}
+COMPONENT = CORE | {"recipe.registry"}
 # What each unit may import of dinfer, beside itself. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
-    "core.plan": set(),
-    "core.stats": set(),
-    "kernels": {"core.plan", "core.stats"},
-    "core.canvas": {"kernels"},
-    "core.declarations": set(),
-    "core.registry": {"core.declarations"},
+    "step.plan": set(),
+    "step.stats": set(),
+    "kernels": {"step.plan", "step.stats"},
+    "step.canvas": {"kernels"},
+    "recipe.declarations": set(),
+    "recipe.registry": {"recipe.declarations"},
     "demo": set(),
-    "core.spec": set(),
-    "core.ranks": {"core.spec", "core.stats", "kernels"},
-    "core.model": {"core.ranks", "core.spec"},
-    "core.protocols": {"core.canvas", "core.model", "core.plan", "core.spec", "core.stats"},
-    "layers": {"core.protocols", "core.ranks", "core.registry", "kernels", "core.spec"},
-    "core.kv": {"kernels", "core.ranks", "core.spec"},
+    "step.spec": set(),
+    "parallel.ranks": {"step.spec", "step.stats", "kernels"},
+    "step.model": {"parallel.ranks", "step.spec"},
+    "step.contracts": {"step.canvas", "step.model", "step.plan", "step.spec", "step.stats"},
+    "layers": {"step.contracts", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
+    "memory.kv": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,
     "caches": COMPONENT,
     "iterations": COMPONENT,
     "models": COMPONENT | {"layers", "loading.hub", "loading.token_ids"},
-    "core.recipe": {"core.protocols", "core.ranks", "core.registry"},
+    "recipe.recipe": {"step.contracts", "parallel.ranks", "recipe.registry"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},
-    "loading.hub": {"loading.files", "core.registry"},
+    "loading.hub": {"loading.files", "recipe.registry"},
     "loading.token_ids": {"loading.files"},
     "loading.gguf_tokenizer": {"loading.files"},
     "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
-    "loading.gguf_blocks": {"core.spec", "kernels", "layers", "loading.gguf_file", "loading.safetensors_io"},
-    "loading.lora": {"loading.files", "loading.safetensors_io", "core.spec"},
+    "loading.gguf_blocks": {"step.spec", "kernels", "layers", "loading.gguf_file", "loading.safetensors_io"},
+    "loading.lora": {"loading.files", "loading.safetensors_io", "step.spec"},
     "loading.rounding": {"layers", "loading.safetensors_io"},
-    "loading.packed": {"loading.files", "loading.safetensors_io", "core.spec"},
-    "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "core.spec"},
+    "loading.packed": {"loading.files", "loading.safetensors_io", "step.spec"},
+    "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "step.spec"},
     "loading.checkpoint": {
-        "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "core.protocols", "loading.quantized",
-        "core.registry", "loading.safetensors_io", "loading.token_ids", "core.spec", "loading.gguf_file",
+        "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "step.contracts", "loading.quantized",
+        "recipe.registry", "loading.safetensors_io", "loading.token_ids", "step.spec", "loading.gguf_file",
         "loading.gguf_blocks", "loading.packed", "loading.rounding",
     },
     "loading.inspect": {
-        "core.protocols", "core.registry", "core.spec", "layers", "loading.checkpoint", "loading.files",
+        "step.contracts", "recipe.registry", "step.spec", "layers", "loading.checkpoint", "loading.files",
         "loading.gguf_blocks", "loading.hub", "loading.packed", "loading.quantized", "loading.safetensors_io",
         "loading.token_ids",
     },
-    "core.told": {"core.canvas", "core.commits", "core.stats", "kernels"},
-    "core.speculation": CORE | {"core.commits", "core.recipe", "core.registry", "core.kv"},
-    "core.state": {
-        "core.told", "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.speculation",
-        "core.branches",
+    "abilities.reports": {"step.canvas", "step.commits", "step.stats", "kernels"},
+    "abilities.candidates": CORE | {"step.commits", "recipe.recipe", "recipe.registry", "memory.kv"},
+    "step.state": {
+        "abilities.reports", "step.canvas", "step.contracts", "recipe.recipe", "kernels", "memory.kv",
+        "abilities.candidates", "abilities.branches",
     },
-    "core.branches": CORE | {"core.commits", "core.kv", "core.recipe", "core.speculation"},
-    "core.guidance": CORE | {"core.recipe", "core.kv", "core.state"},
-    "core.verification": CORE | {"core.recipe", "core.kv", "core.state"},
-    "core.commits": CORE,
-    "core.window": CORE,
-    "core.step": CORE | {
-        "core.told", "core.commits", "core.recipe", "core.guidance", "core.state", "core.window", "core.speculation",
-        "core.verification", "core.branches",
+    "abilities.branches": CORE | {"step.commits", "memory.kv", "recipe.recipe", "abilities.candidates"},
+    "abilities.guidance": CORE | {"recipe.recipe", "memory.kv", "step.state"},
+    "abilities.verification": CORE | {"recipe.recipe", "memory.kv", "step.state"},
+    "step.commits": CORE,
+    "step.window": CORE,
+    "step.step": CORE | {
+        "abilities.branches", "abilities.candidates", "abilities.guidance", "abilities.reports",
+        "abilities.verification", "recipe.recipe", "step.commits", "step.state", "step.window",
     },
     "engine": {
-        "core.canvas", "core.protocols", "core.recipe", "kernels", "core.kv", "core.registry",
-        "core.state", "core.step", "core.told", "core.speculation",
+        "step.canvas", "step.contracts", "recipe.recipe", "kernels", "memory.kv", "recipe.registry",
+        "step.state", "step.step", "abilities.reports", "abilities.candidates",
     },
     "pipeline.infilling": {"engine"},
     "pipeline.chat": {"pipeline.inputs"},
     "pipeline.inputs": set(),
     "pipeline.streaming": {"engine"},
-    "analysis.metrics": {"core.registry", "engine"},
-    "analysis.comparison": {"analysis.metrics", "core.registry", "demo", "pipeline"},
+    "analysis.metrics": {"recipe.registry", "engine"},
+    "analysis.comparison": {"analysis.metrics", "recipe.registry", "demo", "pipeline"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
     "pipeline.ranks": {
-        "core.protocols", "core.ranks", "core.recipe", "core.spec", "engine", "loading.checkpoint",
+        "step.contracts", "parallel.ranks", "recipe.recipe", "step.spec", "engine", "loading.checkpoint",
         "loading.packed",
     },
     "pipeline.pipeline": {
         "pipeline.ranks",
-        "loading.checkpoint", "loading.hub", "core.recipe", "engine", "pipeline.chat", "pipeline.infilling",
-        "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer", "core.registry",
+        "loading.checkpoint", "loading.hub", "recipe.recipe", "engine", "pipeline.chat", "pipeline.infilling",
+        "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer", "recipe.registry",
     },
     "pipeline.tokenizer": {"loading.checkpoint", "loading.files"},
     "pipeline.ahead": {
-        "core.recipe", "core.registry", "layers", "loading.files", "loading.hub", "loading.inspect",
+        "recipe.recipe", "recipe.registry", "layers", "loading.files", "loading.hub", "loading.inspect",
         "loading.safetensors_io", "pipeline.pipeline",
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {
-        "analysis.trace", "core.recipe", "engine", "layers", "pipeline", "core.registry", "core.step",
+        "analysis.trace", "recipe.recipe", "engine", "layers", "pipeline", "recipe.registry", "step.step",
     },
     "analysis.pareto": set(),
     "analysis.plots": {"analysis.pareto"},
-    "analysis.tuning": {"core.recipe", "analysis.metrics", "core.registry"},
-    "analysis.trace": {"core.recipe", "engine", "pipeline", "core.protocols", "core.registry"},
+    "analysis.tuning": {"recipe.recipe", "analysis.metrics", "recipe.registry"},
+    "analysis.trace": {"recipe.recipe", "engine", "pipeline", "step.contracts", "recipe.registry"},
     "serving": {
-        "core.protocols", "core.told", "analysis.outputs", "analysis.trace", "core.recipe",
-        "core.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
+        "step.contracts", "abilities.reports", "analysis.outputs", "analysis.trace", "recipe.recipe",
+        "recipe.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
     },
-    "__init__": {"core.recipe", "engine", "pipeline.infilling", "pipeline", "core.registry"},
+    "__init__": {"recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
     "parity": {
-        "caches", "core.canvas", "loading.checkpoint", "core.recipe", "decoders", "engine", "iterations", "kernels",
-        "analysis.likelihood", "pipeline", "core.protocols", "core.registry", "sampling", "core.state", "core.step",
+        "caches", "step.canvas", "loading.checkpoint", "recipe.recipe", "decoders", "engine", "iterations", "kernels",
+        "analysis.likelihood", "pipeline", "step.contracts", "recipe.registry", "sampling", "step.state", "step.step",
     },
     "cli": {
-        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "core.recipe",
-        "core.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "core.protocols", "core.registry",
+        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
+        "step.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
+        "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "step.contracts", "recipe.registry",
         "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip
@@ -179,7 +179,7 @@ def relative(path: Path) -> str:
 
 
 def unit_of(name: str) -> str:
-    """The unit that a module of dinfer belongs to: `core.step` of `dinfer.core.step.denoise_step`."""
+    """The unit that a module of dinfer belongs to: `step.step` of `dinfer.step.step.denoise_step`."""
     parts = name.split(".")[1:]
     return ".".join(parts[: 2 if parts[0] in LEVELLED else 1])
 
@@ -229,9 +229,9 @@ def test_imports_point_down(path: Path) -> None:
     [
         ("decoders", "from dinfer.caches.window import DualCache"),
         ("caches", "import dinfer.iterations.blockwise"),
-        ("core.step", "from dinfer.decoders.threshold import Threshold"),
-        ("core.step", "from dinfer import decoders"),
-        ("kernels", "def f():\n    from dinfer.core.protocols import ModelSpec"),
+        ("step.step", "from dinfer.decoders.threshold import Threshold"),
+        ("step.step", "from dinfer import decoders"),
+        ("kernels", "def f():\n    from dinfer.step.contracts import ModelSpec"),
         ("engine", "from dinfer.pipeline import load"),
         ("models", "from .llada import Llada"),
         ("models", "from . import llada"),

@@ -13,10 +13,10 @@ from support.capture import CaptureRefused, meta_steps
 from support.matrix import LEGAL, SAMPLE, Combination, every_recipe
 from support.models import tiny_model
 
-from dinfer.core.protocols import BlockView, Proposal, State, TokenStats
-from dinfer.core.recipe import Recipe
-from dinfer.core.told import Told
+from dinfer.abilities.reports import Told
 from dinfer.decoders.threshold import Threshold
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 
 @every_recipe(SAMPLE[::2])

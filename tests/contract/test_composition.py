@@ -26,12 +26,12 @@ from support.matrix import (
 )
 from support.models import MASK, tiny_model
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.recipe import IncompatibleRecipe, compose
-from dinfer.core.registry import option
 from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request
 from dinfer.iterations.blockwise import Blockwise
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.recipe.registry import option
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 def alone(combination: Combination) -> list[tuple]:

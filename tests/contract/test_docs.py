@@ -14,11 +14,11 @@ import pytest
 from support.models import tiny_model
 
 from benchmarks import report
-from dinfer.core.recipe import compose
-from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.hub import boxed
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import compose
+from dinfer.recipe.registry import CACHES, DECODERS
 from tools.component_pages import pages
 
 ROOT = Path(__file__).parents[2]

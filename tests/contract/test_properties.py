@@ -15,10 +15,10 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
-from dinfer.core.canvas import Phase
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, options_of
 from dinfer.engine.request import NonFiniteLogits, Request, Update
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, options_of
+from dinfer.step.canvas import Phase
 
 KINDS = ("sharp", "flat", "ties", "constant", "mask_wins", "mask_alone", "holes", "one_token", "stops", "huge", "tiny")
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.ranks import ALONE, Ranks
-from dinfer.core.registry import MODELS
 from dinfer.engine.runner import drop_graphs
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import locate
+from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.pipeline.tokenizer import read_tokenizer
+from dinfer.recipe.registry import MODELS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,12 +12,12 @@ import pytest
 from support.serving import served, tiny
 
 import dinfer
-from dinfer.core.protocols import StepShape
-from dinfer.core.told import Told
+from dinfer.abilities.reports import Told
 from dinfer.engine.runner import bucket
 from dinfer.serving.served import catalogue
 from dinfer.serving.settings import Settings
 from dinfer.serving.warm_up import meet_shapes, warm_up
+from dinfer.step.contracts import StepShape
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.core.canvas import Cursors
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import deciding, refusal
-from dinfer.core.state import BatchState
-from dinfer.core.step import denoise_step
-from dinfer.core.told import Told
+from dinfer.abilities.candidates import deciding, refusal
+from dinfer.abilities.reports import Told
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Cursors
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState
+from dinfer.step.step import denoise_step
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3

@@ -75,16 +75,16 @@ def main() -> None:
     torch.cuda.get_device_name = lambda device=None: "a card"  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    from dinfer.core.canvas import Phase
-    from dinfer.core.protocols import StepShape
-    from dinfer.core.recipe import Recipe, compose
-    from dinfer.core.state import BatchState
-    from dinfer.core.step import denoise_step
     from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
     from dinfer.engine.shapes import Shapes
     from dinfer.kernels.triton import hopper_attention
     from dinfer.kernels.triton.ahead import compiled_beside
     from dinfer.kernels.triton.prepare import prepare, prepared
+    from dinfer.recipe.recipe import Recipe, compose
+    from dinfer.step.canvas import Phase
+    from dinfer.step.contracts import StepShape
+    from dinfer.step.state import BatchState
+    from dinfer.step.step import denoise_step
     from support.models import tiny_model
 
     recipe = compose(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView
-from dinfer.core.recipe import compose
 from dinfer.engine.request import Request, Update
+from dinfer.recipe.recipe import compose
+from dinfer.step.canvas import BlockView
 from support.matrix import engine_for
 from support.models import MASK, VOCAB
 from support.scripted import Scripted

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.registry import MODELS
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.recipe.registry import MODELS
+from dinfer.step.contracts import ModelFamily
 from support.models import CONFIG, EOS, MASK
 
 REAL = Path(__file__).parents[1] / "configs" / "real"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.contracts import StepShape
 
 
 class Device:

@@ -6,14 +6,14 @@ from random import Random
 
 import torch
 
-from dinfer.core.canvas import CURSORS, Phase, Status
-from dinfer.core.kv import RESERVED
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import deciding
-from dinfer.core.state import BatchState, Entry
-from dinfer.core.step import denoise_step
+from dinfer.abilities.candidates import deciding
 from dinfer.engine.request import Request
+from dinfer.memory.kv import RESERVED
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import CURSORS, Phase, Status
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState, Entry
+from dinfer.step.step import denoise_step
 
 PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
 LIMIT = 2000  # launches; far more than any of the tests needs

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
-from dinfer.core.step import denoise_step
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from dinfer.step.contracts import StepShape
+from dinfer.step.step import denoise_step
 from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 

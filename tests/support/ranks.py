@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.protocols import ModelFamily
-from dinfer.core.ranks import ALONE, Ranks
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.step.contracts import ModelFamily
 from support.families import CONFIGS, family_for
 from support.models import CONFIG, GEMMA
 

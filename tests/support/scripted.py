@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dinfer.core.protocols import Attend, ModelSpec
+from dinfer.step.contracts import Attend, ModelSpec
 from support.models import EOS, MASK, VOCAB
 
 

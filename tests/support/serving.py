@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 
 import dinfer
-from dinfer.core.recipe import Recipe, compose
+from dinfer.recipe.recipe import Recipe, compose
 from dinfer.serving.address import listen
 from dinfer.serving.app import application
 from dinfer.serving.run import configured

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from dinfer.core.ranks import Ranks
-from dinfer.core.spec import Rank
+from dinfer.parallel.ranks import Ranks
+from dinfer.step.spec import Rank
 
 LIMIT = 60.0  # seconds in which all ranks have come to a sum or a gather
 Result = TypeVar("Result")

@@ -12,11 +12,11 @@ from support.matrix import engine_for
 from support.models import fitted, tiny_model
 from torch import Tensor
 
-from dinfer.core.canvas import Cursors, Phase
-from dinfer.core.recipe import IncompatibleRecipe, compose
-from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.request import Request, Update
 from dinfer.kernels.positions import compact
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.recipe.registry import CACHES, DECODERS
+from dinfer.step.canvas import Cursors, Phase
 
 PROMPT, NEW, BLOCK = 11, 21, 8
 LENGTH = PROMPT + NEW

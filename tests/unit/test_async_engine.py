@@ -13,13 +13,13 @@ import pytest
 from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine import async_engine
 from dinfer.engine.async_engine import AsyncEngine, EngineHung
 from dinfer.engine.request import Completion, Request, Update
 from dinfer.engine.turns import Turns
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
 
 
 def recipe_of() -> Recipe:

@@ -11,9 +11,9 @@ import torch
 from support.models import MASK, tiny_model
 
 from dinfer.analysis.audit import Audit, audit, plot
-from dinfer.core.recipe import compose
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import compose
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]
 

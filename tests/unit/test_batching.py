@@ -23,14 +23,14 @@ from support.matrix import (
 )
 from support.models import tiny_model, tiny_spec
 
-from dinfer.core.protocols import Phase, StepShape
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.spec import ExpertSpec
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
 from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.contracts import Phase, StepShape
+from dinfer.step.spec import ExpertSpec
 
 POISON = 37
 

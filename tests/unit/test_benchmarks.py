@@ -21,12 +21,12 @@ from benchmarks.prompts import Prompt, read_prompts
 from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
 from dinfer.analysis.outputs import JsonLines
-from dinfer.core.canvas import Phase
-from dinfer.core.kv import KVPool
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe, compose
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
+from dinfer.memory.kv import KVPool
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_apart_masks_are_fed_tokens_of_their_own_and_reach_more_experts() -> Non
     prompts = random_prompts(recipe.model.spec, 1, 32)
     assert step.experts_read(recipe, prompts) > step.experts_read(alike, prompts) + 1
     mask, slots = recipe.model.spec.mask, torch.tensor([0, 1])
-    canvas = dinfer.core.canvas.Canvas.alloc(2, 64, 1, (510,), "cpu")
+    canvas = dinfer.step.canvas.Canvas.alloc(2, 64, 1, (510,), "cpu")
     tokens_BW, pos_BW = torch.full((2, 8), mask), torch.arange(8).expand(2, -1)
     tokens_BW[:, 0] = 7
     fed_BWD = []

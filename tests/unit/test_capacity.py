@@ -23,9 +23,9 @@ from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
 from benchmarks.shapes import shape
-from dinfer.core.canvas import Phase
 from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import Request, Update
+from dinfer.step.canvas import Phase
 
 LANES = (1, 2, 4, 8, 64)
 

@@ -15,10 +15,10 @@ from support.models import tiny_model
 from support.scripted import Scripted
 
 from dinfer.cli.recipe import pipeline
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels import moe
 from dinfer.kernels.types import Parts
+from dinfer.recipe.recipe import Recipe, compose
 
 compiles = torch._dynamo.utils.counters["stats"]
 

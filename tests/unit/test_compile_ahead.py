@@ -15,9 +15,9 @@ from support.launches import path
 from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.state import BatchState
 from dinfer.engine.compile_ahead import KernelCompiler
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.state import BatchState
 
 pytest.importorskip("triton")
 

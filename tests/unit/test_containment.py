@@ -20,9 +20,6 @@ from support.models import tiny_model
 import dinfer.kernels.dispatch
 from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.state import BatchState
 from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
@@ -31,6 +28,9 @@ from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState
 
 BAD = 21  # the length of the request that something goes wrong with
 GOOD = [Request([1, 2, 3], 14), Request([4, 5], 11), Request([6, 7, 8, 9], 16)]

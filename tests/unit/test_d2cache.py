@@ -9,10 +9,10 @@ from support.models import VOCAB, tiny_model
 from torch import Tensor
 
 from dinfer.caches.d2cache import D2Cache
-from dinfer.core.canvas import Canvas, Cursors, Phase
-from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_received
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.step.canvas import Canvas, Cursors, Phase
 
 SWEEP = {"name": "blockwise", "block": 8, "stop": "off"}
 

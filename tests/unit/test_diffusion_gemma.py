@@ -14,19 +14,19 @@ from transformers.models.diffusion_gemma import DiffusionGemmaConfig, DiffusionG
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
 from dinfer.analysis.audit import audit
-from dinfer.core.canvas import Phase
-from dinfer.core.kv import RESERVED, KVPool
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import CACHES, DECODERS
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
+from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parity.uniform import Recorded
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import CACHES, DECODERS
+from dinfer.step.canvas import Phase
 
 CANVAS = 6
 SWEEP: dict[str, Any] = {"name": "self_conditioned", "block": CANVAS}

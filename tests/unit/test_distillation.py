@@ -9,8 +9,8 @@ import torch
 from support.families import CONFIGS, family_for, random_model
 from torch import Tensor
 
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.recipe.registry import MODELS
 from tools.low_rank import LowRank
 from tools.rollout import ANSWER, Rollout, answers
 from tools.states import States, blocks_of

@@ -15,13 +15,13 @@ from support.kernels import DEVICE
 
 pytest.importorskip("triton")
 
-from dinfer.core.spec import Rank, Section
-from dinfer.core.stats import Columns, Draw
 from dinfer.kernels import token_stats as module
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.triton import draw as triton_draw
 from dinfer.kernels.triton import token_stats as triton_stats
+from dinfer.step.spec import Rank, Section
+from dinfer.step.stats import Columns, Draw
 
 ALL: dict[str, Any] = {"entropy": True, "margin": True, "best": True}
 Result = TypeVar("Result")

@@ -13,11 +13,11 @@ from support.ranks import CASES, CPU, MODELS, VOCAB, Case, decode, save
 from support.thread_ranks import together
 
 import dinfer
-from dinfer.core.protocols import Columns, ModelSpec, Options
-from dinfer.core.ranks import ALONE, Ranks
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.loading.checkpoint import load_network
+from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.sampling.gumbel import StandardSampling
+from dinfer.step.contracts import Columns, ModelSpec, Options
 
 BY_PARTS = ["draws", "top-k", "penalties", "LLaDA's draws", "guidance", "guided draws", "draws of candidates"]
 UNTIED = "llada, 6 key heads"

@@ -10,12 +10,12 @@ import torch
 from support.matrix import completions, engine_for, outcome
 from support.models import EOS, tiny_model
 
-from dinfer.core.kv import RESERVED
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import NonFiniteLogits, Request
 from dinfer.engine.runtime import Runtime
+from dinfer.memory.kv import RESERVED
+from dinfer.recipe.recipe import Recipe, compose
 
 POISON = 37  # the token whose embedding is NaN
 CLEAN = [Request([1, 2, 3], 16, [0.5, 1]), Request(list(range(4, 14)), 9, [0.9, 1])]

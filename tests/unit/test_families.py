@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from support.families import CONFIGS, EXPERTS, LLADA2, family_for, random_model
 from support.matrix import completions, engine_for
 
-from dinfer.core.kv import RESERVED, KVPool
-from dinfer.core.recipe import compose
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.loading.files import CheckpointError
+from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2
 from dinfer.models.sdar import Sdar
 from dinfer.models.stable_diffcoder import StableDiffcoder
+from dinfer.recipe.recipe import compose
 
 IDS = (torch.arange(26).view(2, 13) * 7) % 36
 

@@ -10,8 +10,8 @@ from support.matrix import completions, engine_for
 from support.models import MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.core.recipe import compose
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import compose
 
 BLOCK = 8
 

@@ -17,13 +17,13 @@ from support.files import lies_in
 from support.gguf_files import GOLDENS, LLADA, rewritten
 
 import dinfer
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import Rank
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import BLOCKS, TYPES
 from dinfer.loading.hub import locate
 from dinfer.loading.inspect import inspect
+from dinfer.recipe.registry import MODELS
+from dinfer.step.spec import Rank
 
 CPU = torch.device("cpu")
 Q = "blk.1.attn_q.weight"

@@ -11,8 +11,8 @@ from support.host import Host
 from support.matrix import completions, engine_for, outcome
 from support.models import EOS, MASK, tiny_model
 
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -13,12 +13,12 @@ from support.scripted import Scripted
 from support.tokenizer import save_tokenizer
 from transformers import AutoTokenizer
 
-from dinfer.core.recipe import IncompatibleRecipe, compose
-from dinfer.core.registry import CACHES, ITERATIONS
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.infilling import gaps_of, parse
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.recipe.registry import CACHES, ITERATIONS
 
 CANVAS = [1, 2, MASK, MASK, 3, MASK, *range(4, 30), MASK, MASK, MASK, 5, 6]
 

@@ -13,9 +13,9 @@ from support.models import DELETE, MASK, SPLIT, VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
 from dinfer.models.llada2 import Llada2
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
 
 CONFIG = Path(__file__).parents[1] / "goldens" / "models" / "llada2_moe" / "config.json"
 

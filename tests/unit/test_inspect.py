@@ -16,12 +16,12 @@ from support.families import CONFIGS, family_for
 from support.models import GEMMA
 from support.real_configs import FOLDERS, REAL, copied
 
-from dinfer.core.registry import MODELS
 from dinfer.layers.linear import roundings
 from dinfer.loading.checkpoint import load_network, read_spec
 from dinfer.loading.hub import locate
 from dinfer.loading.inspect import Inspection, inspect
 from dinfer.loading.token_ids import PUBLISHED as DEFAULT
+from dinfer.recipe.registry import MODELS
 
 INDEX = "model.safetensors.index.json"
 # parameters, mask, stops, block, and the file that names the mask

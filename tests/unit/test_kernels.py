@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.models import tiny_spec
 
-from dinfer.core.kv import NULL, RESERVED, SCRATCH, KVPool
 from dinfer.kernels import dispatch
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.norm import add_rms_norm, swiglu
@@ -20,6 +19,7 @@ from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
+from dinfer.memory.kv import NULL, RESERVED, SCRATCH, KVPool
 
 
 def rng(seed: int) -> torch.Generator:

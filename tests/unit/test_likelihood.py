@@ -14,11 +14,11 @@ from support.models import tiny_model, tiny_spec
 from torch import Tensor
 
 from dinfer.analysis.likelihood import Bound, estimator, greedy, layout, log_likelihoods, masks, nll
-from dinfer.core.protocols import Attend, ModelSpec
-from dinfer.core.recipe import compose
-from dinfer.core.spec import ExpertSpec
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import compose
+from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.spec import ExpertSpec
 
 WORDS, LENGTH = 3, 4
 MASK = WORDS

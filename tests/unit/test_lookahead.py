@@ -27,15 +27,15 @@ from support.models import tiny_model
 from torch import Tensor
 
 from dinfer.caches.adaptive import AdaptiveCache
-from dinfer.core.canvas import Canvas, Cursors, Phase
-from dinfer.core.protocols import CachePolicy, WindowPlan
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Canvas, Cursors, Phase
+from dinfer.step.contracts import CachePolicy, WindowPlan
 
 BLOCK = 8
 

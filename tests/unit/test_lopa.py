@@ -7,10 +7,10 @@ import torch
 from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import MASK, tiny_model
 
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.engine.runtime import Runtime
 from dinfer.iterations.lopa import Lopa
 from dinfer.pipeline.pipeline import Pipeline
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 
 RULE = {"name": "threshold", "threshold": 0.6}
 BLOCKS = {"blocks": 2, "block": 4, "add_at": 0.5}

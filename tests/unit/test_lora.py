@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import CONFIGS, family_for, random_model
 
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.pipeline import load
+from dinfer.recipe.registry import MODELS
 
 CPU = torch.device("cpu")
 RANK, ALPHA = 3, 5

@@ -12,13 +12,13 @@ from support.examples import examples
 from support.kernels import expert_mlps
 from support.models import tiny_spec
 
-from dinfer.core.spec import ExpertSpec
 from dinfer.kernels.deferred import close
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.moe import block_experts, route
 from dinfer.kernels.types import Dealt
 from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts, blocks_of
+from dinfer.step.spec import ExpertSpec
 
 
 def rng(seed: int) -> torch.Generator:

@@ -10,9 +10,9 @@ from support.matrix import completions, engine_for
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 STEPS = 6  # of moving about; then all that is left is committed
 Row = list[tuple[int, bool]]  # token and whether it is masked, by place

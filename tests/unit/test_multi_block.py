@@ -10,10 +10,10 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
 import dinfer
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 SURE = 0.5
 

@@ -15,12 +15,12 @@ from support.files import lies_in
 from support.models import CONFIG
 from torch import Tensor
 
-from dinfer.core.spec import Rank
 from dinfer.kernels.packed import unpack
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.inspect import inspect
 from dinfer.models.llada import Llada
+from dinfer.step.spec import Rank
 
 CPU = torch.device("cpu")
 WIDE = CONFIG | {"d_model": 128, "mlp_hidden_size": 256, "n_kv_heads": 4}

@@ -13,13 +13,13 @@ from support.models import CONFIG, EOS, MASK, VOCAB, tiny_model
 from support.tokenizer import save_tokenizer
 
 import dinfer
-from dinfer.core.recipe import IncompatibleRecipe, compose
-from dinfer.core.registry import UnknownName
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import save_network
 from dinfer.models.llada import Llada
 from dinfer.pipeline import Pipeline, load
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.recipe.registry import UnknownName
 
 STOPS = {EOS, 28}
 MESSAGES = [{"role": "user", "content": "w1 w2 w3"}]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, outcome, requests_for, watching
 
-from dinfer.core.protocols import Phase, StepShape
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+from dinfer.step.contracts import Phase, StepShape
 
 FREE, PROMPT, WIDTH = 1800, 512, 32
 

@@ -8,7 +8,6 @@ from support.kernels import expert_mlps
 from support.models import tiny_model
 
 import dinfer
-from dinfer.core.registry import MODELS
 from dinfer.kernels.deferred import widened
 from dinfer.kernels.linear import check_float8, round_rows, rounded, scaled_linear
 from dinfer.kernels.packed import pack, packed_linear, tiled, unpack
@@ -17,6 +16,7 @@ from dinfer.layers.formats.format import FORMATS
 from dinfer.layers.linear import Linear, format_of, formatted, quantize
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
+from dinfer.recipe.registry import MODELS
 
 
 @pytest.fixture

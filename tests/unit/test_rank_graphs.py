@@ -16,16 +16,16 @@ from support.graphs import Device
 from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.spec import Rank
-from dinfer.core.told import Told
+from dinfer.abilities.reports import Told
 from dinfer.engine.leading import LeadingWorker, shape_of
 from dinfer.engine.room import Room
 from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
+from dinfer.step.spec import Rank
 
 BLOCK = 8
 

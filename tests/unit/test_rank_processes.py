@@ -23,14 +23,14 @@ import dinfer.pipeline.ranks
 from dinfer.analysis.likelihood import log_likelihoods
 from dinfer.analysis.trace.record import record
 from dinfer.cli.main import main
-from dinfer.core.ranks import ALONE
-from dinfer.core.registry import option
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import NonFiniteLogits
+from dinfer.parallel.ranks import ALONE
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.ranks import everywhere
+from dinfer.recipe.registry import option
 from dinfer.serving.errors import ApiError
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server

@@ -11,9 +11,9 @@ from support.families import EXPERTS, family_for
 from support.models import CONFIG
 from support.ranks import CPU, MODELS
 
-from dinfer.core.spec import Rank
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.loading.safetensors_io import read_slices, stored
+from dinfer.step.spec import Rank
 
 RANKS = [(2, False), (3, False), (3, True)]
 

@@ -18,11 +18,11 @@ from support.families import REAL
 from support.models import GEMMA, tiny_gemma
 from support.tokenizer import published_tokenizer
 
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import load
+from dinfer.recipe.registry import MODELS
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

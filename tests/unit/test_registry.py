@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import dinfer
-from dinfer.core.registry import REGISTRIES, Description, Registry, options_of
+from dinfer.recipe.registry import REGISTRIES, Description, Registry, options_of
 
 HEAD = """
 from dataclasses import dataclass
 from typing import Literal
-from dinfer.core.protocols import Decoder
-from dinfer.core.registry import option
+from dinfer.step.contracts import Decoder
+from dinfer.recipe.registry import option
 from {package}.registry import DECODERS
 """
 PLAIN = '''
@@ -53,7 +53,7 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **files: s
     home.mkdir()
     files |= {
         "__init__": "",
-        "registry": f"from dinfer.core.registry import Registry\nDECODERS = Registry('decoder', '{name}')",
+        "registry": f"from dinfer.recipe.registry import Registry\nDECODERS = Registry('decoder', '{name}')",
     }
     for file, text in files.items():
         (home / f"{file}.py").write_text(text)

@@ -22,13 +22,13 @@ from support.matrix import (
 )  # fmt: skip
 from support.models import tiny_model
 
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, StepShape, TokenStats
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.scheduler.grouping import alternating_pays
 from dinfer.engine.scheduler.scheduler import PATIENCE
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, StepShape, TokenStats
 
 BLOCK = 8
 RECIPE = compose(

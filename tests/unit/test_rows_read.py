@@ -11,14 +11,14 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, observed, outcome, requests_for
 from support.models import tiny_model
 
-import dinfer.core.window
+import dinfer.step.window
 from benchmarks.shapes import shape
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import compose
-from dinfer.core.registry import CACHES, ITERATIONS
-from dinfer.core.window import Window, places_read
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import compose
+from dinfer.recipe.registry import CACHES, ITERATIONS
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import StepShape
+from dinfer.step.window import Window, places_read
 
 BLOCK, PROMPT, NEW = 8, list(range(1, 22)), 16
 
@@ -38,14 +38,14 @@ def one_of_each() -> list[Combination]:
 def test_tokens_do_not_depend_on_it(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, found = combination.recipe(), []
     for fewest in (1, sys.maxsize):
-        monkeypatch.setattr(dinfer.core.window, "FEWEST", fewest)
+        monkeypatch.setattr(dinfer.step.window, "FEWEST", fewest)
         found.append([outcome(c) for c in completions(engine_for(recipe, rows=3), requests_for(recipe))])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("variant", "cache"), [("bidirectional", "dual"), ("shifted", "none"), ("causal", "block")])
 def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dinfer.core.window, "FEWEST", 2)  # logits of the next token are one place to the left
+    monkeypatch.setattr(dinfer.step.window, "FEWEST", 2)  # logits of the next token are one place to the left
     model = tiny_model(variant)
     rows: list[list[int]] = [[] for _ in model.blocks]
     for own, block in zip(rows, model.blocks, strict=True):

@@ -9,13 +9,13 @@ from support.matrix import completions, engine_for, requests_for
 from support.models import MASK, tiny_model
 from torch import Tensor
 
-from dinfer.core.protocols import BlockView, Proposal, State
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.decoders.s2d2 import S2D2
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline.pipeline import Pipeline
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.step.contracts import BlockView, Proposal, State
 
 BLOCK, PROMPT = 4, [3, 1, 4, 1, 5, 9]
 Seen = list[tuple[int, list[int], Tensor]]

@@ -15,12 +15,12 @@ from support.matrix import completions, engine_for, observed, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import SAMPLINGS
-from dinfer.core.stats import Columns
 from dinfer.engine.request import Request
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import SAMPLINGS
+from dinfer.step.stats import Columns
 
 PROMPT = [1, 2, 3, 4, 5]
 HOT: list[dict[str, Any]] = [

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.full_size import measured
 from benchmarks.shapes import LLADA2_MINI, LLADA_8B
-from dinfer.core.registry import MODELS
-from dinfer.core.spec import ExpertLayout
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of
+from dinfer.recipe.registry import MODELS
+from dinfer.step.spec import ExpertLayout
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DREAM = "real/Dream-org__Dream-v0-Instruct-7B/config"

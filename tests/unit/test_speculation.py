@@ -20,15 +20,15 @@ from support.matrix import (
 )
 from support.models import UNIFORM, tiny_model
 
-import dinfer.core.step
-from dinfer.core.canvas import RowCursors
-from dinfer.core.commits import Commits
-from dinfer.core.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.core.registry import DECODERS
-from dinfer.core.speculation import refusal
+import dinfer.step.step
+from dinfer.abilities.candidates import refusal
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.candidates import CandidateChoice
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import DECODERS
+from dinfer.step.canvas import RowCursors
+from dinfer.step.commits import Commits
 
 BLOCK = 8
 ALLOWED = [c for c in SAMPLE if refusal(over_shared_model(c)) is None]
@@ -86,7 +86,7 @@ def states(
 ) -> tuple[dict[int, Any], Completion]:
     """The active blocks after each denoise step of a request."""
     found: dict[int, Any] = {}
-    real = dinfer.core.step.commit
+    real = dinfer.step.step.commit
 
     def commit(canvas: Any, lanes: RowCursors, *rest: Any) -> Commits:
         commits = real(canvas, lanes, *rest)
@@ -97,7 +97,7 @@ def states(
         return commits
 
     with patch.context() as inner:
-        inner.setattr("dinfer.core.step.commit", commit)
+        inner.setattr("dinfer.step.step.commit", commit)
         (completion,) = completions(engine_for(recipe, **runtime), [request])
     return found, completion
 

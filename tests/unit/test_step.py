@@ -14,12 +14,12 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
 from dinfer.caches.block import BlockCache
-from dinfer.core.canvas import Phase
-from dinfer.core.protocols import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.registry import ITERATIONS
 from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request, StalledRow
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.recipe.registry import ITERATIONS
+from dinfer.step.canvas import Phase
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8
 

@@ -20,13 +20,13 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.core.canvas import Canvas, Status
-from dinfer.core.recipe import Recipe, compose
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Canvas, Status
 
 BLOCK = 8
 

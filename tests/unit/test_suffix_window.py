@@ -9,9 +9,9 @@ from support.models import VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.core.protocols import Attend
-from dinfer.core.recipe import IncompatibleRecipe, compose
 from dinfer.engine.request import Request
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.step.contracts import Attend
 
 SWEEP = {"name": "blockwise", "block": 8, "stop": "off"}
 

@@ -10,11 +10,11 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.core.canvas import Phase
-from dinfer.core.recipe import Recipe, compose
-from dinfer.core.told import TOP
+from dinfer.abilities.reports import TOP
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update
+from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step.canvas import Phase
 
 
 def recipe_of(decoder: Any = "threshold", **more: Any) -> Recipe:

@@ -18,10 +18,10 @@ from support.models import MASK, tiny_model
 from dinfer.analysis.trace.animation import animation
 from dinfer.analysis.trace.page import embedded, page
 from dinfer.analysis.trace.record import Trace, document, record_request, spans
-from dinfer.core.recipe import compose
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import compose
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 HOSTILE = "</script><script>document.title='owned'</script><!-- \u2028 & @@style@@ <img src=x onerror=alert(1)>"

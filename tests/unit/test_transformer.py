@@ -12,13 +12,13 @@ from support.host import Host
 from support.matrix import LEGAL
 from support.models import CONFIG, VARIANTS, VOCAB, tiny_model
 
-from dinfer.core.canvas import Phase
-from dinfer.core.kv import RESERVED, KVPool
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import save_network
+from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.models.llada import Llada
+from dinfer.step.canvas import Phase
 
 Sees = Callable[[int, int], bool]
 IDS = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))

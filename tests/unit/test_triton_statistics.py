@@ -9,9 +9,9 @@ from support.kernels import CLOSE, CUDA, DEVICE, draw
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.core.stats import Draw, TokenStats  # noqa: E402
 from dinfer.kernels import token_stats  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
+from dinfer.step.stats import Draw, TokenStats  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -20,14 +20,14 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
-import dinfer.core.canvas as dinfer_canvas  # noqa: E402
-from dinfer.core import commits  # noqa: E402
-from dinfer.core.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
-from dinfer.core.plan import WindowPlan  # noqa: E402
-from dinfer.core.protocols import Proposal, TokenStats  # noqa: E402
+import dinfer.step.canvas as dinfer_canvas  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, slide, thresholding, token_stats, window  # noqa: E402
 from dinfer.kernels.timesteps import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
+from dinfer.step import commits  # noqa: E402
+from dinfer.step.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
+from dinfer.step.contracts import Proposal, TokenStats  # noqa: E402
+from dinfer.step.plan import WindowPlan  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3

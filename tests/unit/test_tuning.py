@@ -15,7 +15,7 @@ from dinfer.analysis.metrics import Sample, measure
 from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
 from dinfer.cli import conf, preset
 from dinfer.cli.main import main
-from dinfer.core.recipe import IncompatibleRecipe
+from dinfer.recipe.recipe import IncompatibleRecipe
 
 REFERENCE: Parts = {
     "iteration": {"name": "blockwise", "block": 32},

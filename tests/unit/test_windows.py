@@ -13,15 +13,15 @@ from support.models import tiny_model
 from support.scripted import scripted_spec
 
 from dinfer.analysis.audit import audit
-from dinfer.core.canvas import Canvas, Cursors, Phase
-from dinfer.core.protocols import CachePolicy, ModelSpec, StepShape
-from dinfer.core.recipe import IncompatibleRecipe, compose
-from dinfer.core.registry import CACHES, options_of
-from dinfer.core.state import StatePool
-from dinfer.core.window import Window, window
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels import window as kernels
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.recipe.registry import CACHES, options_of
+from dinfer.step.canvas import Canvas, Cursors, Phase
+from dinfer.step.contracts import CachePolicy, ModelSpec, StepShape
+from dinfer.step.state import StatePool
+from dinfer.step.window import Window, window
 
 CAPACITY, LONGEST = 70, 12
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dinfer import __version__
 from dinfer.analysis.trace.pieces import Pieces
-from dinfer.core.protocols import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
+from dinfer.step.contracts import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
 
 SCHEMA = "dinfer.analysis.trace/1"
 Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0

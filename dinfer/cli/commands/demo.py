@@ -25,8 +25,8 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.progress import Report
 from dinfer.cli.recipe import counted, pipeline, problems_of, setting
 from dinfer.cli.tables import table
-from dinfer.core.registry import DECODERS
 from dinfer.demo.problems import Problem, is_correct
+from dinfer.recipe.registry import DECODERS
 
 if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline

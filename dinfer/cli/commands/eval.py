@@ -32,7 +32,7 @@ from dinfer.cli.progress import Report
 from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say, several
-from dinfer.core.registry import typed
+from dinfer.recipe.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.
 FIGURES = {

@@ -32,12 +32,12 @@ from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import attention, catalog, entry_of
 from dinfer.cli.errors import FAILED
-from dinfer.core.registry import MODELS, unknown
 from dinfer.loading.hub import SMALL, boxed, local, locate
+from dinfer.recipe.registry import MODELS, unknown
 
 if TYPE_CHECKING:
-    from dinfer.core.spec import ModelSpec
     from dinfer.loading.inspect import Inspection
+    from dinfer.step.spec import ModelSpec
 
 OPTION = "model."
 

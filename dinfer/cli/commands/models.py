@@ -21,7 +21,7 @@ from rich.text import Text
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import Published, catalog
-from dinfer.core.registry import MODELS, unknown
+from dinfer.recipe.registry import MODELS, unknown
 
 
 def arguments(parser: Parser) -> None:

@@ -29,7 +29,7 @@ from dinfer.cli.arguments import Parser
 from dinfer.cli.recipe import need
 from dinfer.cli.tables import table
 from dinfer.cli.terminal import say
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}
 FORMATS = (".png", ".svg", ".pdf")

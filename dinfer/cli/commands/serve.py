@@ -30,7 +30,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.errors import FAILED, check_interrupted, fail
 from dinfer.cli.recipe import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import say
-from dinfer.core.registry import typed
+from dinfer.recipe.registry import typed
 
 if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline
@@ -166,7 +166,7 @@ def name_of(config: dict[str, Any]) -> str:
 
 def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipeline) -> Catalogue:
     """The model under its `name`, and beside it its other recipes."""
-    from dinfer.core.recipe import compose
+    from dinfer.recipe.recipe import compose
     from dinfer.serving.served import catalogue
 
     name = config["name"]

@@ -31,7 +31,7 @@ from dinfer.cli.arguments import configured
 from dinfer.cli.explain import parse
 from dinfer.cli.recipe import beside, pipeline, setting, text_of
 from dinfer.cli.terminal import say
-from dinfer.core.registry import unknown
+from dinfer.recipe.registry import unknown
 
 if TYPE_CHECKING:
     from dinfer.analysis.trace.record import Trace

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from dinfer.core.canvas import Phase
 from dinfer.engine.row import Row
+from dinfer.step.canvas import Phase
 
 MEMORY = 256  # steps with as many open positions after which older ones count half
 

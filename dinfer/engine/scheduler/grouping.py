@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dinfer.core.protocols import ModelSpec, Phase
 from dinfer.engine.row import Need
+from dinfer.step.contracts import ModelSpec, Phase
 
 # Positions that a dense model computes in the time in which it reads its weights. A step of the LLaDA-8B shape with few
 # positions takes 5.3 ms on an H200, and 2,700 more positions take 57 ms more, so 5.3 ms are worth 250 positions.

@@ -4,11 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from dinfer.core.canvas import Cursors, Phase
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import deciding
-from dinfer.core.told import Told
+from dinfer.abilities.candidates import deciding
+from dinfer.abilities.reports import Told
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.block_ends import BlockEnds
@@ -16,6 +13,9 @@ from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.engine.scheduler.grouping import Group, alternating_pays, cut, free_positions, grouped, settling
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.contracts import StepShape
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
 PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns

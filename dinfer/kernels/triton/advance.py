@@ -115,7 +115,7 @@ def finish(
     stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
-    """See `dinfer.core.canvas.Canvas.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
+    """See `dinfer.step.canvas.Canvas.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
     lanes, blocks = quota_BK.shape
     if isinstance(stale_B, bool):
         always = phases["FULL" if stale_B else "WINDOW"]

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.stats import TokenStats
 from dinfer.kernels.timesteps import Quota
 from dinfer.kernels.triton.launch import early, follow
+from dinfer.step.stats import TokenStats
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def commit(
     source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
     open_status: int, done_status: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `dinfer.core.commits.commit`; returns the fields of `dinfer.core.commits.Commits`."""
+    """See `dinfer.step.commits.commit`; returns the fields of `dinfer.step.commits.Commits`."""
     (rows, length), lanes = pos_RL.shape, slot_B.shape[0]
     blocks = rows // lanes
     after_RL = tokens_NS.new_empty(rows, length)

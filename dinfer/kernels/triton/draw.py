@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.stats import Columns, Draw
 from dinfer.kernels.random import MIX
 from dinfer.kernels.triton.launch import early, follow
+from dinfer.step.stats import Columns, Draw
 
 PIECE = 1024
 NUMBERS = 4  # of a piece, see `dinfer.kernels.token_stats.own_draw`

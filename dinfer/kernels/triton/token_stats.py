@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.stats import Columns, Draw
 from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
+from dinfer.step.stats import Columns, Draw
 
 PIECE, TURNS = 4096, 4  # logits that a program takes at a time, and how often
 GROUP = 8  # neighbours that a thread reads at once

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.plan import window_bounds
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow, shared
+from dinfer.step.plan import window_bounds
 
 _bounds = shared(window_bounds)
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.core.registry import Registry
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.linear import round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
 from dinfer.kernels.types import Deferred, Inputs, Matrices
+from dinfer.recipe.registry import Registry
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 

@@ -1,7 +1,7 @@
 """The contracts of the five swappable components and the data that passes between them.
 
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
-data (which positions, what to feed, what to commit), and `dinfer.core.step.denoise_step` puts the pieces together.
+data (which positions, what to feed, what to commit), and `dinfer.step.step.denoise_step` puts the pieces together.
 
 Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
 B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
-from dinfer.core.model import Attend, Divided, Followed, Model, SelfConditioned
-from dinfer.core.plan import WindowPlan
-from dinfer.core.spec import ExpertLayout, ModelSpec, Placement
-from dinfer.core.stats import Columns, Draw, TokenStats
+from dinfer.step.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
+from dinfer.step.plan import WindowPlan
+from dinfer.step.spec import ExpertLayout, ModelSpec, Placement
+from dinfer.step.stats import Columns, Draw, TokenStats
 
 __all__ = [
     "ACTIVE", "Attend", "BlockAfter", "BlockView", "CachePolicy", "Columns", "Component", "Decoder", "Divided", "Draw",
@@ -53,8 +53,8 @@ class StepShape:
     top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
     settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
     scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
-    told: int = 0  # what some row is told of its tokens, see `dinfer.core.told.Told`
-    candidates: int = 0  # further states of the active blocks that each lane evaluates, see `dinfer.core.speculation`
+    told: int = 0  # what some row is told of its tokens, see `dinfer.abilities.reports.Told`
+    candidates: int = 0  # further states that each lane evaluates, see `dinfer.abilities.candidates`
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class Iteration(Component):
 
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
-    branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.core.branches.Branching`
+    branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.abilities.branches.Branching`
     stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
     scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
     mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys

@@ -5,7 +5,7 @@ in. A forward evaluates all branches of a row, as lanes with keys of their own. 
 The best one gives the logits of the step: its token is committed, and its keys are the row's from then on. The others
 are forgotten. This is not lossless: a branch's token is committed because it makes other positions surer.
 
-Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C branches, the
+Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of the active blocks, C branches, the
 present state first, J the others, G = C * B lanes of the forward.
 """
 
@@ -15,15 +15,15 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.core.commits import Commits
-from dinfer.core.kv import KVPool
-from dinfer.core.protocols import Iteration, StepShape
-from dinfer.core.speculation import Candidates
-from dinfer.core.stats import TokenStats
+from dinfer.abilities.candidates import Candidates
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.window import span
+from dinfer.memory.kv import KVPool
+from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
+from dinfer.step.commits import Commits
+from dinfer.step.contracts import Iteration, StepShape
+from dinfer.step.stats import TokenStats
 
 
 class Branching(Protocol):

@@ -11,23 +11,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dinfer.core.branches import Branches, branching
-from dinfer.core.canvas import BlockView, Canvas, Phase, RowCursors, Status
-from dinfer.core.commits import commit
-from dinfer.core.guidance import Guided, guided
-from dinfer.core.protocols import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import Candidates, deciding, longest_chain
-from dinfer.core.state import BatchState
-from dinfer.core.stats import Columns, Draw, TokenStats
-from dinfer.core.told import Told
-from dinfer.core.verification import postpone, verified
-from dinfer.core.window import places_read, window
+from dinfer.abilities.branches import Branches, branching
+from dinfer.abilities.candidates import Candidates, deciding, longest_chain
+from dinfer.abilities.guidance import Guided, guided
+from dinfer.abilities.reports import Told
+from dinfer.abilities.verification import postpone, verified
 from dinfer.kernels.attention import attention_interval, encoder_intervals, local_interval
 from dinfer.kernels.canvas import active_rows
 from dinfer.kernels.positions import compact
 from dinfer.kernels.rows import rows_of, take
 from dinfer.kernels.token_stats import token_stats
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
+from dinfer.step.commits import commit
+from dinfer.step.contracts import BlockAfter, Divided, Model, Moved, Proposal, State, StepShape
+from dinfer.step.state import BatchState
+from dinfer.step.stats import Columns, Draw, TokenStats
+from dinfer.step.window import places_read, window
 
 Interval = tuple[Tensor, Tensor]
 
@@ -138,7 +138,7 @@ def decode(
     iteration, decoder, cache = recipe.iteration, recipe.decoder, recipe.cache
     canvas, spec, slot_B = state.canvas, recipe.model.spec, lanes.slot_B
     model = known.model if isinstance(known, Hidden) else recipe.model
-    # The commits: the decoder says which positions, `dinfer.core.commits` keeps the promises every decoder may rely on.
+    # The commits: the decoder says which positions, `dinfer.step.commits` keeps the promises every decoder may rely on.
     view, logits_BWV = block_view(recipe, state, shape, lanes), None
     row_R, live_R = state.block_rows(slot_B, lanes.block_B, shape.blocks), rows_of(lanes.live_B, shape.blocks)
     decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, live_R)

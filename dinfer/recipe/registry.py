@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dinfer.core.declarations import declared
+from dinfer.recipe.declarations import declared
 
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)

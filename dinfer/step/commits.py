@@ -1,6 +1,6 @@
 """What a step writes: the decoder's proposal without forbidden writes, and a commit where the row must progress.
 
-The rules hold for every decoder, so they are here and not in the decoders. `dinfer.core.step` says when they apply.
+The rules hold for every decoder, so they are here and not in the decoders. `dinfer.step.step` says when they apply.
 """
 
 from dataclasses import dataclass, replace
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.core.protocols import ModelSpec, Proposal
-from dinfer.core.stats import TokenStats
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rows import moved
+from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
+from dinfer.step.contracts import ModelSpec, Proposal
+from dinfer.step.stats import TokenStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ If the commits of a step lead to one of these candidates, its logits are known, 
 forward (Spiffy; Self-Speculative Decoding, arXiv:2510.04147). Only equal tokens count as a hit. So drafts change how
 many forwards a request takes, and never its tokens.
 
-Shape suffixes beside those of `dinfer.core.protocols`: X = K * L positions of the active blocks, C candidates, the
+Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of the active blocks, C candidates, the
 present state among them, G = C * B lanes of the forward.
 """
 
@@ -14,15 +14,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, RowCursors
-from dinfer.core.commits import Commits
-from dinfer.core.kv import KVPool, PagedAttend
-from dinfer.core.protocols import Iteration, Moved, Phase, StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
-from dinfer.core.stats import TokenStats
 from dinfer.kernels.rows import store_rows
 from dinfer.kernels.window import span
+from dinfer.memory.kv import KVPool, PagedAttend
+from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.step.canvas import Canvas, RowCursors
+from dinfer.step.commits import Commits
+from dinfer.step.contracts import Iteration, Moved, Phase, StepShape
+from dinfer.step.stats import TokenStats
 
 
 def refusal(recipe: Recipe) -> str | None:

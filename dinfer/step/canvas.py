@@ -30,7 +30,7 @@ class Phase(IntEnum):
     WINDOW = 2  # a pass over the cache policy's window alone
     FAULT = 3  # stopped: the model's logits were not finite
     PREFILL = 4  # a pass over the prompt that leaves its keys and decodes nothing; a WINDOW pass follows
-    VERIFY = 5  # a pass over the draft of the last one, see `dinfer.core.verification`
+    VERIFY = 5  # a pass over the draft of the last one, see `dinfer.abilities.verification`
 
 
 ACTIVE = (Phase.PREFILL, Phase.FULL, Phase.WINDOW, Phase.VERIFY)  # the phases there are steps of
@@ -64,7 +64,7 @@ class Cursors(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """What the window of a row depends on, see `dinfer.core.plan`."""
+        """What the window of a row depends on, see `dinfer.step.plan`."""
         return self.start, self.end, self.length, self.kept, self.prompt
 
 
@@ -100,7 +100,7 @@ class RowCursors:
 
     @property
     def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the window of a row depends on, see `dinfer.core.plan`."""
+        """What the window of a row depends on, see `dinfer.step.plan`."""
         return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B
 
 

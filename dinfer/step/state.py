@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dinfer.core.branches import Added
-from dinfer.core.canvas import Canvas, Cursors, Phase
-from dinfer.core.kv import KVPool
-from dinfer.core.protocols import State
-from dinfer.core.recipe import Recipe
-from dinfer.core.speculation import Drafts, widest
-from dinfer.core.told import Tellings
+from dinfer.abilities.branches import Added
+from dinfer.abilities.candidates import Drafts, widest
+from dinfer.abilities.reports import Tellings
 from dinfer.kernels.canvas import option_columns
 from dinfer.kernels.rows import Rows, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
+from dinfer.memory.kv import KVPool
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Canvas, Cursors, Phase
+from dinfer.step.contracts import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Status
-from dinfer.core.kv import PagedAttend
-from dinfer.core.protocols import Attend, Divided, Model, ModelSpec
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
+from dinfer.memory.kv import PagedAttend
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Status
+from dinfer.step.contracts import Attend, Divided, Model, ModelSpec
+from dinfer.step.state import BatchState
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Guided:
         return self._guided(self.model.logits, h_BLD)
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
-        """See `dinfer.core.model.Divided`: guidance looks at each token by itself. [R, L, 2 D] -> [R, L, own]"""
+        """See `dinfer.step.model.Divided`: guidance looks at each token by itself. [R, L, 2 D] -> [R, L, own]"""
         assert isinstance(self.model, Divided)
         return self._guided(self.model.own_logits, h_BLD)
 

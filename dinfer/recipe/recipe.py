@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.protocols import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
-from dinfer.core.ranks import ALONE, Ranks
-from dinfer.core.registry import (
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.recipe.registry import (
     CACHES,
     DECODERS,
     ITERATIONS,
@@ -19,6 +18,7 @@ from dinfer.core.registry import (
     unknown,
     values_of,
 )
+from dinfer.step.contracts import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 

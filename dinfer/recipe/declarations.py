@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-CONTRACTS = "dinfer.core.protocols"
+CONTRACTS = "dinfer.step.contracts"
 
 
 class Unreadable(Exception):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, Phase, RowCursors
-from dinfer.core.protocols import CachePolicy, Iteration, ModelSpec, State, StepShape
 from dinfer.kernels.positions import compact
 from dinfer.kernels.window import span, window_positions
+from dinfer.step.canvas import Canvas, Phase, RowCursors
+from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, State, StepShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import Canvas, Phase, RowCursors, Status
-from dinfer.core.protocols import StepShape
-from dinfer.core.recipe import Recipe
-from dinfer.core.state import BatchState
 from dinfer.kernels.window import span
+from dinfer.recipe.recipe import Recipe
+from dinfer.step.canvas import Canvas, Phase, RowCursors, Status
+from dinfer.step.contracts import StepShape
+from dinfer.step.state import BatchState
 
 
 def postpone(canvas: Canvas, lanes: RowCursors, verify_B: Tensor, *, refreshed: bool) -> None:

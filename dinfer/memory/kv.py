@@ -19,14 +19,14 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from dinfer.core.ranks import ALONE, Ranks
-from dinfer.core.spec import ModelSpec
 from dinfer.kernels.attention import attention_received, paged_attention, taken
 from dinfer.kernels.canvas import key_places
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import rotate_and_store
 from dinfer.kernels.rows import at
 from dinfer.kernels.upload import host_rows, uploaded
+from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.step.spec import ModelSpec
 
 NULL, SCRATCH, RESERVED = 0, 1, 2
 NOWHERE = 2**40  # behind every canvas
@@ -153,7 +153,7 @@ class KVPool:
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
         `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
-        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.core.protocols.Attend`.
+        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.step.contracts.Attend`.
         `table_NP`: the pages of each slot, if not those of requests. The keys of the last `alone` queries are kept
         beside the canvas: each is seen by its own query and by no other.
         """
@@ -198,7 +198,7 @@ class PagedAttend:
     context_BW: Tensor | None = None
     own_BW: Tensor | None = None  # int64, place in the pool of the key that a query sees beside its interval; -1: none
     queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
-    read_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.core.model.Model`
+    read_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.step.model.Model`
 
     @property
     def layers(self) -> int:
@@ -211,7 +211,7 @@ class PagedAttend:
         return replace(self, read_BX=read_BX.repeat(self.pos_BW.shape[0] // read_BX.shape[0], 1))
 
     def received(self, layer: int, weight_BW: Tensor) -> Tensor:
-        """See `dinfer.core.model.Followed`; only with `queries`."""
+        """See `dinfer.step.model.Followed`; only with `queries`."""
         assert self.queries is not None
         keys = self.pool.of(layer)[0]
         got_BS = attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)

@@ -11,10 +11,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.core.canvas import BlockView, Canvas
-from dinfer.core.commits import Commits
-from dinfer.core.stats import TokenStats
 from dinfer.kernels.canvas import padded
+from dinfer.step.canvas import BlockView, Canvas
+from dinfer.step.commits import Commits
+from dinfer.step.stats import TokenStats
 
 TOP = 20  # alternatives that are told of a token
 LEVELS = 256  # of confidence

@@ -1,12 +1,12 @@
-"""What the step needs of a network, and a network of the step. Shape suffixes as in `dinfer.core.protocols`."""
+"""What the step needs of a network, and a network of the step. Shape suffixes as in `dinfer.step.contracts`."""
 
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dinfer.core.ranks import Ranks
-from dinfer.core.spec import ModelSpec
+from dinfer.parallel.ranks import Ranks
+from dinfer.step.spec import ModelSpec
 
 
 class Attend(Protocol):

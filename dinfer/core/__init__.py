@@ -1,1 +1,0 @@
-"""The contracts, the canvas and the denoise step: everything a component may rely on."""

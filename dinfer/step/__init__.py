@@ -1,0 +1,1 @@
+"""One denoising step: canvas, contracts, plan, window, forward, decision."""
