@@ -50,7 +50,7 @@ def goals(results: Path) -> str:
         cells += [number(limit), share(row, value, limit)]
         value, limit = (None, None) if run is None or "limit_warm" not in run else figure(row.figure, run, "limit_warm")
         lines.append(f"| {' | '.join([*cells, number(limit), share(row, value, limit)])} |")
-    return "\n".join([*lines, "", "![Tokens a second and latency over the requests in flight](images/curve.svg)"])
+    return "\n".join(lines)
 
 
 def older(reports: dict[str, Any], before: dict[str, Any], results: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.open_blocks --out benchmarks/results/open-blocks-h200.json
     python -m benchmarks.open_blocks --shape small --device cpu --blocks 1,2                      # dry run
-    python -m benchmarks.open_blocks --report     # prints the tables of docs/performance/blocks.md, from results
+    python -m benchmarks.open_blocks --report     # prints the tables of benchmarks/results/blocks.md, from results
 
 Weights are random; one request uses the dual cache. Every block commits a token at each step, and the next block opens
 at once, so most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time

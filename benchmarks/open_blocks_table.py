@@ -1,4 +1,4 @@
-"""Tables of open blocks and candidates for docs/performance/blocks.md: what a step costs and what it gains."""
+"""Tables of open blocks and candidates for benchmarks/results/blocks.md: what a step costs and what it gains."""
 
 from __future__ import annotations
 

@@ -270,13 +270,18 @@ SECTIONS: dict[str, Callable[[], str]] = {
 SECTION = re.compile(r"(<!-- ([\w-]+): begin[^\n]*-->\n).*?(<!-- \2: end -->)", re.DOTALL)
 
 
+def documents() -> list[Path]:
+    """README.md, the pages of docs, and the reports beside the results."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RESULTS.glob("*.md"))]
+
+
 def pages() -> dict[Path, str]:
     """The pages that have generated sections, with these written anew.
 
-    A pair of markers in README.md or in a page of docs names its section, so a section moves with its markers.
+    A pair of markers in a document names its section, so a section moves with its markers.
     """
     tables = {name: write() for name, write in SECTIONS.items()} | scaling.sections(RESULTS)
-    found = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+    found = {path: path.read_text() for path in documents()}
     return {
         path: SECTION.sub(lambda section: f"{section[1]}{tables[section[2]]}\n{section[3]}", text)
         for path, text in found.items()

@@ -79,7 +79,7 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
 
 
 def test_what_the_documents_link_to_is_there() -> None:
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for path in report.documents():
         links = re.findall(r"""(?:\]\(|src=")((?!https?:|#)[^)"#]+)""", path.read_text())
         assert [link for link in links if not (path.parent / link).exists()] == [], path
 
