@@ -25,7 +25,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/demo/problems/families/sharing.py:sharing",
     "dinfer/loading/checkpoint.py:load_network",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
-    "dinfer/parity/generation.py:generate",
     "dinfer/serving/app.py:add_generation",
     "dinfer/serving/connection.py:connection",
 }
@@ -133,11 +132,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipe.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
     },
     "__init__": {"recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
-    # It hands hand-made canvases to the real components, so it may reach below the pipeline, but not into the cli.
-    "parity": {
-        "caches", "step.canvas", "loading.checkpoint", "recipe.recipe", "decoders", "engine", "iterations", "kernels",
-        "analysis.likelihood", "pipeline", "step.contracts", "recipe.registry", "sampling", "step.state", "step.step",
-    },
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
@@ -160,7 +154,7 @@ OUTSIDE: dict[str, set[str]] = {
     "ray": {"serving"},
     "triton": {"kernels"},
     "transformers": {"pipeline.tokenizer", "pipeline.pipeline", "pipeline.chat", "loading.inspect"},
-    "safetensors": {"loading.checkpoint", "loading.safetensors_io", "parity", "cli"},
+    "safetensors": {"loading.checkpoint", "loading.safetensors_io", "cli"},
     "huggingface_hub": {"loading.hub"},
     "numpy": {"analysis.metrics", "loading.gguf_file"},
     "gguf": {"loading.gguf_file"},
@@ -255,7 +249,7 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
         assert ready, f"a cycle among {sorted(MAY_IMPORT.keys() - depth.keys())}"
         depth |= {u: 1 + max((depth[below] for below in MAY_IMPORT[u]), default=0) for u in ready}
     siblings = {"decoders", "caches", "iterations", "models", "sampling"}
-    assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT.keys() - {"parity"})
+    assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT)
 
 
 def module_of(path: Path) -> str:

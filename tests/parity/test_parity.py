@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dinfer.parity import Report, UsageError, check
-from dinfer.parity.__main__ import main
-from dinfer.parity.check import find
-from dinfer.parity.golden import Skip
-from dinfer.parity.models import real_tokens
+from tests.parity import Report, UsageError, check
+from tests.parity.__main__ import main
+from tests.parity.check import find
+from tests.parity.golden import Skip
+from tests.parity.models import real_tokens
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHARED = Path(__file__).parents[3] / "shared" / "goldens"  # the whole set, where the project is developed

@@ -75,6 +75,8 @@ def main() -> None:
     torch.cuda.get_device_name = lambda device=None: "a card"  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    from support.models import tiny_model
+
     from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
     from dinfer.engine.shapes import Shapes
     from dinfer.kernels.triton import hopper_attention
@@ -85,7 +87,6 @@ def main() -> None:
     from dinfer.step.contracts import StepShape
     from dinfer.step.state import BatchState
     from dinfer.step.step import denoise_step
-    from support.models import tiny_model
 
     recipe = compose(
         tiny_model(dtype=torch.bfloat16, head_dim=16), iteration={"name": "blockwise", "block": 8}, decoder="threshold",

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
+from support.matrix import engine_for
+from support.models import MASK, VOCAB
+from support.scripted import Scripted
 from torch import Tensor
 
 from dinfer.engine.request import Request, Update
 from dinfer.recipe.recipe import compose
 from dinfer.step.canvas import BlockView
-from support.matrix import engine_for
-from support.models import MASK, VOCAB
-from support.scripted import Scripted
 
 PROMPT = 1
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.models import CONFIG, EOS, MASK
 
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import family_of, random_network
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelFamily
-from support.models import CONFIG, EOS, MASK
 
 REAL = Path(__file__).parents[1] / "configs" / "real"
 NUMBERS = {

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import selection
+from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
@@ -22,8 +24,6 @@ from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
 from dinfer.step.contracts import StepShape
 from dinfer.step.step import denoise_step
-from support import selection
-from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"

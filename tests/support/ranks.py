@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.families import CONFIGS, family_for
+from support.models import CONFIG, GEMMA
 
 from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.step.contracts import ModelFamily
-from support.families import CONFIGS, family_for
-from support.models import CONFIG, GEMMA
 
 CPU = torch.device("cpu")
 HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each family spells it

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from support.models import EOS, MASK, VOCAB
 from torch import Tensor
 
 from dinfer.step.contracts import Attend, ModelSpec
-from support.models import EOS, MASK, VOCAB
 
 
 def scripted_spec(**fields: object) -> ModelSpec:

@@ -13,11 +13,11 @@ from support.models import EOS, MASK, fitted, tiny_model
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request
-from dinfer.parity.generation import ALGORITHMS
-from dinfer.parity.golden import Fields
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.step.canvas import ACTIVE, CURSORS, Phase
+from tests.parity.generation import ALGORITHMS
+from tests.parity.golden import Fields
 
 BLOCK = 8
 # Attention blocks as long as those of the sweep, shorter, longer, autoregressive; logits that predict the next token.

@@ -22,11 +22,11 @@ from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.models.diffusion_gemma import DiffusionGemma
-from dinfer.parity.uniform import Recorded
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
 from dinfer.step.canvas import Phase
+from tests.parity.uniform import Recorded
 
 CANVAS = 6
 SWEEP: dict[str, Any] = {"name": "self_conditioned", "block": CANVAS}

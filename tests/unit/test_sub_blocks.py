@@ -10,9 +10,9 @@ from support.matrix import completions, engine_for, observed
 from support.models import EOS, MASK, tiny_model
 
 from dinfer.engine.request import Request
-from dinfer.parity.references import SglangThreshold
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.step.canvas import Phase
+from tests.parity.references import SglangThreshold
 
 BLOCK, PART = 8, 4
 

@@ -1,4 +1,4 @@
-"""`python -m dinfer.parity DIR [--only PATTERN ...] [--verbose]`
+"""`python -m tests.parity DIR [--only PATTERN ...] [--verbose]`
 
 Exit status: 0 if nothing failed, 1 if something did, 2 if there was nothing to check.
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from dinfer.parity.check import Result, UsageError, check
+from tests.parity.check import Result, UsageError, check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check and prints what it finds; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m dinfer.parity",
+        prog="python -m tests.parity",
         description="Checks dinfer against recorded runs of the reference implementations.",
     )
     parser.add_argument("dir", type=Path, metavar="DIR", help="folder with models, decoders and generation")

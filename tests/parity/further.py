@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dinfer.parity import s2d2
-from dinfer.parity.decoders import insert_delete
-from dinfer.parity.golden import Fields, Skip
-from dinfer.parity.plan import NEVER, Algorithms, Plan, aligned, fixed_blocks
+from tests.parity import s2d2
+from tests.parity.decoders import insert_delete
+from tests.parity.golden import Fields, Skip
+from tests.parity.plan import NEVER, Algorithms, Plan, aligned, fixed_blocks
 
 
 def _d2cache(prompts: list[list[int]], params: Fields) -> Plan:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dinfer.decoders.s2d2 import S2D2
-from dinfer.parity.golden import Fields
 from dinfer.recipe.registry import DECODERS
 from dinfer.step.contracts import BlockView
+from tests.parity.golden import Fields
 
 ROUTES = {
     "mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis",

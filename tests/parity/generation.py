@@ -12,16 +12,16 @@ from typing import Any
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import Runtime
-from dinfer.parity import likelihood, multi_block, uniform
-from dinfer.parity.compare import at_most, same
-from dinfer.parity.decoders import translate
-from dinfer.parity.draws import recorded
-from dinfer.parity.further import FURTHER
-from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
-from dinfer.parity.plan import Algorithms, Plan, aligned, fixed_blocks
-from dinfer.parity.references import build
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from tests.parity import likelihood, multi_block, uniform
+from tests.parity.compare import at_most, same
+from tests.parity.decoders import translate
+from tests.parity.draws import recorded
+from tests.parity.further import FURTHER
+from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json
+from tests.parity.plan import Algorithms, Plan, aligned, fixed_blocks
+from tests.parity.references import build
 
 
 def _blockwise(prompts: list[list[int]], params: Fields, *, smooth: bool = False, vicinity: bool = False) -> Plan:

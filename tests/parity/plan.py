@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dinfer.engine.request import Request
-from dinfer.parity.golden import Fields, GoldenError, Skip
 from dinfer.step.contracts import Decoder
+from tests.parity.golden import Fields, GoldenError, Skip
 
 Drawn = Callable[[dict[str, Any], Fields, list[list[int]], int], Decoder]  # of options, run, prompts, new tokens
 NEVER = 1e9  # a threshold that no confidence reaches
@@ -16,7 +16,7 @@ NEVER = 1e9  # a threshold that no confidence reaches
 class Plan:
     """The components and settings that repeat a run of the goldens."""
 
-    iteration: dict[str, Any]  # of components, see `dinfer.parity.references.build`
+    iteration: dict[str, Any]  # of components, see `tests.parity.references.build`
     decoder: dict[str, Any]
     cache: dict[str, Any]
     new_tokens: int

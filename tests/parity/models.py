@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.parity import uniform
-from dinfer.parity.compare import close
-from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, read_json, read_tensors
+from tests.parity import uniform
+from tests.parity.compare import close
+from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, read_json, read_tensors
 
 # Attention of the goldens -> the argument `attention` of `Model.score`.
 ATTENTION = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dinfer.analysis.likelihood import layout, nll
-from dinfer.parity.compare import close, same
-from dinfer.parity.golden import Fields
+from tests.parity.compare import close, same
+from tests.parity.golden import Fields
 
 
 def run(network: Any, doc: Fields) -> str:

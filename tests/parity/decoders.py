@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dinfer.parity.compare import same
-from dinfer.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
-from dinfer.parity.references import build
-from dinfer.parity.scripted import ScriptedModel, ScriptedSweep
-from dinfer.parity.uniform import Recorded, renoise
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.step.canvas import Phase, Status
 from dinfer.step.contracts import BlockView, Decoder, Proposal, Sampling, State, StepShape, TokenStats
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.step import denoise_step
+from tests.parity.compare import same
+from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
+from tests.parity.references import build
+from tests.parity.scripted import ScriptedModel, ScriptedSweep
+from tests.parity.uniform import Recorded, renoise
 
 PAGE = 16
 

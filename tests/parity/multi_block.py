@@ -13,12 +13,12 @@ from typing import Any
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.parity.compare import at_most, same
-from dinfer.parity.golden import Fields, Golden, GoldenError
-from dinfer.parity.references import build
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.step.canvas import Phase
+from tests.parity.compare import at_most, same
+from tests.parity.golden import Fields, Golden, GoldenError
+from tests.parity.references import build
 
 LIMITS = ("max_new_tokens_reached", "max_nfe_reached")  # the reference stopped before the answer was complete
 Trail = list[tuple[list[int], int]]  # the canvas after each step that changed it, and the forwards so far

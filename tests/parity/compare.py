@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.parity.golden import Mismatch
+from tests.parity.golden import Mismatch
 
 
 def same(where: str, want: Any, got: Any) -> None:

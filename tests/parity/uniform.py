@@ -14,11 +14,11 @@ from torch import Tensor
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.parity.compare import close, same
-from dinfer.parity.golden import Fields, Golden, Skip, read_tensors
 from dinfer.recipe.recipe import compose
 from dinfer.sampling.gumbel import StandardSampling
 from dinfer.step.canvas import Phase
+from tests.parity.compare import close, same
+from tests.parity.golden import Fields, Golden, Skip, read_tensors
 
 
 def run_model(network: Any, case: Fields, tensors: Path) -> str:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dinfer.decoders.dream import Dream
-from dinfer.parity.golden import Fields, GoldenError
 from dinfer.recipe.registry import DECODERS, values_of
 from dinfer.step.contracts import BlockView
+from tests.parity.golden import Fields, GoldenError
 
 
 @dataclass(frozen=True, kw_only=True)

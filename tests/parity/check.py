@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 
-from dinfer.parity import decoders, generation, models
-from dinfer.parity.golden import Case, Golden, Mismatch, Skip
+from tests.parity import decoders, generation, models
+from tests.parity.golden import Case, Golden, Mismatch, Skip
 
 # What malformed goldens and faulty components may raise: the case fails, and the others still run.
 CASE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, SafetensorError)

@@ -1,0 +1,1 @@
+"""The tests, and `tests.parity`, which is a command."""
