@@ -1,4 +1,4 @@
-"""The table of decoders, caches and options that are not in the large table, for docs/results/further.md."""
+"""The table of decoders, caches and options that are not in the large table, for benchmarks/results/accuracy.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/results/several_blocks.md: several open blocks against one, and the areas."""
+"""The tables of benchmarks/results/several_blocks.md: several open blocks against one, and the areas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the simulations of docs/scaling/capacity.md and writes their results.
+"""Runs the simulations of benchmarks/results/capacity.md and writes their results.
 
     python -m benchmarks.capacity.ask --steps FILE.json ... --rows 16,64,256 --out FILE.json
     python -m benchmarks.capacity.ask --steps FILE.json ... --trace TRACE.csv --speed 4 --cards 1,8,64 --out FILE.json

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/scaling.
+"""Draws the figures of benchmarks/results/capacity.md.
 
     python -m benchmarks.capacity.plots benchmarks/results/scaling-llada2-mini-h200.json \
         benchmarks/results/scaling-degrees-h200.json

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling, from the files in benchmarks/results."""
+"""The tables of benchmarks/results/capacity.md, from the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def experts(reports: list[dict[str, Any]]) -> str:
 
 
 def sections(results: Path) -> dict[str, str]:
-    """The generated sections of docs/scaling by name."""
+    """The generated sections of benchmarks/results/capacity.md by name."""
     names = ("check", "llada2-mini", "layouts", "trace", "degrees")
     check, scaling, layout, trace, degree = (
         json.loads((results / f"scaling-{name}-h200.json").read_text()) for name in names
