@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.iterations.block_diffusion import BlockDiffusion
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
-from dinfer.pipeline.ranks import everywhere
+from dinfer.parallel.divided_model import everywhere
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.step.contracts import Attend, Iteration, Model, ModelSpec, RowCursors, State

@@ -5,7 +5,7 @@
 
 Each start is a new process. The first finds an empty cache of kernels, the second the cache of the first. Weights are
 random and made on the card in half a second. Reading a checkpoint takes longer, so a real load hides more of what it
-prepares meanwhile (`dinfer.kernels.triton.prepare`). The time begins when the weights are on the card. A decoder that
+prepares meanwhile (`dinfer.startup.prepare`). The time begins when the weights are on the card. A decoder that
 commits a fixed number of tokens at a step decodes `--blocks` blocks, once alone and once with `--in-flight` requests,
 whose steps have other shapes.
 """
@@ -32,10 +32,10 @@ from benchmarks.throughput import Scripted, closed_loop
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.kernels.triton.prepare import prepare
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 from dinfer.recipe.recipe import compose
+from dinfer.startup.prepare import prepare
 
 LIMIT = 900.0  # seconds that a start may take
 

@@ -45,7 +45,7 @@ from dinfer.engine.request import Completion, Request, Update
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
-from dinfer.pipeline.ranks import Source, divided
+from dinfer.parallel.divided_model import Source, divided
 from dinfer.recipe.registry import check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 

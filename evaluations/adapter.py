@@ -16,8 +16,8 @@ from tqdm import tqdm
 from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.analysis.metrics import Sample
 from dinfer.engine.runtime import Runtime
+from dinfer.parallel.divided_model import everywhere
 from dinfer.pipeline import Pipeline, load
-from dinfer.pipeline.ranks import everywhere
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
 from evaluations.gen_kwargs import GenKwargs, cut, parse
 from evaluations.ledger import Ledger, key_of

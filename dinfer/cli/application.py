@@ -22,7 +22,7 @@ from dinfer.cli.explain import explained, parse
 from dinfer.cli.recipe import located, ranks_of
 from dinfer.cli.sweep_points import Missed, sweep
 from dinfer.cli.terminal import say
-from dinfer.engine.distributed.started import check_copies, follows
+from dinfer.parallel.started import check_copies, follows
 from dinfer.recipe.registry import unknown
 
 Task = Callable[[dict[str, Any], str | None], None]
@@ -50,7 +50,7 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
         if command != "eval":
             check_copies(ranks_of(values))
         if follows(ranks_of(values)):
-            from dinfer.pipeline.ranks import serve_torchrun
+            from dinfer.parallel.divided_model import serve_torchrun
 
             serve_torchrun()
         located(values)  # before the task imports torch, so that an error comes at once

@@ -31,8 +31,8 @@ def failures() -> tuple[type[Exception], ...]:
     import torch
 
     from dinfer.analysis.tuning import NothingFound
-    from dinfer.engine.distributed.leader import RankFailed
     from dinfer.engine.request import NonFiniteLogits, StalledRow
+    from dinfer.parallel.leader import RankFailed
 
     return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
 

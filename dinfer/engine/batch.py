@@ -6,11 +6,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from dinfer.abilities.reports import Told
-from dinfer.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.room import Room, block_of, pages_of
 from dinfer.engine.row import Asks, Row
 from dinfer.engine.worker import Worker
+from dinfer.memory.pages import PageAllocator, common, prompt_keys
 from dinfer.step.state import Entry
 
 

@@ -12,8 +12,6 @@ from collections.abc import Generator, Iterable, Sequence
 import torch
 
 from dinfer.abilities.candidates import refusal
-from dinfer.engine.distributed.started import leader
-from dinfer.engine.leading import LeadingWorker
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Deltas, Request, Update
 from dinfer.engine.room import pages_of
@@ -22,6 +20,8 @@ from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
+from dinfer.parallel.leader_worker import LeadingWorker
+from dinfer.parallel.started import leader
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe
 
 

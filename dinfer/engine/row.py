@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dinfer.abilities.reports import Tellings, TokenLogprob, Told
-from dinfer.engine.pages import Key
 from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.memory.pages import Key
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import ACTIVE, Cursors, Phase
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dinfer.abilities.reports import Told
 from dinfer.engine.clock import StepClock
-from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.kernels.upload import upload
 from dinfer.recipe.recipe import Recipe
+from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.contracts import StepShape
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step

@@ -1,7 +1,7 @@
 """The part of an engine on one rank: it owns the state of a batch on its device, and changes it on command.
 
 A worker decides nothing and reads nothing back. Each rank of tensor parallelism has one. All of them go through the
-same states, because they are told the same (`dinfer.engine.leading`).
+same states, because they are told the same (`dinfer.parallel.leader_worker`).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dinfer.engine.clock import StepClock
-from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
 from dinfer.memory.kv import kv_dtype
 from dinfer.recipe.recipe import Recipe
+from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.canvas import Cursors
 from dinfer.step.contracts import StepShape
 from dinfer.step.state import BatchState, Entry

@@ -8,8 +8,8 @@ from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.linear import round_rows
-from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.types import Deferred, InGroups, Inputs, Share
+from dinfer.parallel.symmetric import Exchange
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.symmetric import Exchange
+from dinfer.parallel.symmetric import Exchange
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}

@@ -106,8 +106,8 @@ def load_network(
     linear layers and experts; None: the checkpoint's. A `rank` reads only its share, and has parameters of its shape.
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
+    import dinfer.startup.prepare as compilers
     from dinfer.kernels.cpu.linear import prepare  # only here: networks are heavy to import
-    from dinfer.kernels.triton import prepare as compilers
     from dinfer.layers import linear
 
     if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch

@@ -16,10 +16,10 @@ from dinfer.engine.request import Completion, Counts, Request, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import boxed, locate
+from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
 from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed
-from dinfer.pipeline.ranks import Source, divided
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose

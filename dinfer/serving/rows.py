@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dinfer.abilities.reports import TokenLogprob
-from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.parallel.leader import RankFailed
 from dinfer.serving.drafts import Drafts
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID

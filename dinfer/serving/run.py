@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from dinfer.engine.distributed.leader import RankFailed
+from dinfer.parallel.leader import RankFailed
 from dinfer.serving.address import naming, url
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files

@@ -31,21 +31,24 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
-LEVELLED = {"abilities", "analysis", "loading", "memory", "parallel", "pipeline", "recipe", "step"}
+LEVELLED = {
+    "abilities", "analysis", "engine", "loading", "memory", "parallel", "pipeline", "recipe", "startup", "step",
+}  # fmt: skip
 
 CORE = {"step.canvas", "step.plan", "step.contracts", "kernels", "step.spec", "step.stats"}
 COMPONENT = CORE | {"recipe.registry"}
-# What each unit may import of dinfer, beside itself. Arrows point down only.
+# What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
     "step.plan": set(),
     "step.stats": set(),
-    "kernels": {"step.plan", "step.stats"},
+    "parallel.symmetric": set(),
+    "kernels": {"step.plan", "step.stats", "parallel.symmetric"},
     "step.canvas": {"kernels"},
     "recipe.declarations": set(),
     "recipe.registry": {"recipe.declarations"},
     "demo": set(),
     "step.spec": set(),
-    "parallel.ranks": {"step.spec", "step.stats", "kernels"},
+    "parallel.ranks": {"step.spec", "step.stats", "parallel.symmetric"},
     "step.model": {"parallel.ranks", "step.spec"},
     "step.contracts": {"step.canvas", "step.model", "step.plan", "step.spec", "step.stats"},
     "layers": {"step.contracts", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
@@ -70,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.checkpoint": {
         "loading.files", "loading.hub", "loading.lora", "kernels", "layers", "step.contracts", "loading.quantized",
         "recipe.registry", "loading.safetensors_io", "loading.token_ids", "step.spec", "loading.gguf_file",
-        "loading.gguf_blocks", "loading.packed", "loading.rounding",
+        "loading.gguf_blocks", "loading.packed", "loading.rounding", "startup.prepare",
     },
     "loading.inspect": {
         "step.contracts", "recipe.registry", "step.spec", "layers", "loading.checkpoint", "loading.files",
@@ -92,10 +95,58 @@ MAY_IMPORT: dict[str, set[str]] = {
         "abilities.branches", "abilities.candidates", "abilities.guidance", "abilities.reports",
         "abilities.verification", "recipe.recipe", "step.commits", "step.state", "step.window",
     },
-    "engine": {
-        "step.canvas", "step.contracts", "recipe.recipe", "kernels", "memory.kv", "recipe.registry",
-        "step.state", "step.step", "abilities.reports", "abilities.candidates",
+    "startup.interpreter_lock": set(),
+    "startup.prepare": {"kernels", "startup.interpreter_lock"},
+    "startup.parallel_compiling": {"kernels", "startup.interpreter_lock"},
+    "startup.meta_operators": set(),
+    "startup.kernel_compiler": {
+        "step.canvas", "step.contracts", "recipe.recipe", "step.state", "step.step", "startup.meta_operators",
+        "startup.parallel_compiling", "startup.prepare",
     },
+    "memory.pages": {"memory.kv"},
+    "engine.request": {"step.canvas", "abilities.reports"},
+    "engine.runtime": {"recipe.registry", "abilities.candidates"},
+    "engine.room": {"recipe.recipe", "engine.request", "engine.runtime"},
+    "engine.clock": {"step.contracts"},
+    "engine.row": {"step.canvas", "recipe.recipe", "abilities.reports", "engine.request", "memory.pages"},
+    "engine.runner": {
+        "step.contracts", "recipe.recipe", "step.state", "step.step", "abilities.reports", "engine.clock", "kernels",
+        "startup.kernel_compiler",
+    },
+    "engine.worker": {
+        "step.canvas", "memory.kv", "step.contracts", "recipe.recipe", "step.state", "engine.clock", "engine.room",
+        "engine.runner", "engine.runtime", "startup.kernel_compiler",
+    },
+    "engine.reader": {"step.canvas", "abilities.reports", "engine.worker"},
+    "engine.batch": {
+        "abilities.reports", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
+        "step.state",
+    },
+    "engine.scheduler": {
+        "abilities.candidates", "abilities.reports", "engine.row", "engine.runtime", "recipe.recipe", "step.canvas",
+        "step.contracts",
+    },
+    "engine.loop": {
+        "step.canvas", "abilities.candidates", "engine.batch", "engine.reader", "engine.request", "engine.room",
+        "engine.row", "engine.scheduler", "engine.worker",
+    },
+    "parallel.channel": set(),
+    "parallel.motion": set(),
+    "parallel.interrupts": set(),
+    "parallel.follower": {"parallel.channel", "parallel.motion"},
+    "parallel.child": {"parallel.follower"},
+    "parallel.leader": {"parallel.channel", "parallel.interrupts", "parallel.motion"},
+    "parallel.started": {"parallel.leader"},
+    "parallel.leader_worker": {
+        "engine.room", "engine.runtime", "engine.worker", "parallel.interrupts", "parallel.leader", "recipe.recipe",
+        "recipe.registry", "step.canvas", "step.contracts", "step.state",
+    },
+    "engine.engine": {
+        "recipe.recipe", "abilities.candidates", "engine.loop", "engine.request", "engine.room", "engine.row",
+        "engine.runner", "engine.runtime", "engine.worker", "kernels", "parallel.leader_worker", "parallel.started",
+    },
+    "engine.turns": set(),
+    "engine.async_engine": {"engine.engine", "engine.request", "engine.turns"},
     "pipeline.infilling": {"engine"},
     "pipeline.chat": {"pipeline.inputs"},
     "pipeline.inputs": set(),
@@ -105,14 +156,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.provenance": set(),
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"layers"},
-    "pipeline.ranks": {
-        "step.contracts", "parallel.ranks", "recipe.recipe", "step.spec", "engine", "loading.checkpoint",
-        "loading.packed",
+    "parallel.divided_model": {
+        "step.contracts", "recipe.recipe", "step.spec", "engine", "loading.checkpoint", "loading.packed",
+        "parallel.follower", "parallel.leader", "parallel.leader_worker", "parallel.ranks", "parallel.started",
     },
     "pipeline.pipeline": {
-        "pipeline.ranks",
-        "loading.checkpoint", "loading.hub", "recipe.recipe", "engine", "pipeline.chat", "pipeline.infilling",
-        "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer", "recipe.registry",
+        "parallel.divided_model", "loading.checkpoint", "loading.hub", "recipe.recipe", "engine", "pipeline.chat",
+        "pipeline.infilling", "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer", "recipe.registry",
     },
     "pipeline.tokenizer": {"loading.checkpoint", "loading.files"},
     "pipeline.ahead": {
@@ -129,13 +179,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.trace": {"recipe.recipe", "engine", "pipeline", "step.contracts", "recipe.registry"},
     "serving": {
         "step.contracts", "abilities.reports", "analysis.outputs", "analysis.trace", "recipe.recipe",
-        "recipe.registry", "engine", "pipeline", "pipeline.inputs", "pipeline.streaming",
+        "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.inputs", "pipeline.streaming",
     },
     "__init__": {"recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.pareto", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "pipeline", "pipeline.ahead", "pipeline.ranks", "analysis.plots", "demo", "step.contracts", "recipe.registry",
+        "parallel.divided_model", "parallel.leader", "parallel.started", "pipeline", "pipeline.ahead",
+        "analysis.plots", "demo", "step.contracts", "recipe.registry",
         "analysis.trace", "analysis.tuning", "serving",
     },
 }  # fmt: skip
@@ -152,7 +203,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pydantic": {"serving"},
     "prometheus_client": {"serving"},
     "ray": {"serving"},
-    "triton": {"kernels"},
+    "triton": {"kernels", "startup.parallel_compiling", "startup.prepare"},
     "transformers": {"pipeline.tokenizer", "pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "cli"},
     "huggingface_hub": {"loading.hub"},
@@ -166,6 +217,12 @@ OUTSIDE: dict[str, set[str]] = {
     "evaluations": {"cli"},
 }
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
+
+
+def below(unit: str) -> set[str]:
+    """The units that a unit may import."""
+    packages = MAY_IMPORT[unit] & LEVELLED - MAY_IMPORT.keys()
+    return MAY_IMPORT[unit] - packages | {each for each in MAY_IMPORT if each.partition(".")[0] in packages}
 
 
 def relative(path: Path) -> str:
@@ -199,7 +256,7 @@ def offences(unit: str, source: str) -> list[str]:
         top, *rest = name.split(".")
         if not top:
             found.append(f"relative import {name}")
-        elif top == "dinfer" and rest and rest[0] != "__version__" and unit_of(name) not in {unit} | MAY_IMPORT[unit]:
+        elif top == "dinfer" and rest and rest[0] != "__version__" and unit_of(name) not in {unit} | below(unit):
             found.append(f"{unit} may not import {name}")
         elif top in OUTSIDE and unit not in OUTSIDE[top]:
             found.append(f"{unit} may not import {top}")
@@ -226,12 +283,12 @@ def test_imports_point_down(path: Path) -> None:
         ("step.step", "from dinfer.decoders.threshold import Threshold"),
         ("step.step", "from dinfer import decoders"),
         ("kernels", "def f():\n    from dinfer.step.contracts import ModelSpec"),
-        ("engine", "from dinfer.pipeline import load"),
+        ("engine.engine", "from dinfer.pipeline import load"),
         ("models", "from .llada import Llada"),
         ("models", "from . import llada"),
         ("pipeline.pipeline", "if True:\n    import hydra"),
         ("layers", "import triton.language as tl"),
-        ("engine", "from dinfer.cli.main import main"),
+        ("engine.engine", "from dinfer.cli.main import main"),
         ("cli", "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper"),
     ],
 )
@@ -245,9 +302,9 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
     assert set(MAY_IMPORT) == units
     depth: dict[str, int] = {}
     while len(depth) < len(MAY_IMPORT):
-        ready = [u for u, below in MAY_IMPORT.items() if u not in depth and below <= depth.keys()]
+        ready = [unit for unit in MAY_IMPORT if unit not in depth and below(unit) <= depth.keys()]
         assert ready, f"a cycle among {sorted(MAY_IMPORT.keys() - depth.keys())}"
-        depth |= {u: 1 + max((depth[below] for below in MAY_IMPORT[u]), default=0) for u in ready}
+        depth |= {unit: 1 + max((depth[each] for each in below(unit)), default=0) for unit in ready}
     siblings = {"decoders", "caches", "iterations", "models", "sampling"}
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT)
 

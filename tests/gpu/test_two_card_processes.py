@@ -11,7 +11,7 @@ import torch
 from support.rank_processes import Program, kill
 
 import dinfer
-from dinfer.engine.distributed.started import leader
+from dinfer.parallel.started import leader
 
 pytestmark = [
     pytest.mark.gpu,

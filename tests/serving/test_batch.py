@@ -22,8 +22,8 @@ pytest.importorskip("fastapi")
 from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
 
-from dinfer.engine.distributed.leader import RankFailed
 from dinfer.engine.engine import Engine
+from dinfer.parallel.leader import RankFailed
 
 QUICK = ("max_new_tokens=16", "device=cpu")
 

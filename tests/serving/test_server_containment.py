@@ -25,9 +25,9 @@ import dinfer
 from dinfer.cli.commands import serve as serve_command
 from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
-from dinfer.engine.pages import prompt_keys
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.row import Row
+from dinfer.memory.pages import prompt_keys
 from dinfer.serving import run
 from dinfer.serving.address import listen
 from dinfer.serving.app import application

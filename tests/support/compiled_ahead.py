@@ -77,12 +77,12 @@ def main() -> None:
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     from support.models import tiny_model
 
-    from dinfer.engine.compile_ahead import META, KernelCompiler, on_meta
-    from dinfer.engine.shapes import Shapes
     from dinfer.kernels.triton import hopper_attention
-    from dinfer.kernels.triton.ahead import compiled_beside
-    from dinfer.kernels.triton.prepare import prepare, prepared
     from dinfer.recipe.recipe import Recipe, compose
+    from dinfer.startup.kernel_compiler import META, KernelCompiler, on_meta
+    from dinfer.startup.meta_operators import Shapes
+    from dinfer.startup.parallel_compiling import compiled_beside
+    from dinfer.startup.prepare import prepare, prepared
     from dinfer.step.canvas import Phase
     from dinfer.step.contracts import StepShape
     from dinfer.step.state import BatchState

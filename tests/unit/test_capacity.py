@@ -23,8 +23,8 @@ from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
 from benchmarks.shapes import shape
-from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import Request, Update
+from dinfer.parallel.started import leader
 from dinfer.step.canvas import Phase
 
 LANES = (1, 2, 4, 8, 64)

@@ -15,8 +15,8 @@ from support.launches import path
 from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.engine.compile_ahead import KernelCompiler
 from dinfer.recipe.recipe import Recipe, compose
+from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.state import BatchState
 
 pytest.importorskip("triton")
@@ -63,7 +63,7 @@ def test_a_launcher_keeps_its_functions_while_others_are_loaded(
     """A kernel on an H200 once got the launcher of a kernel that another thread compiled."""
     from triton.runtime import build
 
-    import dinfer.kernels.triton.ahead  # noqa: F401 (it loads launchers from now on)
+    import dinfer.startup.parallel_compiling  # noqa: F401 (it loads launchers from now on)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 

@@ -11,10 +11,10 @@ from support.matrix import completions, engine_for, outcome
 from support.models import EOS, tiny_model
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.pages import PageAllocator
 from dinfer.engine.request import NonFiniteLogits, Request
 from dinfer.engine.runtime import Runtime
 from dinfer.memory.kv import RESERVED
+from dinfer.memory.pages import PageAllocator
 from dinfer.recipe.recipe import Recipe, compose
 
 POISON = 37  # the token whose embedding is NaN

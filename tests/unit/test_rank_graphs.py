@@ -17,11 +17,11 @@ from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
 from dinfer.abilities.reports import Told
-from dinfer.engine.leading import LeadingWorker, shape_of
 from dinfer.engine.room import Room
 from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
+from dinfer.parallel.leader_worker import LeadingWorker, shape_of
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import StepShape

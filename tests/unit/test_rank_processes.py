@@ -19,17 +19,17 @@ from support.rank_processes import LIMIT, Program, children, kill, runs, until
 from support.ranks import save
 
 import dinfer
-import dinfer.pipeline.ranks
+import dinfer.parallel.divided_model
 from dinfer.analysis.likelihood import log_likelihoods
 from dinfer.analysis.trace.record import record
 from dinfer.cli.main import main
 from dinfer.decoders.threshold import Threshold
-from dinfer.engine.distributed.leader import RankFailed
-from dinfer.engine.distributed.started import leader
 from dinfer.engine.request import NonFiniteLogits
+from dinfer.parallel.divided_model import everywhere
+from dinfer.parallel.leader import RankFailed
 from dinfer.parallel.ranks import ALONE
+from dinfer.parallel.started import leader
 from dinfer.pipeline import Pipeline
-from dinfer.pipeline.ranks import everywhere
 from dinfer.recipe.registry import option
 from dinfer.serving.errors import ApiError
 from dinfer.serving.served import catalogue
@@ -129,7 +129,7 @@ def local_decoder() -> Any:
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process starts and no weight is read."""
     for name in ("started", "load_network"):
-        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given, **named: pytest.fail("too late"))
+        monkeypatch.setattr(dinfer.parallel.divided_model, name, lambda *given, **named: pytest.fail("too late"))
     yield
 
 
@@ -193,9 +193,9 @@ def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: py
     done: list[Any] = []
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda host, port, is_master: port)
     for name in ("join", "share"):
-        monkeypatch.setattr(dinfer.pipeline.ranks, name, lambda *given: done.append(given) or ALONE)
-    monkeypatch.setattr(dinfer.pipeline.ranks.Source, "read", lambda told: told)
-    hands = dinfer.pipeline.ranks.Hands(1)
+        monkeypatch.setattr(dinfer.parallel.divided_model, name, lambda *given: done.append(given) or ALONE)
+    monkeypatch.setattr(dinfer.parallel.divided_model.Source, "read", lambda told: told)
+    hands = dinfer.parallel.divided_model.Hands(1)
     assert hands("join", [4711, 2, device, 1]) is False
     hands("load", [0, "source", True])
     assert done == [(4711, 1, 2, device), ("source", ALONE, True)]

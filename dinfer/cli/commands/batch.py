@@ -69,7 +69,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         check_text(asked, source)
         progress.at("loading")
-        from dinfer.engine.distributed.leader import RankFailed
+        from dinfer.parallel.leader import RankFailed
         from dinfer.serving.batch import Output, run, settings
         from dinfer.serving.run import EngineFailed
 

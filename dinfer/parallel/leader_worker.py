@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.engine.distributed.interrupts import uninterrupted
-from dinfer.engine.distributed.leader import Leader, RankFailed
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
+from dinfer.parallel.interrupts import uninterrupted
+from dinfer.parallel.leader import Leader, RankFailed
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.step.canvas import Cursors, Phase

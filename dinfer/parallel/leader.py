@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from dinfer.engine.distributed.channel import Channel
-from dinfer.engine.distributed.interrupts import uninterrupted
-from dinfer.engine.distributed.motion import BEAT, SILENT, STILL, Motion
+from dinfer.parallel.channel import Channel
+from dinfer.parallel.interrupts import uninterrupted
+from dinfer.parallel.motion import BEAT, SILENT, STILL, Motion
 
 START = 120.0  # seconds in which a rank that torchrun has started must connect; it may load torch first
 FAREWELL = 5.0  # seconds in which ranks that are told to end must end

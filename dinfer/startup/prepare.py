@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from dinfer.kernels import triton as kernels
-from dinfer.kernels.triton.turns import taking_turns
+from dinfer.startup.interpreter_lock import taking_turns
 
 
 def prepare(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Compiles the kernels of a step in parallel, before its first launch.
 
 The step runs on the meta device first, where tensors have shapes but no values. So all its kernels are known before the
-first of them runs, and each core can compile one (`dinfer.kernels.triton.ahead`). Kernels depend only on a model's
-shapes, so this computes nothing and uses no memory of the card.
+first of them runs, and each core can compile one (`dinfer.startup.parallel_compiling`). Kernels depend only on a
+model's shapes, so this computes nothing and uses no memory of the card.
 
 A file in Triton's cache notes what is compiled. The next start on the machine launches at once, and each launch reads
 its kernel from the cache.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dinfer.engine.shapes import META, Shapes
 from dinfer.recipe.recipe import Recipe
+from dinfer.startup.meta_operators import META, Shapes
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.contracts import StepShape
 from dinfer.step.state import BatchState
@@ -64,8 +64,8 @@ class KernelCompiler:
         return repr((recipe.model.spec, sorted(map(repr, weights)), parts, self._sizes, sorted(settings.items())))
 
     def _compile(self, shape: StepShape) -> None:
-        from dinfer.kernels.triton.ahead import compiled_before, compiled_beside, cores
-        from dinfer.kernels.triton.prepare import prepared
+        from dinfer.startup.parallel_compiling import compiled_before, compiled_beside, cores
+        from dinfer.startup.prepare import prepared
 
         device = self._recipe.model.device
         done = compiled_before(f"{self._what} {shape}", device)

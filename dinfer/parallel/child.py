@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dinfer.engine.distributed.follower import Follower, leave
+from dinfer.parallel.follower import Follower, leave
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from dinfer.engine.distributed.leader import FAREWELL, Leader
+from dinfer.parallel.leader import FAREWELL, Leader
 
 FIELD = "runtime.tensor_parallel"
 # Variables of torchrun. Processes that dinfer starts must not see them.
@@ -14,8 +14,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 # Ctrl-C reaches all processes of a terminal, but only rank 0 decides. Torch comes last, since it takes seconds to load.
 BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
-    "from dinfer.engine.distributed.child import connected; follower = connected(*sys.argv[1:]); "
-    "from dinfer.pipeline.ranks import follow; follow(follower)"
+    "from dinfer.parallel.child import connected; follower = connected(*sys.argv[1:]); "
+    "from dinfer.parallel.divided_model import follow; follow(follower)"
 )
 _leaders: list[Leader] = []
 _nowhere = open(os.devnull, "w")  # noqa: SIM115

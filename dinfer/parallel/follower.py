@@ -15,8 +15,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dinfer.engine.distributed.channel import Channel
-from dinfer.engine.distributed.motion import BEAT, SILENT, Motion
+from dinfer.parallel.channel import Channel
+from dinfer.parallel.motion import BEAT, SILENT, Motion
 
 Work = Callable[[str, list[Any]], Any]
 PATIENCE = 60.0  # seconds in which rank 0 must accept a connection

@@ -21,8 +21,9 @@ from triton.runtime import build
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dinfer.kernels import triton as triton_kernels
 from dinfer.kernels.dispatch import compiling_for
-from dinfer.kernels.triton.turns import taking_turns
+from dinfer.startup.interpreter_lock import taking_turns
 
 THREADS = 32  # at most; a step has some dozens of kernels
 _TURN, _LOADING = threading.Lock(), threading.Lock()
@@ -101,7 +102,7 @@ def compiled_before(what: str, device: torch.device) -> Path:
     Its name changes with the sources of the kernels, the versions of torch and Triton, and the card.
     """
     sha = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(triton_kernels.__path__[0]).glob("*.py")):
         sha.update(source.read_bytes())
     sha.update("|".join((what, triton.__version__, torch.__version__, torch.cuda.get_device_name(device))).encode())
     return Path(triton.knobs.cache.dir) / f"dinfer-{sha.hexdigest()}"

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 
 from dinfer import __version__
-from dinfer.engine.distributed.follower import Follower
-from dinfer.engine.distributed.leader import Leader
-from dinfer.engine.distributed.started import FIELD, follows, leader, started
-from dinfer.engine.leading import entries_of, model_number, read, shape_of, spelled
 from dinfer.engine.room import Room
 from dinfer.engine.runner import drop_graphs
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
 from dinfer.loading.packed import FIELD as QUANTIZATION
+from dinfer.parallel.follower import Follower
+from dinfer.parallel.leader import Leader
+from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_of, spelled
 from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.parallel.started import FIELD, follows, leader, started
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import ModelFamily, ModelSpec
 from dinfer.step.spec import Rank
