@@ -9,7 +9,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from dinfer.serving.cluster import connect, device_of, placed, usual
+from dinfer.serving.ray.cluster import connect, device_of, placed, usual
 
 Work = Callable[[], dict[str, Any] | None]
 

@@ -26,12 +26,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import throughput
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
-from dinfer.serving.address import listen
 from dinfer.serving.log import log_as_json
 from dinfer.serving.run import serve, tuned
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, listen
 from dinfer.serving.warm_up import warm_up
 from dinfer.step.contracts import ModelSpec
 

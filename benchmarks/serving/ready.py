@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import provenance
-from dinfer.serving.address import listen
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, listen
 
 BODY = {"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
 PATIENCE = 120.0  # seconds

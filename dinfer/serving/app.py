@@ -21,10 +21,9 @@ import dinfer
 from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
 from dinfer.serving import page
-from dinfer.serving.answers import Answer
+from dinfer.serving.answers import Answer, Logprobs
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Guard
-from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -9,14 +10,124 @@ from typing import Any
 
 import torch
 
-from dinfer.abilities.reports import TokenLogprob
+from dinfer.abilities.reports import LEVELS, TokenLogprob
+from dinfer.analysis.trace.pieces import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.parallel.leader import RankFailed
-from dinfer.serving.drafts import Drafts
+from dinfer.pipeline.streaming import Decode, GrowingText
 from dinfer.serving.errors import ApiError
 from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.served import Served
-from dinfer.serving.text import StoppableText
+
+
+class StoppableText:
+    """The text of a growing list of tokens, in pieces. It ends before the first complete stop string.
+
+    It holds back a possible beginning of a stop string until the next tokens decide.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._grown, self._held = GrowingText(decode), ""
+        self._ids: list[int] = []
+        self._length = 0  # characters returned so far
+        self.stopped = False
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """Takes the next tokens and returns the text that is now final. `last`: no others come."""
+        if self.stopped:
+            return ""
+        self._ids += ids
+        piece = self._held + self._grown.push(ids, last=last)
+        if self._stops:
+            piece = self._cut(piece, last)
+        self._length += len(piece)
+        return piece
+
+    @property
+    def taken(self) -> int:
+        """The number of tokens it was given."""
+        return len(self._ids)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the returned text takes, without those of a stop string."""
+        if not (self.stopped or self._held or self._grown.pending):
+            return len(self._ids)
+        lengths = range(len(self._ids) + 1)
+        return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self._ids[:count])))
+
+    def _cut(self, text: str, last: bool) -> str:
+        """The text before a stop string. Holds back the beginning of a possible one."""
+        seen = text + self._grown.pending
+        found = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
+        self.stopped = bool(found)
+        if found:
+            return seen[: min(found)[1]]
+        starts = range(max(len(text) - max(map(len, self._stops)) + 1, 0), len(text))
+        begins = (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops))
+        end = len(text) if last else next(begins, len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+VERSION = 1
+OPEN, COMMITTED, FINAL = 0, 1, 2  # a draft of a masked position; a token that may still be edited; one that stays
+BUCKETS = 10  # tenths of confidence, rounded down
+
+
+class Drafts:
+    """The canvas of a row as its client knows it."""
+
+    def __init__(self, pieces: Pieces, request: Request, *, edits: bool) -> None:
+        """`edits`: the decoder may change what it committed in the active blocks."""
+        self._pieces, self._standing = pieces, COMMITTED if edits else FINAL
+        self._first, self._asked = len(request.prompt), request.asked
+        # Token, bucket and state of each position; None: masked.
+        self._known: list[tuple[int, int, int] | None] = [None] * (self._asked - self._first)
+        self._left = 0  # blocks before this position are finished
+        self._began = False
+
+    def changes(self, update: Update) -> dict[str, Any] | None:
+        """The message about an update with drafts; None if nothing has changed."""
+        changed: list[list[Any]] = []
+        start, end = self._take(update, changed)
+        message: dict[str, Any] = {"v": VERSION, "region": [start, max(start, end)], "changes": changed}
+        if not self._began:
+            self._began = True
+            return message | {"length": len(self._known)}
+        return message if changed else None
+
+    def _take(self, update: Update, changed: list[list[Any]]) -> tuple[int, int]:
+        """Notes the changes, and returns the active positions `[start, end)`."""
+        skip = max(self._first - update.region[0], 0)
+        start, end = update.region[0] + skip - self._first, min(update.region[1], self._asked) - self._first
+        for position in range(self._left, min(start, len(self._known))):
+            if (known := self._known[position]) is not None and known[2] != FINAL:
+                self._note(position, (*known[:2], FINAL), changed)
+        self._left = max(self._left, start)
+        active, offers = (update.active or [])[skip:], (update.offers or [])[skip:]
+        for position, token, offer in zip(range(start, end), active, offers, strict=False):
+            state = self._standing
+            if token < 0:
+                if offer < 0:
+                    continue
+                token, state = offer // LEVELS, OPEN
+            entry = token, offer % LEVELS * BUCKETS // (LEVELS - 1), state
+            if self._known[position] != entry:
+                self._note(position, entry, changed)
+        if update.completion is not None:
+            for position, token in enumerate(update.completion.canvas[self._first : self._asked]):
+                known = self._known[position]
+                bucket = BUCKETS if known is None else known[1]
+                if known != (token, bucket, FINAL):
+                    self._note(position, (token, bucket, FINAL), changed)
+        return start, end
+
+    def _note(self, position: int, entry: tuple[int, int, int], changed: list[list[Any]]) -> None:
+        self._known[position] = entry
+        changed.append([position, self._pieces.of(entry[0]), entry[1], entry[2]])
+
 
 # Errors that concern no other request.
 OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, MemoryError, torch.OutOfMemoryError, TimeoutError)

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from dinfer.parallel.leader import RankFailed
-from dinfer.serving.address import naming, url
 from dinfer.serving.app import application
 from dinfer.serving.connection import connection, open_files
 from dinfer.serving.server import Server
+from dinfer.serving.settings import naming, url
 
 LOG = logging.getLogger("dinfer.serving")
 FAREWELL = 2.0  # seconds in which a server still answers after its engine failed, and in which requests are cut off

@@ -22,8 +22,8 @@ from support.serving import QUESTION, tiny
 
 from dinfer.serving.app import application
 from dinfer.serving.exchange import Asked, messages
-from dinfer.serving.gateway import Gateway, conversation
-from dinfer.serving.replicas import Plan
+from dinfer.serving.ray.gateway import Gateway, conversation
+from dinfer.serving.ray.replicas import Plan
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
@@ -101,7 +101,7 @@ async def silent(asked: Asked) -> AsyncGenerator[Any]:
 @pytest.fixture(autouse=True)
 def plain_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway has a process of its own, whose logs it sets up. Here it has not."""
-    monkeypatch.setattr("dinfer.serving.gateway.log_as_json", lambda: None)
+    monkeypatch.setattr("dinfer.serving.ray.gateway.log_as_json", lambda: None)
 
 
 @contextmanager

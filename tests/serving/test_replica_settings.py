@@ -18,8 +18,8 @@ from support.command_line import CommandLine
 
 import dinfer.cli.recipe
 from dinfer.loading.hub import locate
-from dinfer.serving import cluster, replicas, shards
 from dinfer.serving.batch import Line
+from dinfer.serving.ray import cluster, replicas, shards
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.settings import Settings
 

@@ -29,10 +29,9 @@ from benchmarks.serving.cluster import QUIET, Cluster, cluster
 from benchmarks.serving.kills import Clusters, Kill, questions, trial
 from dinfer.cli import conf
 from dinfer.cli.commands.serve import made
-from dinfer.serving.address import listen
-from dinfer.serving.cluster import connect
-from dinfer.serving.replicas import Plan, deployed
-from dinfer.serving.settings import Settings
+from dinfer.serving.ray.cluster import connect
+from dinfer.serving.ray.replicas import Plan, deployed
+from dinfer.serving.settings import Settings, listen
 
 REPLICA = "ServeReplica:dinfer:Replica"
 SERVE = ("device=cpu", "runtime.rows=4", "max_new_tokens=32")

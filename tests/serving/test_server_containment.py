@@ -29,9 +29,8 @@ from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.row import Row
 from dinfer.memory.pages import prompt_keys
 from dinfer.serving import run
-from dinfer.serving.address import listen
 from dinfer.serving.app import application
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, listen
 
 BAD, GOOD = 33, 64  # tokens of answers
 PATH = "/v1/chat/completions"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 
 from dinfer.pipeline.streaming import WINDOW, GrowingText
-from dinfer.serving.text import StoppableText
+from dinfer.serving.rows import StoppableText
 
 
 def decode(ids: list[int]) -> str:

@@ -15,12 +15,11 @@ import uvicorn
 
 import dinfer
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.serving.address import listen
 from dinfer.serving.app import application
 from dinfer.serving.run import configured
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, listen
 
 QUESTION = "Tom has 12 coins and buys 3 books at 2 coins each. How many coins are left?"
 

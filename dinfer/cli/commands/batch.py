@@ -103,8 +103,8 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
     if replicas is not None:
         counted(config, "replicas")
     check_ahead(config, make.args[1])
-    from dinfer.serving.cluster import connect, device_of, placed, usual
-    from dinfer.serving.shards import answer_on_cluster
+    from dinfer.serving.ray.cluster import connect, device_of, placed, usual
+    from dinfer.serving.ray.shards import answer_on_cluster
 
     connect(address, logs=False)
     device = device_of(setting(config, "device", str | None))

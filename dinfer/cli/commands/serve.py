@@ -59,7 +59,7 @@ def serve(config: dict[str, Any], text: str | None) -> None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
-    from dinfer.serving.address import listen
+    from dinfer.serving.settings import listen
 
     with listen(settings) as socket:
         server = made(config, others, settings)
@@ -77,14 +77,14 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
     need("ray", "ray", "replicas= needs Ray")
     replicas = counted(config, "replicas")
-    from dinfer.serving.address import check_free
+    from dinfer.serving.settings import check_free
 
     check_free(settings)
     check_ahead(config, others)
     autoscaling = setting(config, "autoscaling", dict | None)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
-    from dinfer.serving.cluster import connect, device_of, placed
-    from dinfer.serving.replicas import Plan, run
+    from dinfer.serving.ray.cluster import connect, device_of, placed
+    from dinfer.serving.ray.replicas import Plan, run
     from dinfer.serving.run import EngineFailed
 
     connect(setting(config, "ray", str), logs=True)

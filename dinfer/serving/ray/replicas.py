@@ -18,15 +18,14 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from dinfer.serving.address import ask_ray_serve, listen, url
 from dinfer.serving.app import application
 from dinfer.serving.exchange import Asked, messages
-from dinfer.serving.gateway import PROBE, Gateway
 from dinfer.serving.guard import Message
 from dinfer.serving.log import log_as_json
+from dinfer.serving.ray.gateway import PROBE, Gateway
 from dinfer.serving.run import EngineFailed, tuned
 from dinfer.serving.server import Server
-from dinfer.serving.settings import NO_LIMIT, Settings
+from dinfer.serving.settings import NO_LIMIT, Settings, ask_ray_serve, listen, url
 
 NAME = "dinfer"  # of the application on Ray Serve
 REPLICAS_OF_A_GATEWAY = 8
