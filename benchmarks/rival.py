@@ -6,8 +6,8 @@
 The rival is a loop of one CUDA graph over the same layers: a token of each request, causal attention over its keys, the
 LM head, the most likely token. It has no scheduler, no sampling and no host, so no server of such a model is faster on
 these layers. Ours are the engine's own steps of block diffusion with attention blocks of 8, 16 and 32: a block of L
-positions that commits n of them a step takes L / n steps, of which the first computes the block before, too, to make its
-keys final. Tokens a second follow from these times. Each figure is the median of three runs, printed with their spread.
+positions that commits n of them a step takes L / n steps, of which the first computes the block before, too, and makes
+its keys final. Tokens a second follow from these times. Each figure is the median of three runs, printed with their spread.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.limits import limits, rates
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.kv import RESERVED, KVPool
-from dinfer.core.registry import MODELS
 from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.memory.kv import RESERVED, KVPool
+from dinfer.recipe.registry import MODELS
 
 PAGE, RUNS = 16, 3
 COMMITS = (1, 2, 4, 8)  # tokens a step commits

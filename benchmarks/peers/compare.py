@@ -8,7 +8,8 @@ FOLDER holds a peer's package (README.md beside this file says how to bring it).
 caches of its own, so that its first call is that of a fresh machine; with `--caches FOLDER` runs of a side share them,
 and only its first run compiles all. Runs are added to the file as they end, one that fails costs no other, and those
 that the file has are left as they are: its commits, versions and hardware must be those of now. `--only` runs some, in
-that order. Two cards write a file each.
+that order; `--together` others, which warm up beside each other, so that their first calls take longer, and are timed
+one at a time. Two cards write a file each.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ DENSE: dict[str, tuple[str, list[str]]] = {  # LLaDA-8B: a side, and what is ask
     "peer-dual": ("published", []),
     "ours-dual": ("ours", []),
     "ours-fp8": ("ours", ["--quantize", "fp8"]),
+    "ours-int4": ("ours", ["--quantize", "int4"]),
     "peer-vicinity": ("published", ["--cache", "vicinity"]),
     "ours-vicinity": ("ours", ["--cache", "vicinity"]),
     "peer-none": ("published", ["--cache", "none"]),
@@ -61,6 +64,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--diffulex-commit", default="184ba97")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=RUNS, help="default: all of the peers whose folders are given")
+    parser.add_argument("--together", nargs="*", choices=RUNS, default=[], help="after the others")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--repeats", type=int, default=3, help="timed generations of a run")
     parser.add_argument("--caches", type=Path, help="folder of compiled kernels that the runs of a side share")
@@ -69,11 +73,11 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     there = {"published": given.peer, "diffulex": given.diffulex, "ours": ROOT}
     blocks = [name for name in RUNS if name not in DENSE]
     wanted = [*(DENSE if given.peer else ()), *(blocks if given.diffulex else ())]
-    given.only = wanted if given.only is None else given.only
-    for name in given.only:
+    given.only = [name for name in wanted if name not in given.together] if given.only is None else given.only
+    for name in (*given.only, *given.together):
         if there[RUNS[name][0]] is None:
             parser.error(f"{name} needs --{'peer' if RUNS[name][0] == 'published' else 'diffulex'} FOLDER")
-    if not given.only:
+    if not given.only and not given.together:
         parser.error("nothing to run: give --peer FOLDER, --diffulex FOLDER or --only")
     return given
 
@@ -91,11 +95,15 @@ def run(name: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     }[side]
     own = given.caches.resolve() / side if given.caches else scratch / name
     caches = {f"{kind}_CACHE_DIR": str(own / kind) for kind in ("TRITON", "TORCHINDUCTOR")}
+    caches["PEERS_TOGETHER"] = " ".join(given.together) if name in given.together else ""
     environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     dry = ["--device", "cpu", "--eager", "--prompt", "32", "--new", "64"] if given.dry_run else []
     line = [sys.executable, "-m", f"benchmarks.peers.{side}", "--config", str(config), "--out", str(out)]
     line += ["--repeats", str(given.repeats)]
-    subprocess.run([*line, *options, *dry], cwd=folders[0], env=environment, check=True, timeout=given.limit)
+    try:
+        subprocess.run([*line, *options, *dry], cwd=folders[0], env=environment, check=True, timeout=given.limit)
+    finally:
+        out.with_suffix(".warm").touch()  # nobody waits for a run that failed
     return {"who": "ours" if side == "ours" else "peer"} | json.loads(out.read_text())
 
 
@@ -118,16 +126,23 @@ def main(args: list[str] | None = None) -> None:
     about |= {"diffulex_commit": given.diffulex_commit} if given.diffulex else {}
     found = begun(given.out, about)
     failed = []
+
+    def add(name: str) -> None:
+        try:
+            row = run(name, given, Path(scratch))
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            failed.append(name)
+            return print(f"{name}: {error}", flush=True)
+        found["runs"][name] = row
+        save(found, given.out)
+        print(f"{name}: {row['ms_per_forward']:.2f} ms a forward, first call {row['warm_up_s']:.1f} s", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="dinfer-peers-") as scratch:
         for name in [name for name in given.only if name not in found["runs"]]:
-            try:
-                row = found["runs"][name] = run(name, given, Path(scratch))
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                failed.append(name)
-                print(f"{name}: {error}", flush=True)
-                continue
-            save(found, given.out)
-            print(f"{name}: {row['ms_per_forward']:.2f} ms a forward, first call {row['warm_up_s']:.1f} s", flush=True)
+            add(name)
+        given.together = [name for name in given.together if name not in found["runs"]]
+        with ThreadPoolExecutor(len(given.together) or 1) as pool:
+            list(pool.map(add, given.together))
     if failed:
         sys.exit(f"benchmarks.peers.compare: {', '.join(failed)} failed")
 

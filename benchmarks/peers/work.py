@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,18 @@ def arguments(about: str | None, args: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Waits for the runs that warm up beside this one (`--together`), then for its turn on the card."""
+    together = os.environ.get("PEERS_TOGETHER", "").split()
+    out.with_suffix(".warm").touch()
+    while not all(out.with_name(f"{name}.warm").exists() for name in together):
+        time.sleep(0.2)
+    with open(out.with_name("turn"), "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+
+
 def report(
     given: argparse.Namespace,
     generate: Callable[[], tuple[int, Any]],
@@ -52,7 +67,9 @@ def report(
         torch.cuda.synchronize() if cuda else None
         return time.perf_counter() - began, forwards, tokens
 
-    first, second, *runs = [timed() for _ in range(2 + given.repeats)]
+    first, second = timed(), timed()
+    with alone(given.out):
+        runs, by_width = [timed() for _ in range(given.repeats)], widths()
     seconds, forwards = statistics.median(run[0] for run in runs), first[1]
     if any(run[1] != forwards for run in runs):
         raise RuntimeError(f"forwards differ between runs: {[run[1] for run in runs]}")
@@ -65,7 +82,7 @@ def report(
         "same_tokens": all(run[2] == runs[0][2] for run in runs),
         "by_width": {
             str(width): {"forwards": len(ms), "median_ms": round(statistics.median(ms), 4)}
-            for width, ms in widths().items()
+            for width, ms in by_width.items()
         },
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
     }  # fmt: skip
