@@ -7,7 +7,8 @@ The rival is a loop of one CUDA graph over the same layers: a token of each requ
 LM head, the most likely token. It has no scheduler, no sampling and no host, so no server of such a model is faster on
 these layers. Ours are the engine's own steps of block diffusion with attention blocks of 8, 16 and 32: a block of L
 positions that commits n of them a step takes L / n steps, of which the first computes the block before, too, and makes
-its keys final. Tokens a second follow from these times. Each figure is the median of three runs, printed with their spread.
+its keys final. Tokens a second follow from these times. Each figure is the median of three runs,
+printed with their spread.
 """
 
 from __future__ import annotations
