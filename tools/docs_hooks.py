@@ -1,15 +1,18 @@
-"""A hook of MkDocs: links to files outside docs/ become plain text.
+"""Hooks of MkDocs: links to files outside docs/ become plain text, and formulas become MathML.
 
-Readers of the repository can follow these links, but the site does not have the files.
+Readers of the repository can follow such links, but the site does not have the files. A browser shows MathML without a
+script and without a font from elsewhere.
 """
 
 from __future__ import annotations
 
 import re
+from html import unescape
 from posixpath import dirname, join, normpath
 from typing import Any
 
 LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)]*)\)")
+FORMULA = re.compile(r'class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]<', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -19,3 +22,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return link[1] if normpath(join(folder, link[2])).startswith("../") else link[0]
 
     return LINK.sub(inside, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    from latex2mathml.converter import convert  # of the extra `docs`, which the tests do without
+
+    def typeset(formula: re.Match[str]) -> str:
+        display = "block" if formula["kind"] == "[" else "inline"
+        return f'class="arithmatex">{convert(unescape(formula["tex"]).strip(), display=display)}<'
+
+    return FORMULA.sub(typeset, html)

@@ -78,6 +78,13 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
     assert pin and f"torch {pin[1]}" in README and f"TORCH ?= torch=={pin[1]}" in (ROOT / "Makefile").read_text()
 
 
+def test_code_fits_the_site() -> None:
+    """The site shows 88 characters a line at a width of 1,280 pixels; it breaks a longer line."""
+    for path in (ROOT / "docs").rglob("*.md"):
+        lines = "".join(blocks(path.read_text(), "python") + blocks(path.read_text(), "sh")).splitlines()
+        assert [line for line in lines if len(line) > 88] == [], path
+
+
 def test_what_the_documents_link_to_is_there() -> None:
     for path in report.documents():
         links = re.findall(r"""(?:\]\(|src=")((?!https?:|#)[^)"#]+)""", path.read_text())
