@@ -21,12 +21,12 @@ from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State
 class Daedal(Decoder):
     """Finds a length first, then decodes window after window and adds masks; max_new_tokens is the greatest length.
 
-    Let e be the sum of EOS probabilities over the last `eos_tokens` positions at which EOS is the most likely token,
-    divided by eos_tokens. The canvas begins with `initial` masks, and gains `expansion` more while e < eos_threshold.
-    Then eos_tokens / 2 EOS tokens are put behind it. From then on each step commits all positions of a window of
-    `window` positions with c > threshold, or the best one. If e < growth_threshold, the mask with the least
-    c < low_threshold becomes `expansion` masks. Positions beyond the greatest length are dropped. When a window has no
-    masks, the next one begins. A position that the mask token wins is the best one only if all are such.
+    Let e be the sum of EOS probabilities over the last `eos_tokens` positions at which EOS is offered, divided by
+    eos_tokens. The canvas begins with `initial` masks, and gains `expansion` more while e < eos_threshold. Then
+    eos_tokens / 2 EOS tokens are put behind it. From then on each step commits all positions of a window of `window`
+    positions with c > threshold, or the best one. If e < growth_threshold, the mask with the least c < low_threshold
+    becomes `expansion` masks. Positions beyond the greatest length are dropped. When a window has no masks, the next
+    one begins. A position that the mask token wins is the best one only if all are such.
     """
 
     paper = "DAEDAL, arXiv:2508.00819"

@@ -22,9 +22,9 @@ class Renoise(Decoder):
 
     At step s = 0, 1, ... of a canvas, logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps. H is the
     entropy of a position after that, in nats. Drafts are the tokens that the sampling offers (published: drawn at
-    sampling.temperature=1), and each step chooses them anew. The whole canvas is committed to the most likely tokens
-    when these have not changed for `stability` steps and the mean of H is below `confidence`, or after `steps` steps.
-    This is for models of uniform noise, which have no mask token.
+    sampling.temperature=1), and each step chooses them anew. The whole canvas is committed to the most likely tokens,
+    which no penalty changes, when these have stayed the same for `stability` steps and the mean of H is below
+    `confidence`, or after `steps` steps. This is for models of uniform noise, which have no mask token.
     """
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"

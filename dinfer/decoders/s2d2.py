@@ -85,7 +85,7 @@ class S2D2(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        return ("temperature", "eos_last")  # p is of the most likely token
+        return ("temperature", "repetition_penalty", "eos_last")  # p is of the most likely token
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.encoder or not spec.causal_block or spec.mask_id is None:

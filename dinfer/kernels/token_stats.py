@@ -14,53 +14,64 @@ from dinfer.step.stats import Columns, Draw, TokenStats
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
     best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: Columns | None = None,
+    drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics. The softmax is computed in `dtype` or the logits' own, whichever is wider.
 
-    With a `draw`, its belief gives the probabilities and its scores give the token. `mask_id` None: there is no mask
-    token, and its probability is 0. `wanted_RL`: all other positions get 0. `columns`: the logits are one rank's, and
-    the statistics those of all ranks. Each sends the others eight numbers a position, and four more for a `draw`.
+    With a `draw`, its belief gives the probabilities and its scores give the token; `drawn_RL`: only there, and
+    elsewhere the belief gives it. `mask_id` None: there is no mask token, and its probability is 0. `wanted_RL`: all
+    other positions get 0. `columns`: the logits are one rank's, and the statistics those of all ranks. Each sends the
+    others eight numbers a position, and four more for a `draw`.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         from dinfer.kernels.triton.token_stats import token_stats as kernel
 
-        found = kernel(
+        return kernel(
             logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best,
-            columns=columns,
+            columns=columns, drawn_RL=drawn_RL,
         )  # fmt: skip
-        return TokenStats(*found)  # type: ignore[arg-type]
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     if columns is not None and columns.all_gather is not None:
         told_NRL8 = columns.all_gather(own_numbers(logits_RLV.to(dtype), mask_id, columns))
         drawn = None if draw is None else (columns.all_gather(own_draw(draw, mask_id, columns)), draw.noisy_R1)
-        stats = joined(told_NRL8, entropy, margin, best, drawn)
-        return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
-    logits_RLV = logits_RLV.to(dtype, copy=True)
+        stats = joined(told_NRL8, entropy, margin, best, drawn, drawn_RL)
+    else:
+        stats = whole(logits_RLV.to(dtype), mask_id, entropy, margin, best, draw, drawn_RL)
+    return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
+
+
+def whole(
+    logits_RLV: Tensor, mask_id: int | None, entropy: bool, margin: bool, best: bool, draw: Draw | None,
+    drawn_RL: Tensor | None,
+) -> TokenStats:  # fmt: skip
+    """The statistics where all logits are here."""
     prob_RLV = logits_RLV.softmax(-1)
+    mask_RL = torch.zeros_like(prob_RLV[..., 0]) if mask_id is None else prob_RLV[..., mask_id]
     entropy_RL = torch.special.entr(prob_RLV).sum(-1) if entropy else None
     margin_RL = None
     if margin:
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
-    score_RLV = logits_RLV if draw is None else _scores(draw, 0)
-    mask_score_RL = None if mask_id is None else score_RLV[..., mask_id].clone()
-    if mask_id is not None:
-        for scores in (score_RLV, logits_RLV) if best and draw is not None else (score_RLV,):
-            scores[..., mask_id].fill_(float("-inf"))
-    token_RL = score_RLV.argmax(-1)
-    top_RL = score_RLV.gather(-1, token_RL[..., None])[..., 0]
-    confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
-    confidence_RL = confidence_RL.masked_fill(top_RL == float("-inf"), float("nan"))
-    mask_confidence_RL = torch.zeros_like(confidence_RL) if mask_id is None else prob_RLV[..., mask_id]
-    drawn_RL = None
-    if draw is not None:
-        drawn_RL = mask_confidence_RL > confidence_RL
-        if mask_score_RL is not None:
-            drawn_RL = torch.where(draw.noisy_R1, mask_score_RL > top_RL, drawn_RL)
-    best_RL = logits_RLV.argmax(-1) if best else None
-    stats = TokenStats(token_RL, confidence_RL, mask_confidence_RL, entropy_RL, margin_RL, best_RL, drawn_RL)
-    return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
+
+    def offered(score_RLV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The token with the best score, its probability, and whether the mask token's score is better."""
+        others_RLV = score_RLV.clone()
+        if mask_id is not None:
+            others_RLV[..., mask_id] = float("-inf")
+        top_RL1, token_RL1 = others_RLV.max(-1, keepdim=True)
+        confidence_RL1 = prob_RLV.gather(-1, token_RL1).masked_fill(top_RL1 == float("-inf"), float("nan"))
+        mask_wins_RL1 = torch.zeros_like(top_RL1 > 0) if mask_id is None else score_RLV[..., mask_id, None] > top_RL1
+        return token_RL1[..., 0], confidence_RL1[..., 0], mask_wins_RL1[..., 0]
+
+    token_RL, confidence_RL, _ = offered(logits_RLV)
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    if draw is None:
+        return stats
+    token_RL, confidence_RL, mask_wins_RL = offered(_scores(draw, 0))
+    declined_RL = torch.where(draw.noisy_R1, mask_wins_RL, mask_RL > confidence_RL)
+    drawn = replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
+    return stats.where(drawn_RL, drawn)
 
 
 def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Tensor:
@@ -102,15 +113,17 @@ def _best(value_RLO: Tensor, mask_id: int | None, columns: Columns) -> tuple[Ten
 
 
 def joined(
-    numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool, drawn: tuple[Tensor, Tensor] | None = None
-) -> TokenStats:
+    numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool, drawn: tuple[Tensor, Tensor] | None = None,
+    drawn_RL: Tensor | None = None,
+) -> TokenStats:  # fmt: skip
     """The statistics of a vocabulary from those of its parts, in order. Of equal tokens the first wins.
 
     `drawn`: `own_draw` of the parts, [N, R, L, 4], and the rows in which the mask token takes part by its score.
+    `drawn_RL`: where tokens are drawn; None: everywhere.
     """
-    whole, total, slope, highest, top, second, mask, token = numbers_NRL8.unbind(-1)
+    largest, total, slope, highest, top, second, mask, token = numbers_NRL8.unbind(-1)
     peak_RL = top.amax(0)
-    spoilt_RL = whole.isnan().any(0)
+    spoilt_RL = largest.isnan().any(0)
     shift = torch.where(top == float("-inf"), 0, top - peak_RL)
     shrink = torch.where(top == float("-inf"), 0, shift.exp())
     total_RL, winner_1RL = (total * shrink).sum(0), highest.argmax(0, keepdim=True)
@@ -139,7 +152,8 @@ def joined(
     )
     declined_RL = torch.where(drawn[1], lure.amax(0) > score_RL, mask_RL > confidence_RL)
     token_RL = token.gather(0, winner_1RL)[0].long()
-    return replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
+    offered = replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
+    return stats.where(drawn_RL, offered)
 
 
 def _scores(draw: Draw, first: int) -> Tensor:

@@ -8,7 +8,7 @@ Whatever is asked for, the mask token takes part in the draw; where it is drawn,
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,12 +20,20 @@ from dinfer.recipe.registry import SAMPLINGS, check_range, option
 from dinfer.step.contracts import BlockView, Columns, Draw, ModelSpec, Options, Sampling
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
+CUTS: dict[str, float] = {"temperature": 0, "top_k": 0, "top_p": 1}  # which leave the distribution as it is
 
 
+@SAMPLINGS.register("standard")
 @dataclass(frozen=True, kw_only=True)
-class GumbelSampling(Sampling):
-    """What both ways to draw have in common: what the distribution is before temperature."""
+class StandardSampling(Sampling):
+    """Draws from softmax(logits / T) cut to the top_k most likely tokens and to the nucleus of mass top_p.
 
+    Confidences are those of the model's own distribution, as in LLaDA: at T = 1, without cuts and penalties. So how a
+    token is drawn does not change how sure a decoder is of it. Both cuts ignore the mask token and keep it in the
+    draw. With temperature 0 or top_k 1 the most likely token is taken.
+    """
+
+    paper = "LLaDA, arXiv:2502.09992"
     neutral: ClassVar[dict[str, float]] = {
         "temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "ban_eos": 0, "eos_last": 0,
     }  # fmt: skip
@@ -46,6 +54,8 @@ class GumbelSampling(Sampling):
         per_request=True,
     )  # fmt: skip
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
+    top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
+    top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
@@ -59,6 +69,10 @@ class GumbelSampling(Sampling):
                 raise ValueError(f"sampling.{name}={flag} must be 0 or 1")
         if not all(type(token) is int and token >= 0 for token in self.suppress):
             raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k={self.top_k} must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)
@@ -69,82 +83,72 @@ class GumbelSampling(Sampling):
             "which is never committed anyway. Leave it out."
         )
 
-    def adjust(
-        self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec, columns: Columns
-    ) -> Tensor:
-        penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
-        lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
-        logits_RLV = torch.where(seen_RV[:, None], lowered_RLV, logits_RLV)
-        columns.fill(logits_RLV, *self.suppress)
-        _rule_out(columns.of(logits_RLV, spec.eos_id), options["ban_eos"])
-        return logits_RLV
-
-    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
-        return noise(seed, pos, step, vocab)
-
-    def _drawn(self, logits_RLV: Tensor, scale_R1: Tensor, view: BlockView, belief_RLV: Tensor, options: Options,
-               spec: ModelSpec, columns: Columns) -> Draw:  # fmt: skip
-        """argmax of the logits plus so much noise; probabilities are those of `belief`."""
-        belief_RLV = belief_RLV.clone()
-        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
-        noisy_R1 = (options["temperature"] > 0) | (options["eos_last"] > 0)
-        return Draw(belief_RLV, logits_RLV, scale_R1, noisy_R1, view.seed_R, view.pos_RL, view.forward_R)
-
-
-@SAMPLINGS.register("standard")
-@dataclass(frozen=True, kw_only=True)
-class StandardSampling(GumbelSampling):
-    """Draws from softmax(logits / T) cut to the top_k most likely tokens and to the nucleus of mass top_p.
-
-    Confidences are those of the cut distribution, as in Dream and D2F: a token that is alone in its nucleus has
-    probability 1. Both cuts ignore the mask token and keep it in the distribution. At temperature 0 they hold as well,
-    with T = 1, and the most likely token is taken.
-    """
-
-    paper = "Dream, arXiv:2508.15487"
-
-    top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
-    top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k={self.top_k} must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
+    def asks(self, options: Mapping[str, float]) -> bool:
+        return super().asks({**options, **CUTS} if self.greedy(options) else options)
 
     def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
+        if self.greedy(options):
+            return 0
         if options["top_k"]:
             return min(int(options["top_k"]), vocab)
         return vocab if options["top_p"] < 1 else 0
 
+    def greedy(self, options: Mapping[str, float]) -> bool:
+        """Whether temperature and cuts leave the most likely token alone, so that they change nothing."""
+        return options["temperature"] == 0 or options["top_k"] == 1
+
+    def adjust(self, logits_RLV: Tensor, options: Options, spec: ModelSpec, columns: Columns) -> Tensor:
+        logits_RLV = logits_RLV.clone()
+        columns.fill(logits_RLV, *self.suppress)
+        _rule_out(columns.of(logits_RLV, spec.eos_id), options["ban_eos"])
+        return logits_RLV
+
     def draw(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
-    ) -> Draw:
+        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: Columns,
+    ) -> Draw:  # fmt: skip
+        belief_RLV = logits_RLV.clone()
+        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
-        temperature_R1 = options["temperature"]
-        divisor_R1 = torch.where(temperature_R1 > 0, temperature_R1, 1.0).to(logits_RLV.dtype)
+        penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
+        lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
+        logits_RLV = torch.where(seen_RV[:, None], lowered_RLV, logits_RLV)
+        drawn_R1 = (options["temperature"] > 0) & (options["top_k"] != 1)
+        divisor_R1 = torch.where(drawn_R1, options["temperature"], 1.0).to(logits_RLV.dtype)
         logits_RLV = logits_RLV / divisor_R1[..., None]
         logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, top, columns)
-        noisy_R1 = (temperature_R1 > 0).to(torch.float64)
-        return self._drawn(logits_RLV, noisy_R1, view, logits_RLV, options, spec, columns)
+        noisy_R1 = drawn_R1 | (options["eos_last"] > 0) | (options["repetition_penalty"] != 1)
+        return Draw(
+            belief_RLV, logits_RLV, drawn_R1.to(torch.float64), noisy_R1, view.seed_R, view.pos_RL, view.forward_R
+        )
+
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        return noise(seed, pos, step, vocab)
 
 
-@SAMPLINGS.register("llada")
+@SAMPLINGS.register("tempered")
 @dataclass(frozen=True, kw_only=True)
-class LladaSampling(GumbelSampling):
-    """Draws from softmax(logits / T) as LLaDA does: float64 noise, and confidences without temperature.
+class TemperedSampling(StandardSampling):
+    """As `standard`, but confidences are those of the distribution that is drawn from, as Dream and D2F publish it.
 
-    The token is argmax of exp(l) / (-log u)^T, written as l + T * (-log(-log u)), which does not overflow. Its
-    confidence is its probability under softmax(l). `eos_last` holds at every temperature, unlike in LLaDA.
+    A token that is alone in its nucleus has probability 1, and a low temperature makes every token sure. So decoders
+    that compare confidences with a threshold commit more at once, and err more. At temperature 0 both cuts hold with
+    T = 1.
     """
 
-    paper = "LLaDA, arXiv:2502.09992"
+    paper = "Dream, arXiv:2508.15487; D2F, arXiv:2508.09192"
+
+    def greedy(self, options: Mapping[str, float]) -> bool:
+        return False
 
     def draw(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
-    ) -> Draw:
-        return self._drawn(logits_RLV, options["temperature"], view, logits_RLV, options, spec, columns)
+        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: Columns,
+    ) -> Draw:  # fmt: skip
+        draw = super().draw(logits_RLV, seen_RV, view, options, spec, top, columns)
+        belief_RLV = draw.logits_RLV.clone()
+        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
+        return replace(draw, belief_RLV=belief_RLV)
 
 
 def _rule_out(tokens: Iterable[Tensor], flag_R1: Tensor) -> None:

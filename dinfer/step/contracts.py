@@ -183,15 +183,16 @@ class Decoder(Component):
     def refuses(self) -> tuple[str, ...]:
         """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
 
-        A decoder that edits compares decoded tokens with proposed ones. Tokens drawn anew at every step never settle.
+        `eos_last` takes stop tokens for impossible, and a decoder that edits would rewrite those that are decoded.
         """
-        return ("temperature", "repetition_penalty", "eos_last") if self.edits else ()
+        return ("eos_last",) if self.edits else ()
 
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         """The positions to commit at this step; changes `state` in place.
 
         Statistics are 0 where the decoder may not write: where nothing is masked, or, if it `edits`, at given tokens.
+        Tokens are drawn at masks alone. At decoded positions the proposed token is the model's most likely one.
         """
 
     def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
@@ -224,18 +225,17 @@ class Sampling(Component):
         return 0
 
     @abstractmethod
-    def adjust(
-        self, logits_RLV: Tensor, options: Options, seen_RV: Tensor, spec: ModelSpec, columns: Columns
-    ) -> Tensor:
-        """Logits for the decoder to adjust; never changed in place. `seen_RV`: tokens that the canvas holds."""
+    def adjust(self, logits_RLV: Tensor, options: Options, spec: ModelSpec, columns: Columns) -> Tensor:
+        """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
 
     @abstractmethod
     def draw(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int, columns: Columns
-    ) -> Draw:
+        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: Columns,
+    ) -> Draw:  # fmt: skip
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 
-        `top`: the largest `top_candidates` of the rows, or more.
+        `seen_RV`: tokens that the canvas holds. `top`: the largest `top_candidates` of the rows, or more.
         """
 
     @abstractmethod

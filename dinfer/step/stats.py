@@ -36,6 +36,17 @@ class TokenStats:
         there = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(stat_RL) for name, stat_RL in there.items() if stat_RL is not None})
 
+    def where(self, drawn_RL: Tensor | None, offered: TokenStats) -> TokenStats:
+        """The same with the drawn tokens of `offered` at these positions; None: at all."""
+        if drawn_RL is None or offered.mask_drawn_RL is None:
+            return offered
+        return replace(
+            offered,
+            token_RL=torch.where(drawn_RL, offered.token_RL, self.token_RL),
+            confidence_RL=torch.where(drawn_RL, offered.confidence_RL, self.confidence_RL),
+            mask_drawn_RL=torch.where(drawn_RL, offered.mask_drawn_RL, self.declined_RL),
+        )
+
     @property
     def top_RL(self) -> Tensor:
         """The largest probability, the mask token's included; where tokens are drawn, that of what was drawn."""

@@ -319,15 +319,15 @@ def proposed_tokens(
     columns = own_columns(recipe, shape)
     if shape.sampled:
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
-        seen_BV = columns.part(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id))
-        logits_RLV = sampling.adjust(logits_RLV, options, rows_of(seen_BV, shape.blocks), spec, columns)
+        logits_RLV = sampling.adjust(logits_RLV, options, spec, columns)
     if decoder.reads_logits and shape.phase != Phase.VERIFY:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     logits_RLV = offered(recipe, logits_RLV, columns)
     if shape.sampled:
-        draw = sampling.draw(logits_RLV, view, options, spec, shape.top_candidates, columns)
-    wanted_RL = ~view.given_RL if decoder.edits else view.masked_RL
-    return statistics(recipe, logits_RLV, wanted_RL, draw, columns), logits_RLV
+        seen_RV = rows_of(columns.part(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id)), shape.blocks)
+        draw = sampling.draw(logits_RLV, seen_RV, view, options, spec, shape.top_candidates, columns)
+    wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if decoder.edits else (view.masked_RL, None)
+    return statistics(recipe, logits_RLV, wanted_RL, draw, columns, drawn_RL), logits_RLV
 
 
 def open_stats(
@@ -360,14 +360,15 @@ def offered(recipe: Recipe, logits_RLV: Tensor, columns: Columns) -> Tensor:
 
 
 def statistics(
-    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns
-) -> TokenStats:
-    """What the decoder needs to know of the logits."""
+    recipe: Recipe, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None, columns: Columns,
+    drawn_RL: Tensor | None = None,
+) -> TokenStats:  # fmt: skip
+    """What the decoder needs to know of the logits. `drawn_RL`: where tokens are drawn; None: wherever any are."""
     decoder, needs = recipe.decoder, (*recipe.decoder.needs, *recipe.iteration.needs)
     return token_stats(
         logits_RLV, recipe.model.spec.mask_id, decoder.softmax_dtype,
         **{name: name in needs for name in ("entropy", "margin", "best")}, draw=draw, wanted_RL=wanted_RL,
-        columns=columns,
+        columns=columns, drawn_RL=drawn_RL,
     )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ def test_ranks_find_the_statistics_of_the_whole(
         torch.tensor([[True], [seed % 2 > 0]], device=DEVICE), torch.tensor([seed, 7], device=DEVICE),
         torch.arange(6, device=DEVICE).view(2, 3), torch.tensor([seed % 5, 3], device=DEVICE),
     )  # fmt: skip
+    drawn_RL = torch.arange(6, device=DEVICE).view(2, 3) % 4 > 0 if seed % 3 else None
     if not drawn:
         draw = None
 
@@ -81,13 +82,12 @@ def test_ranks_find_the_statistics_of_the_whole(
         if draw is not None:
             beliefs, logits = columns.part(draw.belief_RLV), columns.part(draw.logits_RLV)
             part = replace(draw, belief_RLV=beliefs, logits_RLV=logits)
-        return token_stats(
-            columns.part(logits_RLV), mask, torch.float32, columns=columns, draw=part, wanted_RL=wanted_RL, **ALL
-        )
+        given = {"columns": columns, "draw": part, "drawn_RL": drawn_RL, "wanted_RL": wanted_RL, **ALL}
+        return token_stats(columns.part(logits_RLV), mask, torch.float32, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "use_triton", lambda *given: False)
-        want = token_stats(logits_RLV, mask, torch.float32, draw=draw, wanted_RL=wanted_RL, **ALL)
+        want = token_stats(logits_RLV, mask, torch.float32, draw=draw, wanted_RL=wanted_RL, drawn_RL=drawn_RL, **ALL)
         patch.setattr(module, "use_triton", lambda *given: kernel)
         patch.setattr(triton_stats, "PIECE", 8)
         patch.setattr(triton_draw, "PIECE", 8)

@@ -19,7 +19,7 @@ from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.sampling.gumbel import StandardSampling
 from dinfer.step.contracts import Columns, ModelSpec, Options
 
-BY_PARTS = ["draws", "top-k", "penalties", "LLaDA's draws", "guidance", "guided draws", "draws of candidates"]
+BY_PARTS = ["draws", "top-k", "penalties", "last stop tokens", "guidance", "guided draws", "draws of candidates"]
 UNTIED = "llada, 6 key heads"
 POISON = 20  # the first token of rank 1, of 40
 
@@ -57,11 +57,9 @@ class Sorted(StandardSampling):
 
     by_parts = False
 
-    def adjust(
-        self, logits_RLV: torch.Tensor, options: Options, seen_RV: torch.Tensor, spec: ModelSpec, columns: Columns
-    ) -> torch.Tensor:
-        assert logits_RLV.shape[-1] == seen_RV.shape[-1] == columns.count == spec.vocab == VOCAB
-        return super().adjust(logits_RLV - logits_RLV.logsumexp(-1, keepdim=True), options, seen_RV, spec, columns)
+    def adjust(self, logits_RLV: torch.Tensor, options: Options, spec: ModelSpec, columns: Columns) -> torch.Tensor:
+        assert logits_RLV.shape[-1] == columns.count == spec.vocab == VOCAB
+        return super().adjust(logits_RLV - logits_RLV.logsumexp(-1, keepdim=True), options, spec, columns)
 
 
 def test_a_sampling_that_needs_all_logits_gets_them(folder: Path) -> None:

@@ -129,10 +129,12 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
 
 def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
     recipe = recipe_for()
-    for options, most in (({}, 0), ({"temperature": 1.0}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB),
-                          ({"top_k": 3, "top_p": 0.5}, 3), ({"top_k": 10**6}, VOCAB)):  # fmt: skip
-        assert recipe.top_candidates(recipe.resolve(options)) == most
-    assert recipe_for("llada").top_candidates([]) == 0
+    for options, most in (({}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB), ({"top_k": 3, "top_p": 0.5}, 3),
+                          ({"top_k": 10**6}, VOCAB)):  # fmt: skip
+        assert recipe.top_candidates(recipe.resolve(options | {"temperature": 1.0})) == most
+        assert recipe.top_candidates(recipe.resolve(options)) == 0  # the most likely token is among them
+    assert recipe.top_candidates(recipe.resolve({"temperature": 1.0, "top_k": 1})) == 0
+    assert recipe_for("tempered").top_candidates(recipe.resolve({"top_k": 3})) == 3
 
 
 def test_the_nucleus_by_hand() -> None:
@@ -168,15 +170,88 @@ def stats_of(options: dict[str, Any], logits: list[float], *, sampling: str = "s
 LOGITS = [math.log(p) for p in (0.4, 0.1, 0.1, 0.1, 0.2, 0.1)]
 
 
-def test_confidences() -> None:
-    """standard: of the tempered and cut distribution; llada: of the logits as they are."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.1}, {"temperature": 2.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1, "top_p": 0.5},
+        {"top_k": 1}, {"top_p": 0.1}, {"repetition_penalty": 5.0}, {"temperature": 0.3, "repetition_penalty": 0.2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_confidence_is_the_models_own_however_the_token_is_drawn(options: dict[str, Any]) -> None:
+    for seed in range(5):
+        token, confidence = stats_of(options | {"seed": seed}, LOGITS)
+        assert confidence == pytest.approx(math.exp(LOGITS[token]), rel=1e-5)
+
+
+def test_tempered_confidences_are_those_of_the_distribution_that_is_drawn_from() -> None:
+    """As Dream and D2F publish it."""
     tempered = [p**2 for p in (0.4, 0.1, 0.1, 0.1, 0.2, 0.1)]
-    token, confidence = stats_of({"temperature": 0.5, "seed": 1}, LOGITS)
+    token, confidence = stats_of({"temperature": 0.5, "seed": 1}, LOGITS, sampling="tempered")
     assert confidence == pytest.approx(tempered[token] / sum(tempered), rel=1e-5)
-    token, confidence = stats_of({"temperature": 0.5, "seed": 1}, LOGITS, sampling="llada")
-    assert confidence == pytest.approx(math.exp(LOGITS[token]), rel=1e-5)
-    assert stats_of({"top_k": 1}, LOGITS)[1] == pytest.approx(0.8)  # the mask stays in the distribution
-    assert stats_of({}, LOGITS)[1] == pytest.approx(0.4)
+    assert stats_of({"top_k": 1}, LOGITS, sampling="tempered")[1] == pytest.approx(0.8)  # the mask stays in the draw
+    assert stats_of({}, LOGITS, sampling="tempered")[1] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("decoder", ["threshold", "factor", "joint_threshold"])
+def test_top_k_1_is_greedy_at_every_temperature(decoder: str) -> None:
+    """Beside rows that do draw, too; the mask token is often the most likely here."""
+    recipe = recipe_for(decoder=decoder)
+    greedy = outputs(recipe, [{}])[0]
+    options = [{"top_k": 1, "temperature": 0.7, "seed": 3}, {"top_k": 1}, {"top_p": 0.2}, {"temperature": 1.0}]
+    assert outputs(recipe, options)[:3] == [greedy] * 3
+
+
+def test_a_low_temperature_commits_no_more_at_once() -> None:
+    """Sharper logits made every token sure: 8 masks went at once, and most answers were wrong."""
+    table = torch.zeros(1, 8, VOCAB, dtype=torch.float64)
+    table[..., 7] = 3.0  # likeliest of all, and far from sure
+    recipe = recipe_for(model=Scripted(table))
+    for options in ({}, {"temperature": 0.1}, {"temperature": 0.7, "top_p": 0.3}, {"temperature": 1.0, "top_k": 1}):
+        request = Request([1] * 8, 8, recipe.resolve(options))
+        steps = [sum(u.masked or []) for u in engine_for(recipe).run([request], snapshots=True)]
+        assert steps == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_a_penalty_leaves_the_mask_token_as_likely_as_it_is() -> None:
+    """The token is chosen by lowered logits, and so it is where the mask token competes."""
+    logits = [3.0, 0.0, -5.0, -5.0, -5.0, 1.0]  # 5 is the mask; 0 is in the prompt
+    token, confidence = stats_of({"repetition_penalty": 2.0}, logits)
+    assert token == 0 and confidence == pytest.approx(torch.tensor(logits).softmax(-1)[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("decoder", ["joint_threshold", "remasking", "wino", "dmax"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.5}, {"temperature": 0.5, "top_p": 0.7}, {"repetition_penalty": 2.0}]
+)
+def test_decoders_that_edit_take_every_sampling_and_end(decoder: str, options: dict[str, Any]) -> None:
+    recipe = recipe_for(decoder=decoder)
+    for (output, *_), seed in zip(outputs(recipe, [options | {"seed": s} for s in range(3)]), range(3), strict=True):
+        assert MASK not in output, seed
+
+
+def test_decoded_tokens_are_compared_with_the_most_likely_ones() -> None:
+    """A draw at a decoded position would rewrite it at every step. Masks are drawn all the same."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    base = recipe_for(decoder={"name": "joint_threshold", "threshold": 0.0, "edit_threshold": 1.0})
+
+    class Spy(type(base.decoder)):  # type: ignore[misc]
+        def select(self, stats: Any, view: Any, state: Any) -> Any:
+            seen.append((stats.token_RL.clone(), view.masked_RL.clone(), view.given_RL.clone()))
+            return super().select(stats, view, state)
+
+    greedy, drawn = ([], [])
+    for options, kept in (({}, greedy), ({"temperature": 2.0, "repetition_penalty": 3.0}, drawn)):
+        table = torch.randn(1, 8, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        recipe = replace(base, model=Scripted(table), decoder=Spy(**{"threshold": 0.0, "edit_threshold": 1.0}))
+        completions(engine_for(recipe), [Request([1] * 8, 8, recipe.resolve(options))])
+        kept.extend(seen)
+        seen.clear()
+    best_RL, first_RL = greedy[0][0], drawn[0][0]
+    assert not torch.equal(first_RL, best_RL)
+    for token_RL, masked_RL, given_RL in drawn[1:]:
+        judged_RL = ~masked_RL & ~given_RL
+        assert torch.equal(token_RL[judged_RL], best_RL[judged_RL])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.names())
@@ -194,19 +269,17 @@ def test_eos_last_commits_stop_tokens_last() -> None:
     table = torch.zeros(1, 8, VOCAB, dtype=torch.float64)
     table[..., 7] = 3.0
     table[0, ::2, EOS] = 9.0  # at every other position the surest of all
-    recipe = recipe_for("llada", {"name": "fixed", "steps": 8}, Scripted(table))
+    recipe = recipe_for("standard", {"name": "fixed", "steps": 8}, Scripted(table))
     request = Request([1] * 8, 8, recipe.resolve({"eos_last": 1}))
     steps = [u.masked for u in engine_for(recipe).run([request], snapshots=True)]
     assert steps[3] is not None and steps[3][8:] == [True, False] * 4
 
 
-@pytest.mark.parametrize("name", SAMPLINGS.names())
-def test_repetition_penalty_lowers_positive_and_negative_logits(name: str) -> None:
-    logits_RLV = torch.tensor([3.0, -3.0]).repeat(VOCAB // 2)[None, None]
-    seen_RV = torch.arange(VOCAB)[None] < 2
-    given = {"repetition_penalty": torch.tensor([[1.5]]), "ban_eos": torch.tensor([[0]])}
-    adjusted_RLV = SAMPLINGS.build(name).adjust(logits_RLV, given, seen_RV, tiny_model().spec, Columns(0, VOCAB, VOCAB))
-    assert adjusted_RLV[0, 0, :4].tolist() == [2.0, -4.5, 3.0, -3.0]
+def test_repetition_penalty_lowers_positive_and_negative_logits() -> None:
+    """By what is drawn: 2 beats 3 / 1.5 - 0.1, and -4 beats -3 * 1.5."""
+    for first, second, token in ((3.0, 1.9, 0), (3.0, 2.1, 1), (-3.0, -4.0, 1), (-3.0, -5.0, 0)):
+        likely = [first, second, -9.0, -9.0, -9.0, -9.0]
+        assert stats_of({"repetition_penalty": 1.5}, likely)[0] == token
 
 
 def test_repetition_penalty_counts_prompt_and_decoded_tokens() -> None:
@@ -220,7 +293,7 @@ def test_repetition_penalty_counts_prompt_and_decoded_tokens() -> None:
 def test_the_mask_token_takes_part_in_the_draw() -> None:
     table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
     table[..., MASK] = math.log(VOCAB)  # as likely as all others together
-    recipe = recipe_for("llada", {"name": "threshold", "threshold": 0.0}, Scripted(table), block=64)
+    recipe = recipe_for("standard", {"name": "threshold", "threshold": 0.0}, Scripted(table), block=64)
     request = Request([1], 64, recipe.resolve({"temperature": 1.0}))
     left = [sum(u.masked or []) for u in engine_for(recipe).run([request], snapshots=True)]
     assert 20 < left[0] < 44 and left[-1] == 0
@@ -263,14 +336,9 @@ def test_a_number_that_would_make_logits_infinite_is_refused(decoder: str, optio
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown per-request option .top_k."):
-        recipe_for("llada").resolve({"top_k": 3})
     for decoder in ("joint_threshold", "remasking"):
-        with pytest.raises(IncompatibleRecipe, match=r"cannot honour sampling.temperature=0.5"):
-            recipe_for(decoder=decoder).resolve({"temperature": 0.5})
-        with pytest.raises(IncompatibleRecipe, match="temperature"):
-            recipe_for({"name": "standard", "temperature": 0.5}, decoder)
-        recipe_for(decoder=decoder).resolve({"ban_eos": 1, "top_p": 0.5})
+        with pytest.raises(IncompatibleRecipe, match=r"cannot honour sampling.eos_last=1"):
+            recipe_for(decoder=decoder).resolve({"eos_last": 1})
     with pytest.raises(IncompatibleRecipe, match="eos_last"):
         recipe_for(decoder={"name": "fixed", "score": "random"}).resolve({"eos_last": 1})
     with pytest.raises(IncompatibleRecipe, match="vocabulary"):

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import token_stats  # noqa: E402
 from dinfer.kernels.triton import token_stats as triton_stats  # noqa: E402
-from dinfer.step.stats import Draw, TokenStats  # noqa: E402
+from dinfer.step.stats import Draw  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,13 @@ def test_token_stats(
     wanted_RL = torch.arange(12, device=DEVICE).view(2, 6) % 3 > 0 if some else None
     got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
     want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
-    assert torch.equal(got[1].isfinite(), want.finite_RL)
+    assert torch.equal(got.finite_RL, want.finite_RL)
     sure = want.finite_RL
-    assert torch.equal(got[0][sure], want.token_RL[sure])
+    assert torch.equal(got.token_RL[sure], want.token_RL[sure])
     near = {"atol": 1e-6, "rtol": 1e-4} if precision == torch.float32 else {"atol": 1e-12, "rtol": 1e-9}
     assert want.entropy_RL is not None and want.margin_RL is not None
-    for mine, theirs in zip(
-        got[1:5], (want.confidence_RL, want.mask_confidence_RL, want.entropy_RL, want.margin_RL), strict=True
-    ):
+    for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL", "margin_RL"):
+        mine, theirs = getattr(got, name), getattr(want, name)
         assert mine is not None and mine.dtype == theirs.dtype
         torch.testing.assert_close(mine[sure], theirs[sure], **near)
 
@@ -80,9 +79,10 @@ def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | No
         pos_RL=torch.arange(20, device=DEVICE).view(4, 5) - 1,
         step_R=torch.tensor([0, 3, 4, 500], device=DEVICE),
     )  # fmt: skip
-    for wanted_RL in (None, torch.arange(20, device=DEVICE).view(4, 5) % 3 > 0):
-        given = {"draw": drawn, "wanted_RL": wanted_RL, "entropy": True, "best": True}
-        got = TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, precision, **given))
+    some_RL, most_RL = (torch.arange(20, device=DEVICE).view(4, 5) % each > 0 for each in (3, 4))
+    for wanted_RL, drawn_RL in ((None, None), (some_RL, None), (some_RL, most_RL)):
+        given = {"draw": drawn, "wanted_RL": wanted_RL, "drawn_RL": drawn_RL, "entropy": True, "best": True}
+        got = triton_stats.token_stats(logits_RLV, mask_id, precision, **given)
         want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
         sure = want.finite_RL
         assert torch.equal(got.finite_RL, sure) and 0 < sure.sum() < 20
@@ -102,7 +102,7 @@ def test_the_lowest_float32_is_a_token_where_all_others_are_ruled_out(
     monkeypatch.setattr(triton_stats, "PIECE", 256)
     logits_RLV = torch.full((1, 1, 2100), float("-inf"), device=DEVICE)
     logits_RLV[..., list(places)] = torch.finfo(torch.float32).min
-    got = TokenStats(*triton_stats.token_stats(logits_RLV, mask_id, torch.float32))
+    got = triton_stats.token_stats(logits_RLV, mask_id, torch.float32)
     want = token_stats.token_stats(logits_RLV, mask_id, torch.float32)
     assert got.token_RL.item() == want.token_RL.item() == min(places)
     assert got.confidence_RL.item() == want.confidence_RL.item() == 1 / len(places)
@@ -110,5 +110,5 @@ def test_the_lowest_float32_is_a_token_where_all_others_are_ruled_out(
 
 def test_token_stats_without_a_mask_token(reference: None) -> None:
     logits_RLV = draw(1, 3, 40)
-    token_RL, _, mask_RL, *_ = triton_stats.token_stats(logits_RLV, None, torch.float32)
-    assert torch.equal(token_RL, logits_RLV.argmax(-1)) and not mask_RL.any()
+    got = triton_stats.token_stats(logits_RLV, None, torch.float32)
+    assert torch.equal(got.token_RL, logits_RLV.argmax(-1)) and not got.mask_confidence_RL.any()

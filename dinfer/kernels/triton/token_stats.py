@@ -1,5 +1,6 @@
 """The statistics of the logits in one pass: one kernel reads pieces of the vocabulary, a second joins the pieces."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dinfer.kernels.triton.draw import draw_tokens
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.step.stats import Columns, Draw
+from dinfer.step.stats import Columns, Draw, TokenStats
 
 PIECE, TURNS = 4096, 4  # logits that a program takes at a time, and how often
 GROUP = 8  # neighbours that a thread reads at once
@@ -173,9 +174,9 @@ def _gather(
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, draw: Draw | None = None,
     wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
-    columns: Columns | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """See `dinfer.kernels.token_stats.token_stats`; returns the fields of `TokenStats`. [R, L] each"""
+    columns: Columns | None = None, drawn_RL: Tensor | None = None,
+) -> TokenStats:  # fmt: skip
+    """See `dinfer.kernels.token_stats.token_stats`."""
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
     columns = columns or Columns(0, vocab, vocab)
@@ -204,7 +205,9 @@ def token_stats(
         *(confidence_RL if made is None else made for made in (entropy_RL, margin_RL, norm_R2)), own, pieces,
         MASK=mask_id is not None, NORM=draw is not None, S=triton.next_power_of_2(pieces), num_warps=1, **given,
     )  # fmt: skip
-    best_RL, drawn_RL = token_RL if best else None, None
-    if draw is not None and norm_R2 is not None:
-        token_RL, confidence_RL, drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL, columns)
-    return token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL, drawn_RL
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    if draw is None or norm_R2 is None:
+        return stats
+    token_RL, confidence_RL, mask_drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL, columns)
+    drawn = replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=mask_drawn_RL)
+    return stats.where(drawn_RL, drawn)
