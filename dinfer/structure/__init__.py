@@ -1,0 +1,16 @@
+"""Languages that an answer must be in: regular expressions, choices, JSON Schema, grammars, tools.
+
+It needs numpy alone and knows nothing of models. `Compiler(vocabulary).compile(constraint)` gives a `Language`, whose
+arrays the step reads; `dinfer.structure.reference` says in numpy what they mean for a canvas.
+"""
+
+from dinfer.structure.compiler import Compilation, Compiler
+from dinfer.structure.constraint import Constraint, choice, json_object, json_schema, regex
+from dinfer.structure.language import NEVER, Language
+from dinfer.structure.limits import Cancelled, ConstraintError, Limits
+from dinfer.structure.tokens import Vocabulary, vocabulary_of
+
+__all__ = [
+    "NEVER", "Cancelled", "Compilation", "Compiler", "Constraint", "ConstraintError", "Language", "Limits",
+    "Vocabulary", "choice", "json_object", "json_schema", "regex", "vocabulary_of",
+]  # fmt: skip

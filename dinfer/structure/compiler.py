@@ -1,0 +1,119 @@
+"""Constraints into languages, with limits, a cache, and a thread that compiles while others work."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, repeat, without
+from dinfer.structure.constraint import Constraint
+from dinfer.structure.language import Language, language
+from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits
+from dinfer.structure.regex import parse
+from dinfer.structure.tokens import Vocabulary
+
+Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
+
+
+def _regex(constraint: Constraint, budget: Budget) -> Built:
+    return build(parse(constraint.text), budget), True, None
+
+
+def _choice(constraint: Constraint, budget: Budget) -> Built:
+    return build(alt(utf8_text(text) for text in json.loads(constraint.text)), budget), True, None
+
+
+BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
+    "regex": _regex,
+    "choice": _choice,
+}
+
+
+def utf8_text(text: str) -> bytes:
+    """The bytes of a literal text. Raises ConstraintError if it has half a pair of surrogates."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error
+
+
+def free_text(*never: str) -> Node:
+    """Any text in which none of these texts occurs."""
+    anything = repeat(ANY_CHARACTER)
+    if not never:
+        return anything
+    return without(build(anything), build(cat(anything, alt(utf8_text(text) for text in never), anything)))
+
+
+def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> Built:
+    """The automaton over bytes of a constraint. Raises ConstraintError with what is wrong with it."""
+    budget = budget or Budget()
+    if constraint.kind not in BUILDERS:
+        raise ConstraintError(f"there is no constraint {constraint.kind!r}; there are {', '.join(BUILDERS)}")
+    if (size := len(constraint.text.encode("utf-8", "surrogatepass"))) > budget.limits.text:
+        raise ConstraintError(f"its text has {size:,} bytes; at most {budget.limits.text:,} are possible")
+    automaton, exact, depth = BUILDERS[constraint.kind](constraint, budget)
+    if constraint.stop:
+        avoided = build(cat(anything := free_text(), alt(map(utf8_text, constraint.stop)), anything), budget)
+        automaton = without(automaton, avoided, budget)
+        if automaton.empty:
+            raise ConstraintError(f"every accepted answer contains one of the stop strings {list(constraint.stop)}")
+    if constraint.after:
+        automaton = build(cat(free_text(constraint.after), utf8_text(constraint.after), automaton), budget)
+    return automaton, exact, depth
+
+
+class Compiler:
+    """Compiles constraints for one vocabulary and keeps the languages used last. Any thread may call its methods."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: Limits | None = None, kept: int = 64) -> None:
+        self.vocabulary, self.limits, self.kept = vocabulary, limits or Limits(), kept
+        self._languages: OrderedDict[Constraint, Language] = OrderedDict()
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(1, "dinfer-structure")
+
+    def compile(self, constraint: Constraint, cancelled: threading.Event | None = None) -> Language:
+        """The language of a constraint, in this thread. Raises ConstraintError, or Cancelled once the event is set."""
+        with self._lock:
+            if constraint in self._languages:
+                self._languages.move_to_end(constraint)
+                return self._languages[constraint]
+        budget = Budget(self.limits, cancelled)
+        automaton, exact, depth = compile_automaton(constraint, budget)
+        found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
+        with self._lock:
+            self._languages[constraint] = found
+            while len(self._languages) > self.kept:
+                self._languages.popitem(last=False)
+        return found
+
+    def submit(self, constraint: Constraint) -> Compilation:
+        """Compiles in the worker thread."""
+        cancelled = threading.Event()
+        return Compilation(self._worker.submit(self.compile, constraint, cancelled), cancelled)
+
+    def close(self) -> None:
+        """Ends the worker thread; what waits for it is cancelled."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+class Compilation:
+    """A language that is being compiled. `future` may be awaited with `asyncio.wrap_future`."""
+
+    def __init__(self, future: Future[Language], cancelled: threading.Event) -> None:
+        self.future, self._cancelled = future, cancelled
+
+    def result(self, timeout: float | None = None) -> Language:
+        """Waits for the language. Raises ConstraintError, Cancelled, or TimeoutError after `timeout` seconds."""
+        return self.future.result(timeout)
+
+    def cancel(self) -> None:
+        """Stops the compilation: nobody waits for it."""
+        self._cancelled.set()
+        self.future.cancel()
+
+
+__all__ = ["BUILDERS", "Cancelled", "Compilation", "Compiler", "compile_automaton", "free_text"]

@@ -1,0 +1,128 @@
+"""Compiled constraints: languages over the tokens of a vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dinfer.structure.automaton import Automaton
+from dinfer.structure.limits import Budget, ConstraintError
+from dinfer.structure.tokens import Vocabulary, classes, skipping_space
+
+NEVER = 1_000_000_000  # a distance: no accepting state is reached
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Language:
+    """A constraint, compiled for one vocabulary: a deterministic automaton over classes of tokens. Immutable.
+
+    Dimensions: V tokens, C classes, Q states, E edges, P pairs of neighbouring states.
+
+    States: 0 is the start. `end` = Q - 1 is END: behind the first stop token; there tail tokens alone are accepted.
+    Classes: 0 leads nowhere from any state. The last two are the stop tokens and the tail tokens that do not stop; they
+    are there even if no token is in them.
+
+    An answer w of text tokens is in the language if it leads from state 0 to an accepting state; an answer that is
+    shorter than the canvas goes on with a stop token, to END, and then with tail tokens.
+    """
+
+    class_V: np.ndarray
+    """uint16 [V]: the class of each token."""
+    next_QC: np.ndarray
+    """int16 [Q, C]: the state behind a token of the class, -1 if it is not accepted there."""
+    accepting_Q: np.ndarray
+    """bool [Q]: whether an answer may end here, END included."""
+    distance_Q: np.ndarray
+    """int32 [Q]: the least number of text tokens to an accepting state; 0 there; `NEVER` without one."""
+    token_C: np.ndarray
+    """int32 [C]: the lowest token of each class, -1 if it has none."""
+    edges_E3: np.ndarray
+    """int16 [E, 3]: (state, class, next state), sorted by class, then by state."""
+    pairs_P2: np.ndarray
+    """int16 [P, 2]: (state, next state), each once, sorted by state. They are A, the relation of an open position."""
+    pairs_by_next_P2: np.ndarray
+    """int16 [P, 2]: the same rows, sorted by next state."""
+    automaton: Automaton
+    """The automaton over bytes, whose states are the same; END is not among them."""
+    exact: bool = True
+    """Whether the language is all that the constraint allows. False: what nests too deep is left out."""
+    depth: int | None = None
+    """How deep recursion was unrolled; None: there is none."""
+
+    @property
+    def states(self) -> int:
+        """Q."""
+        return len(self.next_QC)
+
+    @property
+    def classes(self) -> int:
+        """C."""
+        return self.next_QC.shape[1]
+
+    @property
+    def end(self) -> int:
+        """The state END."""
+        return self.states - 1
+
+    @property
+    def shortest(self) -> int:
+        """The least number of tokens of an answer, a stop token not counted."""
+        return int(self.distance_Q[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.class_V, self.next_QC, self.accepting_Q, self.distance_Q, self.token_C, self.edges_E3)
+        return sum(array.nbytes for array in (*arrays, self.pairs_P2, self.pairs_by_next_P2))
+
+    def right(self, room: int) -> np.ndarray:
+        """bool [Q]: states from which an answer can end in exactly `room` open positions, tail tokens included."""
+        return self.distance_Q <= room
+
+
+def language(
+    automaton: Automaton,
+    vocabulary: Vocabulary,
+    budget: Budget | None = None,
+    *,
+    exact: bool = True,
+    depth: int | None = None,
+) -> Language:
+    """The language of an automaton over bytes. Raises ConstraintError if no tokens spell any of its texts."""
+    budget = budget or Budget()
+    if automaton.empty:
+        raise ConstraintError("nothing is allowed: no text meets the constraint")
+    if vocabulary.strips_space:
+        automaton = skipping_space(automaton)
+    if automaton.states >= budget.limits.states:
+        raise ConstraintError(f"has {automaton.states:,} states; at most {budget.limits.states - 1:,} are possible")
+    class_V, next_QC = classes(automaton, vocabulary, budget)
+    class_E, state_E = np.nonzero(next_QC.T >= 0)
+    to_E = next_QC[state_E, class_E]
+    pairs_P2 = np.unique(state_E * len(next_QC) + to_E)
+    pairs_P2 = np.stack([pairs_P2 // len(next_QC), pairs_P2 % len(next_QC)], 1).astype(np.int16)
+    accepting_Q = np.array([*automaton.final, True])
+    token_C = np.full(next_QC.shape[1], -1, np.int32)
+    token_C[class_V[::-1]] = np.arange(len(class_V), dtype=np.int32)[::-1]
+    distance_Q = _distances(accepting_Q, pairs_P2)
+    if distance_Q[0] == NEVER:
+        raise ConstraintError("no sequence of the tokenizer's tokens spells an accepted answer")
+    arrays = (class_V, next_QC, accepting_Q, distance_Q, token_C)
+    edges_E3 = np.stack([state_E, class_E, to_E], 1).astype(np.int16)
+    by_next_P2 = pairs_P2[np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))]
+    for array in (*arrays, edges_E3, pairs_P2, by_next_P2):
+        array.flags.writeable = False
+    return Language(*arrays, edges_E3, pairs_P2, by_next_P2, automaton, exact, depth)
+
+
+def _distances(accepting_Q: np.ndarray, pairs_P2: np.ndarray) -> np.ndarray:
+    distance_Q = np.where(accepting_Q, 0, NEVER).astype(np.int32)
+    text_P2 = pairs_P2[pairs_P2[:, 1] != len(accepting_Q) - 1]
+    steps = 0
+    while True:
+        steps += 1
+        reach_P = (distance_Q[text_P2[:, 1]] == steps - 1) & (distance_Q[text_P2[:, 0]] == NEVER)
+        if not reach_P.any():
+            return distance_Q
+        distance_Q[text_P2[reach_P, 0]] = steps

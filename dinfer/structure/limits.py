@@ -1,0 +1,54 @@
+"""What a compilation may cost, and what is said when a constraint cannot be compiled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+
+class ConstraintError(ValueError):
+    """A constraint that is wrong, not supported or too large.
+
+    `path`: the keyword or the position at fault, such as "properties.a.not"; empty where it is the whole.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.message, self.path = message, path
+
+
+class TooLarge(ConstraintError):
+    """The constraint needs more states than the limit allows."""
+
+
+class Cancelled(Exception):
+    """Nobody waits for the result any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one compilation: seconds, bytes of text, states, and token classes."""
+
+    seconds: float = 5.0
+    text: int = 256 * 1024
+    states: int = 8192
+    classes: int = 16384
+
+
+class Budget:
+    """What is left of the limits while a compilation runs."""
+
+    def __init__(self, limits: Limits | None = None, cancelled: threading.Event | None = None) -> None:
+        self.limits = limits or Limits()
+        self.cancelled = cancelled
+        self.deadline = time.monotonic() + self.limits.seconds
+
+    def check(self, states: int = 0) -> None:
+        """Raises if time is up, nobody waits, or an automaton under construction has far too many states."""
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise Cancelled
+        if time.monotonic() > self.deadline:
+            raise ConstraintError(f"takes longer than {self.limits.seconds:g} s to compile; make it simpler")
+        if states > 4 * self.limits.states:  # before it is minimised
+            raise TooLarge(f"has more than {4 * self.limits.states:,} states before it is minimised")

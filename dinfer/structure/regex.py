@@ -1,0 +1,257 @@
+"""Regular expressions: the syntax of Python's `re` as far as it is regular, read into an expression over bytes.
+
+Classes are ASCII, as with `re.ASCII`. What is not regular or not supported is refused by name and position.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from dinfer.structure.automaton import ANY_CHARACTER, LAST_CHARACTER, Anchor, Chars, Node, alt, cat, chars, repeat
+from dinfer.structure.limits import ConstraintError
+
+Ranges = list[tuple[int, int]]
+
+DIGIT: Ranges = [(0x30, 0x39)]
+WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+SPACE: Ranges = [(0x09, 0x0D), (0x20, 0x20)]
+# What ECMA-262 adds to \s. A schema's \S leaves it out, its \s does not take it: sound for readers of both kinds.
+WIDE_SPACE: Ranges = [
+    *SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+]  # fmt: skip
+LINE_ENDS: Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]  # of ECMA-262; of Python the first alone
+CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+DEEPEST, MOST = 200, 8192  # groups in groups, copies by a quantifier
+REFUSED_GROUPS = {
+    "?=": "lookahead", "?!": "lookahead", "?<=": "lookbehind", "?<!": "lookbehind", "?>": "an atomic group",
+    "?P=": "a backreference", "?(": "a condition", "?#": "a comment",
+}  # fmt: skip
+
+
+def parse(pattern: str, *, ecma: bool = False, search: bool = False, ignore_case: bool = False) -> Node:
+    """The texts that a pattern matches from end to end; `search`: texts in which it matches somewhere.
+
+    `ecma`: `.`, `\\s` and `\\S` take the characters that both ECMA-262 and Python let them take, and names of groups
+    are written `(?<name>...)`, too. `ignore_case` is about letters of ASCII.
+
+    Raises ConstraintError, whose path is the position in the pattern.
+    """
+    node = _Parser(pattern, ecma, ignore_case).whole()
+    if not search:
+        return node
+    anything = repeat(ANY_CHARACTER)
+    return cat(anything, node, anything)
+
+
+class _Parser:
+    def __init__(self, pattern: str, ecma: bool, ignore_case: bool) -> None:
+        self.pattern, self.ecma, self.ignore_case = pattern, ecma, ignore_case
+        self.at = self.depth = 0
+
+    def fail(self, message: str, at: int | None = None) -> NoReturn:
+        raise ConstraintError(message, f"position {self.at if at is None else at}")
+
+    def peek(self, text: str) -> bool:
+        return self.pattern.startswith(text, self.at)
+
+    def take(self, text: str) -> bool:
+        found = self.peek(text)
+        self.at += len(text) * found
+        return found
+
+    def next(self, what: str) -> str:
+        if self.at == len(self.pattern):
+            self.fail(f"the pattern ends within {what}")
+        self.at += 1
+        return self.pattern[self.at - 1]
+
+    def whole(self) -> Node:
+        node = self.alternatives()
+        if self.at < len(self.pattern):
+            self.fail("unbalanced )")
+        return node
+
+    def alternatives(self) -> Node:
+        found = [self.sequence()]
+        while self.take("|"):
+            found.append(self.sequence())
+        return found[0] if len(found) == 1 else alt(found)
+
+    def sequence(self) -> Node:
+        parts: list[Node] = []
+        while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
+            parts.append(self.quantified(self.atom()))
+        return parts[0] if len(parts) == 1 else cat(*parts)
+
+    def quantified(self, node: Node) -> Node:
+        start = self.at
+        if (bounds := self.quantifier()) is None:
+            return node
+        least, most = bounds
+        if max(least, most or 0) > MOST:
+            self.fail(f"more than {MOST} repetitions", start)
+        if most is not None and most < least:
+            self.fail(f"at least {least} repetitions and at most {most}", start)
+        if not self.take("?") and self.peek("+"):
+            self.fail("possessive quantifiers are not supported")
+        if self.at < len(self.pattern) and (self.pattern[self.at] in "*+?" or self.counted() is not None):
+            self.fail("two quantifiers in a row")
+        return repeat(node, least, most)
+
+    def quantifier(self) -> tuple[int, int | None] | None:
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self.take(sign):
+                return bounds
+        if (counted := self.counted()) is None:
+            return None
+        self.at, least, most = counted
+        return least, most
+
+    def counted(self) -> tuple[int, int, int | None] | None:
+        """Where `{m,n}` ends, and its bounds; None if no such quantifier stands here: then { is a character."""
+        end = self.pattern.find("}", self.at)
+        if not self.peek("{") or end < 0:
+            return None
+        first, comma, last = self.pattern[self.at + 1 : end].partition(",")
+        digits = [text for text in (first, last) if text]
+        if not all(text.isascii() and text.isdigit() for text in digits) or not (digits or comma):
+            return None
+        if self.ecma and not first:
+            return None
+        if max(len(text) for text in (first, last)) > 9:
+            self.fail(f"more than {MOST} repetitions")
+        return end + 1, int(first or 0), int(last) if last else (None if comma else int(first))
+
+    def atom(self) -> Node:
+        at, char = self.at, self.next("a pattern")
+        match char:
+            case ".":
+                return chars(LINE_ENDS if self.ecma else LINE_ENDS[:1], negated=True)
+            case "^" | "$":
+                return Anchor(char == "$")
+            case "(":
+                return self.group(at)
+            case "[":
+                return self.set(at)
+            case "\\":
+                return self.escape(at)
+            case "*" | "+" | "?":
+                self.fail("nothing to repeat", at)
+            case _:
+                if char == "{":
+                    self.at = at
+                    if self.counted() is not None:
+                        self.fail("nothing to repeat", at)
+                    self.at = at + 1
+                return self.literal(ord(char))
+
+    def literal(self, code: int) -> Node:
+        if 0xD800 <= code <= 0xDFFF:
+            self.fail("a surrogate is no character", self.at - 1)
+        found = self.cased([(code, code)])
+        return chr(code).encode() if len(found) == 1 else chars(found)
+
+    def cased(self, ranges: Ranges) -> Ranges:
+        if not self.ignore_case:
+            return ranges
+        upper = [(max(a, 0x41) + 32, min(b, 0x5A) + 32) for a, b in ranges if a <= 0x5A and b >= 0x41]
+        lower = [(max(a, 0x61) - 32, min(b, 0x7A) - 32) for a, b in ranges if a <= 0x7A and b >= 0x61]
+        return [*ranges, *upper, *lower]
+
+    def group(self, at: int) -> Node:
+        if self.peek("?"):
+            for sign, name in REFUSED_GROUPS.items():
+                if self.peek(sign):
+                    self.fail(f"{name} is not supported", at)
+            if self.take("?P<") or (self.ecma and self.take("?<")):
+                name = self.pattern[self.at :].partition(">")[0]
+                if not name.isidentifier():
+                    self.fail("a group's name is a word followed by >", at)
+                self.at += len(name) + 1
+            elif not self.take("?:"):
+                self.fail("this kind of group is not supported; inline flags neither", at)
+        self.depth += 1
+        if self.depth > DEEPEST:
+            self.fail(f"more than {DEEPEST} groups in each other", at)
+        node = self.alternatives()
+        if not self.take(")"):
+            self.fail("this ( is not closed", at)
+        self.depth -= 1
+        return node
+
+    def category(self, char: str, narrow: bool = True) -> Ranges | None:
+        """`\\d` and the like; `narrow` False: as wide as any reader takes them."""
+        if char.lower() not in ("d", "w", "s"):
+            return None
+        ranges = {"d": DIGIT, "w": WORD, "s": SPACE}[char.lower()]
+        if char == "s" or char == "S":
+            wide = self.ecma and (char == "S") == narrow
+            ranges = WIDE_SPACE if wide else SPACE
+        return list(chars(ranges, negated=True).ranges) if char.isupper() else ranges
+
+    def escape(self, at: int) -> Node:
+        char = self.next("an escape")
+        if (ranges := self.category(char)) is not None:
+            return chars(ranges)
+        if char in ("A", "Z", "z") and not self.ecma:
+            return Anchor(char != "A")
+        return self.literal(self.code(char, at))
+
+    def code(self, char: str, at: int) -> int:
+        """The code point of an escape whose first character behind the backslash is `char`."""
+        if char in CONTROLS and not (self.ecma and char == "a"):
+            return CONTROLS[char]
+        if (length := HEX_DIGITS.get(char)) and not (self.ecma and char == "U"):
+            digits = self.pattern[self.at : self.at + length]
+            if len(digits) < length or not all(c in "0123456789abcdefABCDEF" for c in digits):
+                self.fail(f"\\{char} needs {length} hexadecimal digits", at)
+            self.at += length
+            if (code := int(digits, 16)) > LAST_CHARACTER:
+                self.fail("no such character", at)
+            if 0xD800 <= code < 0xDC00 and self.ecma and self.take("\\u"):  # a pair of surrogates
+                low = self.code("u", at)
+                if not 0xDC00 <= low < 0xE000:
+                    self.fail("half a pair of surrogates", at)
+                return 0x10000 + (code - 0xD800) * 0x400 + low - 0xDC00
+            return code
+        if char == "0" and not self.pattern[self.at : self.at + 1].isdigit():
+            return 0
+        if char.isdigit():
+            self.fail("backreferences and octal escapes are not supported", at)
+        if char.isascii() and char.isalpha():
+            self.fail(f"\\{char} is not supported", at)
+        return ord(char)
+
+    def set(self, at: int) -> Chars:
+        negated = self.take("^")
+        ranges: Ranges = []
+        first = True
+        while first or not self.peek("]"):
+            if first and self.ecma and self.peek("]"):
+                break
+            first = False
+            ranges += self.member(at, negated)
+        self.at += 1
+        return chars(self.cased(ranges), negated=negated)
+
+    def member(self, at: int, negated: bool) -> Ranges:
+        low = self.endpoint(at, negated)
+        if not self.peek("-") or self.pattern[self.at + 1 : self.at + 2] in ("]", ""):
+            return low if isinstance(low, list) else [(low, low)]
+        dash = self.at
+        self.at += 1
+        high = self.endpoint(at, negated)
+        if isinstance(low, list) or isinstance(high, list) or low > high:
+            self.fail("the range is not from a character to a later one", dash)
+        return [(low, high)]
+
+    def endpoint(self, at: int, negated: bool) -> int | Ranges:
+        char, begin = self.next("a set of characters"), self.at - 1
+        if char != "\\":
+            return ord(char)
+        char = self.next("an escape")
+        if (ranges := self.category(char, narrow=not negated)) is not None:
+            return ranges
+        return 0x08 if char == "b" else self.code(char, begin)
