@@ -39,6 +39,7 @@ CORE = {"step.canvas", "step.plan", "step.contracts", "kernels", "step.spec", "s
 COMPONENT = CORE | {"recipe.registry"}
 # What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
+    "structure": set(),
     "step.plan": set(),
     "step.stats": set(),
     "parallel.symmetric": set(),
@@ -207,7 +208,7 @@ OUTSIDE: dict[str, set[str]] = {
     "transformers": {"pipeline.tokenizer", "pipeline.pipeline", "pipeline.chat", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "cli"},
     "huggingface_hub": {"loading.hub"},
-    "numpy": {"analysis.metrics", "loading.gguf_file"},
+    "numpy": {"analysis.metrics", "loading.gguf_file", "structure"},
     "gguf": {"loading.gguf_file"},
     "tokenizers": {"pipeline.tokenizer"},
     "jinja2": {"loading.inspect", "pipeline.chat"},
