@@ -18,7 +18,7 @@ from benchmarks.peers.table import SHOWN, measured
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.several_table import rows_of
 from dinfer.analysis.metrics import wilson
-from dinfer.analysis.pareto import front
+from dinfer.analysis.plots import front
 
 IMAGES = ROOT / "docs" / "images"
 CACHE = "dual"

@@ -5,7 +5,7 @@
 
 Every recipe solves problems of the training split and held-out problems. The former choose the best recipe: the most
 tokens per forward with an accuracy of at least `--least`. OUT.json has both tables, and the area under accuracy and
-parallelism (`dinfer.analysis.pareto.aup`) of every iteration on held-out problems.
+parallelism (`dinfer.analysis.plots.aup`) of every iteration on held-out problems.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import dinfer
 from benchmarks.provenance import provenance
 from benchmarks.quality import options_of, samples_of, sifted, with_problems, write
 from dinfer.analysis.metrics import measure as metrics_of
-from dinfer.analysis.pareto import aup, front
+from dinfer.analysis.plots import aup, front
 from dinfer.demo.problems import Problem, generate
 from dinfer.loading.checkpoint import family_of, read_config
 from dinfer.loading.hub import locate

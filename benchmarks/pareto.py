@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dinfer.analysis.pareto import front
+from dinfer.analysis.plots import front
 
 SHAPES = {"blockwise": "o", "smooth": "s", "full": "^", "multi_block": "D", "lopa": "P"}
 GOOD = 20  # points of accuracy below the best that the right panel shows

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from dinfer.analysis.pareto import aup, front
+from dinfer.analysis.plots import aup, front
 
 Row = dict[str, Any]
 FILES = {

@@ -38,7 +38,7 @@ gpu_test() {  # name, most seconds, arguments of pytest
 
 same_words() {  # name, model, settings: what one card says, and two, and two with settings of their own
   local name=$1 settings=("$one" dtype=float32 "model=$2" "${@:4}") two=runtime.tensor_parallel=2
-  local ask=($PYTHON -m dinfer.cli.main generate "Tom has 3 apples and buys 5 more. How many apples does he have?")
+  local ask=($PYTHON -m dinfer generate "Tom has 3 apples and buys 5 more. How many apples does he have?")
   try "$name-1" 90 "${ask[@]}" "${settings[@]}" &
   try "$name-2" 90 "${ask[@]}" "${settings[@]}" $two &
   [ -z "$3" ] || try "$name-2-dealt" 90 "${ask[@]}" "${settings[@]}" $two "$3" &

@@ -4,11 +4,11 @@ It guards against accidents, not against attackers: if code may be hostile, run 
 program passes if it runs to its end. If it exits early, it fails, whatever its exit status.
 
 lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub, which has no useful
-limit on memory. `in_sandbox` replaces that metric.
-"""
+limit on memory. `in_sandbox` replaces that metric."""
 
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -150,3 +150,23 @@ def in_sandbox(limits: Limits) -> Iterator[None]:
         yield
     finally:
         evaluate.load = usual
+
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
+
+def blocks(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The first fenced block of each answer, closed or not; without one, the whole answer."""
+    return [[found[1] if (found := _BLOCK.search(text)) else text for text in texts] for texts in responses]
+
+
+def filled(responses: list[list[str]], documents: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The program with its gap filled."""
+    pairs = zip(responses, documents, strict=True)
+    return [[doc["prompt"] + text + doc["suffix"] for text in texts] for texts, doc in pairs]
+
+
+def pass_at_1(references: list[str], predictions: list[list[str]], **_: Any) -> float:
+    """The share of the programs that pass their tests."""
+    scores, _runs = CODE_EVAL.compute(references=references, predictions=predictions, k=[1])
+    return scores["pass@1"]

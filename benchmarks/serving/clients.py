@@ -146,7 +146,7 @@ def of_lm_eval(url: str, folder: Path, problems: int) -> dict[str, Any]:
     )  # fmt: skip
     subprocess.run(
         [
-            sys.executable, "-m", "dinfer.cli.main", "eval", "tasks=mini_gsm", f"limit={problems}", "device=cpu",
+            sys.executable, "-m", "dinfer", "eval", "tasks=mini_gsm", f"limit={problems}", "device=cpu",
             f"max_new_tokens={NEW_TOKENS}", f"out={own}",
         ],
         **quiet,

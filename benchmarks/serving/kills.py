@@ -116,7 +116,7 @@ def trial(clusters: Clusters, seed: int, folder: Path, *, lines: int, kills: lis
     while not found.hung and (not found.statuses or found.statuses[-1]) and len(found.statuses) <= len(kills) + 1:
         here = clusters.alive()
         command = [
-            sys.executable, "-m", "dinfer.cli.main", "batch", str(asked), str(out), f"ray={here.address}",
+            sys.executable, "-m", "dinfer", "batch", str(asked), str(out), f"ray={here.address}",
             "replicas=2", "device=cpu", f"runtime.rows={ROWS}",
         ]  # fmt: skip
         with (folder / f"log-{seed}.txt").open("ab") as log:

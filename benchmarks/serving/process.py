@@ -23,7 +23,7 @@ class Started:
 @contextmanager
 def serving(*overrides: str, log: str) -> Iterator[Started]:
     """`dinfer serve` on a free port; `log`: the file of its stderr. Raises RuntimeError unless it ends normally."""
-    with started([sys.executable, "-m", "dinfer.cli.main", "serve", "port=0", *overrides], log) as found:
+    with started([sys.executable, "-m", "dinfer", "serve", "port=0", *overrides], log) as found:
         yield found
 
 

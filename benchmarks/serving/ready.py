@@ -35,7 +35,7 @@ def start(cache: str | None) -> dict[str, Any]:
         port = free.getsockname()[1]
     home, own = f"http://127.0.0.1:{port}", {} if cache is None else {"XDG_CACHE_HOME": cache}
     used, began = os.times(), time.perf_counter()
-    command = [sys.executable, "-m", "dinfer.cli.main", "-q", "serve", "model=tiny", f"port={port}"]
+    command = [sys.executable, "-m", "dinfer", "-q", "serve", "model=tiny", f"port={port}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | own) as process:
         try:
             while not _answers(f"{home}/ready"):

@@ -7,10 +7,17 @@ text on standard input.
 
 import argparse
 import difflib
+import os
 import re
 import textwrap
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
+
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dinfer.cli import conf
 from dinfer.cli.terminal import read_stdin
@@ -103,3 +110,32 @@ def divided(
 def begins_one(word: str, root: str, names: set[str]) -> bool:
     """Whether `root` is the name of an override, or spelt like one. A question may hold `a=b` as well."""
     return root in names or (not re.search(r"\s", word) and bool(difflib.get_close_matches(root, names, 1)))
+
+
+def complete(args: Namespace) -> None:
+    """`install=bash` prints what a shell is to run, `query=bash` answers it. Also zsh, fish and uninstall.
+
+    `args.words`: what follows `-sc`. `args.commands`: the parser of each command. Raises ValueError.
+    """
+    found: list[Any] = Plugins.instance().discover(CompletionPlugin)
+    plugins = {plugin.provides(): plugin for plugin in found}
+    known = [f"{verb}={shell}" for verb in ("install", "uninstall", "query") for shell in plugins]
+    (asked,) = args.words or [""]
+    if asked not in known:
+        raise unknown("completion", asked, known)
+    verb, _, shell = asked.partition("=")
+    with conf.session() as loader:
+        plugin = plugins[shell](loader)
+        if verb != "query":
+            return plugin.install() if verb == "install" else plugin.uninstall()
+        command, *typed = os.environ["COMP_LINE"].split(" ")[1:]
+        if not typed:
+            print("\n".join(args.commands))
+        elif command in args.commands and typed[-1].startswith("-"):
+            print("\n".join(args.commands[command].flags))
+        elif command in args.commands and (conf.folder() / f"{command}.yaml").is_file():
+            # Hydra knows of no command and no text. What it cannot parse yet, it cannot complete.
+            overrides = [word for word in typed[:-1] if OVERRIDE.fullmatch(word)]
+            os.environ["COMP_LINE"] = " ".join(["dinfer", *overrides, typed[-1]])
+            with suppress(HydraException, ValueError):
+                plugin.query(command)

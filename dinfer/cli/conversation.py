@@ -19,12 +19,10 @@ from rich.live import Live
 from dinfer.analysis.outputs import write
 from dinfer.cli import conf
 from dinfer.cli.application import check
-from dinfer.cli.canvas_view import frames
-from dinfer.cli.explain import parse
+from dinfer.cli.conf import parse
 from dinfer.cli.recipe import beside, counted, setting
-from dinfer.cli.stream import explain_empty, summary
 from dinfer.cli.terminal import say
-from dinfer.cli.watch import answer_picture, in_colour
+from dinfer.cli.watch import answer_picture, explain_empty, frames, in_colour, summary
 from dinfer.engine.request import Counts, Update
 from dinfer.loading.hub import local
 from dinfer.pipeline import Pipeline

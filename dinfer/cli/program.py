@@ -12,10 +12,8 @@ import warnings
 import dinfer
 from dinfer.cli import commands, conf
 from dinfer.cli.application import in_hydra
-from dinfer.cli.arguments import Parser
-from dinfer.cli.completion import complete
-from dinfer.cli.errors import debugging, reported
-from dinfer.cli.terminal import check_arguments
+from dinfer.cli.arguments import Parser, complete
+from dinfer.cli.terminal import check_arguments, debugging, reported
 from dinfer.recipe.registry import unknown
 
 DESCRIPTION = f"dinfer {dinfer.__version__}: modular inference for diffusion language models"

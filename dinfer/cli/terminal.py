@@ -1,11 +1,25 @@
-"""The standard streams: stdout holds the product of a command alone, stderr figures, progress and errors."""
+"""What a user sees: the standard streams, errors as a line and an exit status, progress, tables of figures.
+
+stdout holds the product of a command alone, stderr figures, progress and errors."""
+
+from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from dinfer.analysis.outputs import naming
 
@@ -82,3 +96,159 @@ def settle_stdout() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_ASKED_TO_END = Event()  # by Ctrl-C
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C with a message: what was kept, and how to continue."""
+
+
+def input_errors() -> tuple[type[Exception], ...]:
+    """Errors of libraries that bad input causes. Imported only after something was raised, to start fast."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from safetensors import SafetensorError
+
+    return ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Errors that good input may meet."""
+    import torch
+
+    from dinfer.analysis.tuning import NothingFound
+    from dinfer.engine.request import NonFiniteLogits, StalledRow
+    from dinfer.parallel.leader import RankFailed
+
+    return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
+
+
+def debugging() -> bool:
+    """Whether tracebacks are wanted."""
+    return os.environ.get("DINFER_DEBUG", "0") not in ("", "0")
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turns the errors that users cause, or must know of, into a message and an exit status.
+
+    Any other error is a defect of ours and keeps its traceback.
+    """
+    try:
+        with _second_interrupt_kills(), standard_streams():
+            yield
+    except BrokenPipeError:  # the reader went away (`dinfer list | head`)
+        settle_stdout()
+        raise SystemExit(FAILED) from None
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        if str(error):
+            say(f"dinfer: {error}")
+        raise SystemExit(INTERRUPTED) from None
+    except (ValueError, OSError) as error:
+        fail(error, BAD_INPUT)
+    except input_errors() as error:
+        fail(error, BAD_INPUT)
+    except failures() as error:
+        fail(error, FAILED)
+
+
+def fail(error: BaseException, status: int) -> NoReturn:
+    """Ends the program with this error; with its traceback if debugging."""
+    if debugging():
+        raise error
+    settle_stdout()
+    say(f"dinfer: {message(error)}")
+    raise SystemExit(status)
+
+
+def message(error: BaseException) -> str:
+    """The error in a line; an OSError of a file as `FILE: what happened`."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error).strip() or type(error).__name__
+
+
+def check_interrupted() -> None:
+    """Raises KeyboardInterrupt if Ctrl-C has come and was lost: Python ignores errors in callbacks, such as of imports.
+
+    For a command that goes on until it is told to end.
+    """
+    if _ASKED_TO_END.is_set():
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _second_interrupt_kills() -> Iterator[None]:
+    """The first Ctrl-C ends the work in order; a second one ends the process at once."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        _ASKED_TO_END.set()
+        raise KeyboardInterrupt
+
+    _ASKED_TO_END.clear()
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if usual is signal.default_int_handler:
+            signal.signal(signal.SIGINT, usual)
+
+
+EVERY = 10.0  # seconds between two lines
+
+
+class Report:
+    """Shows one activity at a time, while it lasts; `at` says which."""
+
+    def __init__(self, every: float = EVERY) -> None:
+        """`every`: seconds between two lines where stderr is no terminal. A thread writes them, so none is late."""
+        self._began, self._every = time.monotonic(), every
+        self._line, self._end = "starting", threading.Event()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
+        console = Console(file=sys.stderr)
+        self._bar = Progress(
+            *columns, TextColumn("{task.fields[detail]}"), TimeElapsedColumn(), console=console, transient=True,
+            redirect_stdout=False, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task(self._line, total=None, detail="")
+        self._writer = threading.Thread(target=self._write, daemon=True)
+
+    def __enter__(self) -> Report:
+        self._bar.start() if not self._bar.disable else self._writer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
+        self._bar.stop()
+
+    def at(self, what: str, done: int = 0, total: int | None = None, detail: str = "") -> None:
+        """Says what is being done, and how much of it is."""
+        self._line = " ".join(part for part in (what, f"{done} of {total}" if total else "", detail) if part)
+        self._bar.update(self._task, description=what, completed=done, total=total, detail=detail)
+
+    def _write(self) -> None:
+        while not self._end.wait(self._every):
+            say(f"{self._line}, {time.monotonic() - self._began:.0f} s")
+
+
+def table(rows: Sequence[Mapping[str, str]], caption: str = "") -> Table:
+    """A line for each row, under the names of its cells. The first cell of a row is text, the others are figures."""
+    found = Table(
+        box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0), caption=caption or None,
+        caption_justify="left",
+    )  # fmt: skip
+    first, *figures = rows[0]
+    found.add_column(first, overflow="fold")
+    for name in figures:
+        found.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        found.add_row(*row.values())
+    return found

@@ -1,4 +1,4 @@
-"""Shows a canvas while it is denoised: in colours on a terminal, else a line a step on stderr."""
+"""Shows an answer while it is decoded: as text in its order, or as a canvas, in colours or a line a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -15,11 +17,79 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from dinfer.cli.canvas_view import Cell, Frame, Origin, frames
+from dinfer.analysis.trace.record import Pieces
 from dinfer.cli.terminal import say
-from dinfer.engine.request import Completion, Update
-from dinfer.pipeline import Pipeline
+from dinfer.engine.request import Completion, Counts, Update
+from dinfer.loading.hub import datasets_of
+from dinfer.pipeline import Pipeline, TextStream
 from dinfer.step.contracts import Phase
+
+
+class Origin(Enum):
+    """Where a position's token came from."""
+
+    PROMPT = "prompt"
+    MASK = "masked"
+    FRESH = "decoded in this step"
+    OLD = "decoded before"
+    STOP = "stop token"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One position of the generation, or the text of the prompt."""
+
+    origin: Origin
+    text: str
+    active: bool = False  # in the block that the step worked on
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The canvas after one step."""
+
+    cells: list[Cell]
+    step: int
+    phase: Phase  # what the step computed
+    block: tuple[int, int]  # [start, end) of the active block, counted from the first generated token
+    fresh: int  # tokens that the step decoded
+    decoded: int  # tokens decoded so far
+    length: int  # of the generation
+    completion: Completion | None
+
+
+def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> Iterator[Frame]:
+    """One frame for each step."""
+    prompt, stop_ids = len(prompt_ids), pipe.model.spec.stop_ids
+    pieces = Pieces(pipe)
+    before: list[bool] | None = None
+    for update in updates:
+        tokens, masked = update.tokens or [], update.masked or []
+        before = before or [True] * len(masked)
+        cells = [Cell(Origin.PROMPT, pipe.decode(prompt_ids))]
+        for position in range(prompt, len(tokens)):
+            token = tokens[position]
+            fresh = before[position] and not masked[position]
+            origin = Origin.FRESH if fresh else Origin.OLD
+            if masked[position]:
+                origin = Origin.MASK
+            elif token in stop_ids:
+                origin = Origin.STOP
+            text = "" if masked[position] else pieces.of(token)
+            cells.append(Cell(origin, text, update.region[0] <= position < update.region[1]))
+        left = sum(masked[prompt:])
+        yield Frame(
+            cells=cells,
+            step=update.forwards,
+            phase=update.phase,
+            block=(max(update.region[0] - prompt, 0), update.region[1] - prompt),
+            fresh=sum(before[prompt:]) - left,
+            decoded=len(tokens) - prompt - left,
+            length=len(tokens) - prompt,
+            completion=update.completion,
+        )
+        before = masked
+
 
 STYLES = {
     Origin.PROMPT: "blue",
@@ -154,3 +224,30 @@ def _legend() -> Text:
         (STOP, STYLES[Origin.STOP]), " stop  ",
         ("[ ]", BLOCK), " active block",
     )  # fmt: skip
+
+
+def write_answer(pieces: TextStream) -> Completion:
+    """Prints the answer while it is decoded."""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    if pieces.completion is None:
+        raise RuntimeError("the engine ended without a completion")
+    return pieces.completion
+
+
+def summary(counts: Counts) -> str:
+    """One line about what an answer cost."""
+    return (
+        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
+        f"{counts.seconds:.2f} s"
+    )
+
+
+def explain_empty(pipe: Pipeline, counts: Counts) -> None:
+    """Says so on stderr if the model ended its answer at once. Else a user may take the empty answer for a failure."""
+    if counts.tokens or pipe.tokenizer is None:
+        return
+    trained = ", ".join(datasets_of(Path(pipe.tokenizer.name_or_path)))
+    known = f" Its card says that it was trained on: {trained}." if trained else ""
+    say(f"The answer is empty: the model ended it at once, with a stop token.{known}")

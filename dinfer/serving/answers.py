@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dinfer.abilities.reports import TokenLogprob
-from dinfer.analysis.trace.pieces import Pieces
+from dinfer.analysis.trace.record import Pieces
 from dinfer.serving.rows import Event
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dinfer.abilities.reports import LEVELS, TokenLogprob
-from dinfer.analysis.trace.pieces import Pieces
+from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
 from dinfer.parallel.leader import RankFailed
 from dinfer.pipeline.streaming import Decode, GrowingText

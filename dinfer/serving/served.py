@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.analysis.trace.pieces import Pieces
+from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.request import Request
 from dinfer.engine.turns import Turns

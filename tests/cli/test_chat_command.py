@@ -14,7 +14,7 @@ from select import select
 import pytest
 from support.command_line import CommandLine
 
-from dinfer.cli.main import main
+from dinfer.__main__ import main
 from dinfer.demo.problems import generate
 from dinfer.pipeline import Pipeline, load
 

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from dinfer.cli.canvas_view import Origin, frames
-from dinfer.cli.stream import write_answer
-from dinfer.cli.watch import heading, line, picture
+from dinfer.cli.watch import Origin, frames, heading, line, picture, write_answer
 from dinfer.engine.request import Completion, Counts, Update
 from dinfer.pipeline import TextStream
 from dinfer.step.contracts import Phase

@@ -10,7 +10,7 @@ import pytest
 from support.command_line import write_checkpoint
 from support.real_configs import copied
 
-from dinfer.cli.main import main
+from dinfer.__main__ import main
 from dinfer.loading.files import CheckpointError
 
 

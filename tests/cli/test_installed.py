@@ -15,7 +15,7 @@ from dinfer.demo.problems import generate
 # Command lines in one process: their exit statuses, and what they have imported.
 QUICK = """
 import contextlib, io, json, sys
-from dinfer.cli.main import main
+from dinfer.__main__ import main
 for line in json.loads(sys.argv[1]):
     status = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:

@@ -11,10 +11,10 @@ from support.families import CONFIGS, family_for
 from support.models import GEMMA
 from torch import device, float32
 
+from dinfer.__main__ import main
 from dinfer.cli import conf
 from dinfer.cli.catalog import catalog
 from dinfer.cli.commands.models import use
-from dinfer.cli.main import main
 from dinfer.loading.checkpoint import random_network
 from dinfer.loading.hub import boxed
 from dinfer.recipe.recipe import compose

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from dinfer.analysis.pareto import aup
-from dinfer.analysis.plots import areas, methods
+from dinfer.__main__ import main
+from dinfer.analysis.plots import areas, aup, methods
 from dinfer.cli.commands.plot import read
-from dinfer.cli.main import main
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 

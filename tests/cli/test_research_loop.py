@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dinfer.cli.main import main
+from dinfer.__main__ import main
 
 for package in ("lm_eval", "optuna", "matplotlib"):
     pytest.importorskip(package, reason=f"{package} is not installed")

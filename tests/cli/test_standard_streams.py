@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import dinfer
-from dinfer.cli.errors import reported
-from dinfer.cli.main import main
-from dinfer.cli.progress import Report
+from dinfer.__main__ import main
+from dinfer.cli.terminal import Report, reported
 
 
 def ended(args: list[str]) -> int | str | None:

@@ -8,13 +8,13 @@ import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from dinfer.cli import conf, sweep_points
-from dinfer.cli.main import main
+from dinfer.__main__ import main
+from dinfer.cli import application, conf
 
 
 def points(*arguments: str) -> list[list[str]]:
     with conf.session() as loader:
-        return sweep_points.points(list(arguments), loader, hydra.compose("generate", return_hydra_config=True))
+        return application.points(list(arguments), loader, hydra.compose("generate", return_hydra_config=True))
 
 
 def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,6 @@ def test_two_cards_say_what_one_does() -> None:
 
 def test_a_command_ends_when_it_has_answered() -> None:
     """Its graphs hold collectives of NCCL, which would not let the process leave the group."""
-    command = [sys.executable, "-m", "dinfer.cli.main", "generate", TEXTS[1], "model=tiny", "runtime.tensor_parallel=2"]
+    command = [sys.executable, "-m", "dinfer", "generate", TEXTS[1], "model=tiny", "runtime.tensor_parallel=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and done.stdout, done.stderr

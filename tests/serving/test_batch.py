@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
 def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     write(*(line(i) for i in range(30)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "dinfer.cli.main", "batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK],
+        [sys.executable, "-m", "dinfer", "batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     out, end = Path("out.jsonl"), time.monotonic() + 60

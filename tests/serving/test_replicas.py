@@ -98,7 +98,7 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
 @pytest.mark.matrix
 def test_a_later_command_takes_over_without_a_gap(machine: Cluster, tmp_path: Path) -> None:
     """A rolling restart: the second `dinfer serve` replaces the first one's replicas, which then ends in peace."""
-    command = [sys.executable, "-m", "dinfer.cli.main", "serve", "replicas=2", f"ray={machine.address}", *SERVE]
+    command = [sys.executable, "-m", "dinfer", "serve", "replicas=2", f"ray={machine.address}", *SERVE]
     with listen(Settings(port=0)) as free:
         port = free.getsockname()[1]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dinfer.cli.main import main
+from dinfer.__main__ import main
 from dinfer.loading.checkpoint import random_network, save_network
 from dinfer.models.llada import Llada
 

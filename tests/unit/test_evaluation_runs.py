@@ -26,8 +26,7 @@ from support.evaluation import NEW, RECIPE, RUNTIME, recipe_pipe, run
 from support.files import small_files
 
 from dinfer.analysis.metrics import Sample
-from dinfer.demo.problems import generate
-from dinfer.demo.problems.families import FAMILIES
+from dinfer.demo.problems import FAMILIES, generate
 from dinfer.pipeline import Pipeline
 from evaluations.ledger import Ledger, files, kept, key_of, seconds
 from evaluations.ranks import Ranks, ranks
@@ -128,8 +127,8 @@ output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{test}}}}"
 generation_kwargs: {{max_gen_toks: 8, until: []}}
-filter_list: [{{name: program, filter: [{{function: custom, filter_fn: !function evaluations.code.filled}}]}}]
-metric_list: [{{metric: !function evaluations.code.pass_at_1, aggregation: mean, higher_is_better: true}}]
+filter_list: [{{name: program, filter: [{{function: custom, filter_fn: !function evaluations.sandbox.filled}}]}}]
+metric_list: [{{metric: !function evaluations.sandbox.pass_at_1, aggregation: mean, higher_is_better: true}}]
 """)
     settings = {"tasks": (str(tmp_path / "programs.yaml"),), "limit": None, "max_new_tokens": None}
     with pytest.raises(ValueError, match="the task programs runs generated code"):

@@ -20,9 +20,9 @@ from support.ranks import save
 
 import dinfer
 import dinfer.parallel.divided_model
+from dinfer.__main__ import main
 from dinfer.analysis.likelihood import log_likelihoods
 from dinfer.analysis.trace.record import record
-from dinfer.cli.main import main
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.parallel.divided_model import everywhere
@@ -231,7 +231,7 @@ def command(*words: str) -> list[str]:
 @pytest.mark.matrix
 @pytest.mark.parametrize(("count", "status", "said"), [(2, 0, "tokens per forward"), (3, 1, "torchrun has started 3")])
 def test_torchrun_starts_the_ranks(count: int, status: int, said: str) -> None:
-    torchrun = command("torch.distributed.run", "--nproc-per-node", str(count), "-m", "dinfer.cli.main")
+    torchrun = command("torch.distributed.run", "--nproc-per-node", str(count), "-m", "dinfer")
     given = ["generate", QUESTIONS[0], "model=tiny", "runtime.tensor_parallel=2"]
     done = subprocess.run([*torchrun, *given], capture_output=True, text=True, timeout=120)
     assert done.returncode == status and said in done.stderr
@@ -240,7 +240,7 @@ def test_torchrun_starts_the_ranks(count: int, status: int, said: str) -> None:
 
 @pytest.mark.matrix
 def test_a_server_without_a_rank_says_so_and_ends() -> None:
-    serve = command("dinfer.cli.main", "serve", "model=tiny", "port=0", "runtime.tensor_parallel=2")
+    serve = command("dinfer", "serve", "model=tiny", "port=0", "runtime.tensor_parallel=2")
     with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stderr is not None
         address = server.stdout.readline().split()[1]

@@ -11,8 +11,7 @@ from pathlib import Path
 import evaluate
 import pytest
 
-from evaluations.code import blocks, filled, pass_at_1
-from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox, pass_at, run
+from evaluations.sandbox import CODE_EVAL, Limits, blocks, filled, in_sandbox, pass_at, pass_at_1, run
 
 SHORT = Limits(seconds=2, megabytes=512)
 

@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 from support.command_line import write_checkpoint
 
+from dinfer.__main__ import main
 from dinfer.analysis.metrics import Sample, measure
 from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
 from dinfer.cli import conf, preset
-from dinfer.cli.main import main
 from dinfer.recipe.recipe import IncompatibleRecipe
 
 REFERENCE: Parts = {

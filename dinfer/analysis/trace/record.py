@@ -1,8 +1,7 @@
 """Records a request: for each forward what was computed, what the model proposed and how surely, what was committed.
 
 The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
-outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
-"""
+outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dinfer import __version__
-from dinfer.analysis.trace.pieces import Pieces
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, whole
 from dinfer.engine.runtime import Runtime
@@ -21,6 +19,22 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
 from dinfer.step.contracts import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
+
+
+class Pieces:
+    """Texts of tokens, one at a time: a tokenizer may drop the space before a token that stands alone."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._anchor = pipe.encode("a", chat=False)
+        self._before = len(pipe.decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._pipe.decode([*self._anchor, token])[self._before :]
+        return self._known[token]
+
 
 SCHEMA = "dinfer.analysis.trace/1"
 Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0

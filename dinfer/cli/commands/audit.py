@@ -24,10 +24,8 @@ from rich.table import Table
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
-from dinfer.cli.progress import Report
 from dinfer.cli.recipe import counted, pipeline, problems_of, ranks_of, setting, text_of
-from dinfer.cli.tables import table
-from dinfer.cli.terminal import say, several
+from dinfer.cli.terminal import Report, say, several, table
 
 if TYPE_CHECKING:
     from dinfer.analysis.audit import Audit

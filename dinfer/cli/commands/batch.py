@@ -28,10 +28,8 @@ from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import OVERRIDE, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.errors import FAILED, Interrupted, fail
-from dinfer.cli.progress import Report
 from dinfer.cli.recipe import check_ahead, counted, need, ranks_of, setting
-from dinfer.cli.terminal import say, several
+from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
 if TYPE_CHECKING:
     from dinfer.serving.batch import Answering

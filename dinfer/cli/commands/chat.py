@@ -22,9 +22,8 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.errors import debugging, failures, message
 from dinfer.cli.recipe import pipeline, text_of
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import debugging, failures, message, say
 
 PROMPT, MORE = "> ", ". "
 

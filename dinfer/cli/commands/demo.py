@@ -22,9 +22,8 @@ from rich.rule import Rule
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.progress import Report
 from dinfer.cli.recipe import counted, pipeline, problems_of, setting
-from dinfer.cli.tables import table
+from dinfer.cli.terminal import Report, table
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.recipe.registry import DECODERS
 
@@ -68,8 +67,7 @@ def decoders_of(config: dict[str, Any]) -> list[Any]:
 
 def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) -> None:
     """Solves one problem before the reader's eyes."""
-    from dinfer.cli.stream import summary, write_answer
-    from dinfer.cli.watch import in_colour, watch
+    from dinfer.cli.watch import in_colour, summary, watch, write_answer
 
     if in_colour(sys.stdout):
         updates = pipe.updates(problem.question, max_new_tokens=new_tokens)

@@ -7,7 +7,7 @@ latency. Writes one JSON file for each run to the folder `out`, and runs.csv wit
 there. If a run is killed or interrupted, call the command again to continue; a finished run is shown. The table goes
 to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
-On several cards: torchrun --nproc-per-node 8 -m dinfer.cli.main eval ... puts a model on each card, and
+On several cards: torchrun --nproc-per-node 8 -m dinfer eval ... puts a model on each card, and
 runtime.tensor_parallel=2 divides one model among two. On a Ray cluster: dinfer eval ray=auto ranks=8 ...
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
@@ -27,11 +27,8 @@ from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.errors import Interrupted
-from dinfer.cli.progress import Report
 from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
-from dinfer.cli.tables import table
-from dinfer.cli.terminal import say, several
+from dinfer.cli.terminal import Interrupted, Report, say, several, table
 from dinfer.recipe.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.

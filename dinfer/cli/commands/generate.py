@@ -40,8 +40,7 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     pipe = pipeline(config)
-    from dinfer.cli.stream import explain_empty, summary, write_answer
-    from dinfer.cli.watch import watch
+    from dinfer.cli.watch import explain_empty, summary, watch, write_answer
 
     if live:
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)

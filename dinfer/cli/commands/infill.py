@@ -26,7 +26,7 @@ def infill(config: dict[str, Any], given: str | None) -> None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
     stop = setting(config, "stop", bool)
     pipe = pipeline(config)
-    from dinfer.cli.stream import summary
+    from dinfer.cli.watch import summary
 
     result = pipe.infill(text, stop=stop)
     print(result.text)

@@ -31,7 +31,7 @@ from rich.text import Text
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import attention, catalog, entry_of
-from dinfer.cli.errors import FAILED
+from dinfer.cli.terminal import FAILED
 from dinfer.loading.hub import SMALL, boxed, local, locate
 from dinfer.recipe.registry import MODELS, unknown
 

@@ -23,12 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dinfer.analysis.outputs import check_file, replacing
-from dinfer.analysis.pareto import front
-from dinfer.analysis.plots import AXES, areas, draw
+from dinfer.analysis.plots import AXES, areas, draw, front
 from dinfer.cli.arguments import Parser
 from dinfer.cli.recipe import need
-from dinfer.cli.tables import table
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import say, table
 from dinfer.recipe.registry import unknown
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}

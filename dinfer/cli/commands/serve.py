@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.errors import FAILED, check_interrupted, fail
 from dinfer.cli.recipe import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
 from dinfer.recipe.registry import typed
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
-from dinfer.cli.explain import parse
+from dinfer.cli.conf import parse
 from dinfer.cli.recipe import beside, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 from dinfer.recipe.registry import unknown

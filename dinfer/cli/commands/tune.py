@@ -27,9 +27,8 @@ from dinfer.cli import preset
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.progress import Report
 from dinfer.cli.recipe import need, setting
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import Report, say
 
 if TYPE_CHECKING:
     from dinfer.analysis.tuning import Found, Parts, Tried
