@@ -1,4 +1,4 @@
-"""`python -m tests.parity DIR [--only PATTERN ...] [--verbose]`
+"""`python -m tests.parity DIR [--only PATTERN ...] [--device cuda] [--verbose]`
 
 Exit status: 0 if nothing failed, 1 if something did, 2 if there was nothing to check.
 """
@@ -19,11 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.parity",
         description="Checks dinfer against recorded runs of the reference implementations.",
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="folder with models, decoders and generation")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="folder of goldens, such as tests/goldens")
     parser.add_argument(
         "--only", nargs="+", action="extend", default=[], metavar="PATTERN",
         help="check only these cases, such as 'models/llada*' or decoders/dinfer_threshold/c003",
     )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where everything runs; default: cpu")
     parser.add_argument("--verbose", action="store_true", help="a line for every case, not only for failures")
     args = parser.parse_args(argv)
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{result.outcome.upper():<7} {result.id}: {result.remark}", flush=True)
 
     try:
-        report = check(args.dir, args.only, tell)
+        report = check(args.dir, args.only, tell, torch.device(args.device))
     except UsageError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

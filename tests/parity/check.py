@@ -2,17 +2,20 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from pkgutil import iter_modules
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
-from tests.parity import decoders, generation, models
-from tests.parity.golden import Case, Golden, Mismatch, Skip
+from tests.parity import kinds
+from tests.parity.compare import Mismatch
+from tests.parity.golden import CPU, Case, Fields, Golden, GoldenError, Skip, read_json
 
 # What malformed goldens and faulty components may raise: the case fails, and the others still run.
 CASE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, SafetensorError)
@@ -49,13 +52,15 @@ class Report:
         return ", ".join(f"{self.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
 
 
-def check(root: Path, only: Sequence[str] = (), tell: Callable[[Result], None] | None = None) -> Report:
+def check(
+    root: Path, only: Sequence[str] = (), tell: Callable[[Result], None] | None = None, device: torch.device = CPU
+) -> Report:
     """Checks every case below `root`, or those that the glob patterns `only` select; `tell` hears of each at once.
 
     Raises UsageError if there is nothing to check.
     """
     report = Report()
-    for case in select(find(root), only, root):
+    for case in select(find(root, device), only, root):
         result = run(case)
         report.results.append(result)
         if tell is not None:
@@ -63,20 +68,45 @@ def check(root: Path, only: Sequence[str] = (), tell: Callable[[Result], None] |
     return report
 
 
-def find(root: Path) -> list[Case]:
+def find(root: Path, device: torch.device = CPU) -> list[Case]:
     """Every case in the folder."""
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder")
-    golden = Golden(root)
-    cases = [case for kind in (models, decoders, generation) for case in kind.cases(golden)]
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch finds no CUDA device")
+    golden = Golden(root, device)
+    known = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
+    patterns = dict.fromkeys(kind.FILES for kind in known)
+    cases = [
+        case
+        for pattern in patterns
+        for path in sorted(root.glob(pattern))
+        for case in read(golden, path, [kind for kind in known if pattern == kind.FILES])
+    ]
     if not cases:
-        kinds, here = {"models", "decoders", "generation"}, root.resolve()
-        above = next((folder.parent for folder in (here, *here.parents) if folder.name in kinds), None)
+        folders, here = {pattern.partition("/")[0] for pattern in patterns}, root.resolve()
+        above = next((folder.parent for folder in (here, *here.parents) if folder.name in folders), None)
         hint = f"; did you mean {above} --only {here.relative_to(above)}?" if above is not None else ""
-        raise UsageError(
-            f"{root} holds no cases: there should be a folder models, decoders or generation with some{hint}"
-        )
+        raise UsageError(f"{root} holds no cases: it has none of {', '.join(sorted(patterns))}{hint}")
     return cases
+
+
+def read(golden: Golden, path: Path, known: list[Any]) -> Iterator[Case]:
+    """The cases of a file, by the kind that takes it. A file that cannot be read is a case that fails."""
+    name = golden.name(path)
+    try:
+        doc = Fields(f"{name}.json", read_json(path))
+        kind = next((kind for kind in known if kind.takes(doc)), None)
+        yield from kind.cases(golden, path, doc) if kind is not None else [raising(name, Skip(f"no kind takes {name}"))]
+    except GoldenError as error:
+        yield raising(name, error)
+
+
+def raising(case_id: str, error: Exception) -> Case:
+    def run() -> str:
+        raise error
+
+    return Case(case_id, run)
 
 
 def select(cases: list[Case], only: Sequence[str], root: Path) -> list[Case]:

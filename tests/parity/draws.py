@@ -25,8 +25,8 @@ class RecordedDream(Dream):
     prompts_B: list[int]
 
     def draws(self, view: BlockView) -> Tensor:
-        prompt_R1 = torch.tensor(self.prompts_B)[view.seed_R][:, None]
-        levels_RS = torch.tensor(self.levels_BS, dtype=torch.float64)[view.seed_R]
+        prompt_R1 = view.seed_R.new_tensor(self.prompts_B)[view.seed_R][:, None]
+        levels_RS = view.seed_R.new_tensor(self.levels_BS, dtype=torch.float64)[view.seed_R]
         return levels_RS.gather(1, (view.pos_RL - prompt_R1).clamp_min(0))
 
 

@@ -95,7 +95,7 @@ class LopaThreshold(D2fThreshold):
         return {"row": torch.zeros(spec.vocab), "held": torch.zeros((), dtype=torch.bool)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        first_R1 = (torch.arange(len(logits_RLV)) % self.blocks == 0)[:, None]
+        first_R1 = (torch.arange(len(logits_RLV), device=logits_RLV.device) % self.blocks == 0)[:, None]
         held_R1 = state["held"][:, None]
         row_RV = torch.where(held_R1 & first_R1, state["row"], logits_RLV[:, 0])
         state["row"].copy_(row_RV)
@@ -117,7 +117,7 @@ class LopaCache(NoCache):
         return {"kept": torch.zeros((), dtype=torch.int64)}
 
     def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        pos_S = torch.arange(canvas.tokens_NS.shape[1])
+        pos_S = torch.arange(canvas.tokens_NS.shape[1], device=canvas.tokens_NS.device)
         flags_BS = pos_S >= state["kept"][:, None]
         state["kept"].copy_(lanes.start_B)
         return flags_BS

@@ -41,7 +41,8 @@ class RecordedS2D2(S2D2):
     draws_XSL: list[list[list[float]]]
 
     def draws(self, view: BlockView, span_RL: Tensor) -> Tensor:
-        return torch.tensor(self.draws_XSL, dtype=torch.float64)[view.pos_RL[:, 0] // view.pos_RL.shape[1], view.step_R]
+        draws_XSL = view.pos_RL.new_tensor(self.draws_XSL, dtype=torch.float64)
+        return draws_XSL[view.pos_RL[:, 0] // view.pos_RL.shape[1], view.step_R]
 
 
 def options(params: Fields) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def causal(network: Any, *, draft: bool, stored: bool) -> Callable[..., Any]:
     `draft`: those of a block that once stood before all its masks. `stored`: those whose keys are kept.
     """
     forward, block = network.forward, network.spec.causal_block
-    mask_D = network.embed(torch.tensor([network.spec.mask]))
+    mask_D = network.embed(torch.tensor([network.spec.mask], device=network.device))
     reached: dict[int, int] = {}  # beginning of a block: the position of its first mask, when that was last fed
 
     def narrowed(x_BWD: Tensor, attend: Any) -> Any:
@@ -89,7 +90,7 @@ def causal(network: Any, *, draft: bool, stored: bool) -> Callable[..., Any]:
         (pos_W,), (start_BW, end_BW) = attend.pos_BW, attend.interval_BW
         first = min(pos_W[(x_BWD[0] == mask_D).all(-1)].tolist(), default=2**30)
         reached[first // block * block] = first
-        until_W = torch.tensor([reached.get(pos // block * block, 0) for pos in pos_W.tolist()])
+        until_W = pos_W.new_tensor([reached.get(pos // block * block, 0) for pos in pos_W.tolist()])
         own_W = (draft & (pos_W < until_W)) | (stored & (pos_W < first // block * block))
         end_BW = torch.where(own_W & (pos_W >= 0), pos_W + 1, end_BW)
         return forward(x_BWD, replace(attend, interval_BW=(start_BW, end_BW)))

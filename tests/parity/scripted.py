@@ -15,10 +15,9 @@ class ScriptedModel:
     """Its hidden states are the recorded logits of `step`, one row a lane, whatever it is fed."""
 
     dtype = torch.float32
-    device = torch.device("cpu")
 
     def __init__(self, logits_SBLV: Tensor, *, mask_id: int | None, eos_id: int, shift: int = 0, **fields: Any) -> None:
-        self.logits_SBLV, self.step = logits_SBLV, 0
+        self.logits_SBLV, self.step, self.device = logits_SBLV, 0, logits_SBLV.device
         length, vocab = logits_SBLV.shape[-2:]
         self.spec = ModelSpec(
             family="scripted", vocab=vocab, hidden=vocab, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1,

@@ -17,7 +17,7 @@ from tests.parity import Report, UsageError, check
 from tests.parity.__main__ import main
 from tests.parity.check import find
 from tests.parity.golden import Skip
-from tests.parity.models import real_tokens
+from tests.parity.kinds.models import real_tokens
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHARED = Path(__file__).parents[3] / "shared" / "goldens"  # the whole set, where the project is developed
@@ -180,7 +180,7 @@ def put(value: Any, *path: Any) -> Callable[[Any], None]:
         (f"{SGLANG}.json", put(True, "cases", 0, "done", 0, 1), f"{SGLANG}/c000", "done[1]: want True, got False"),
         (f"{DINFER}.json", put("nope", "cases", 0, "sequence"), f"{DINFER}/c000", "lacks the tensor 'nope.logits'"),
         (f"{DINFER}.json", put(2.0, "cases", 0, "params", "threshold"), f"{DINFER}/c000", "must be a probability"),
-        (f"{DINFER}.json", put({}, "cases"), f"{DINFER}.json", "cases must be a list"),
+        (f"{DINFER}.json", put({}, "cases"), DINFER, "cases must be a list"),
         ("models/llada/config.json", put("gpt2", "model_type"), RUN, "is not of the family 'llada'"),
     ],
 )
@@ -299,7 +299,7 @@ def test_names_sizes_and_vocabularies_are_free(copied: Path) -> None:
     (copied / "decoders/d.json").write_text(json.dumps(doc))
 
     report = check(copied)
-    assert [r.id for r in report.results] == ["models/m/b2_t33", "models/m/b1_t64", "decoders/d/y", "generation/g/x"]
+    assert [r.id for r in report.results] == ["decoders/d/y", "generation/g/x", "models/m/b2_t33", "models/m/b1_t64"]
     assert failures(report) == {}
     assert report.count("passed") == 4
 
@@ -332,6 +332,23 @@ def test_a_folder_inside_the_goldens_names_the_one_to_give() -> None:
 def test_a_pattern_without_a_match_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'models/lada' matches none of the .* try 'models/llada'"):
         check(GOLDENS, ["models/llada/b1_t17", "models/lada"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(GOLDENS), "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_every_eighth_case_passes_on_cuda() -> None:
+    report = check(GOLDENS, [case.id for case in find(GOLDENS)][::8], device=torch.device("cuda"))
+    assert failures(report) == {}
+
+
+def test_a_file_that_no_kind_takes_is_skipped(copied: Path) -> None:
+    text(copied / f"{RUN}.json", lambda doc: doc["params"].pop("algorithm"))
+    assert check(copied, [RUN]).skips() == [(f"no kind takes {RUN}", 1)]
 
 
 def test_no_folder_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:

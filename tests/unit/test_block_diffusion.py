@@ -16,8 +16,8 @@ from dinfer.engine.request import Completion, NonFiniteLogits, Request
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.step.canvas import ACTIVE, CURSORS, Phase
-from tests.parity.generation import ALGORITHMS
 from tests.parity.golden import Fields
+from tests.parity.plans import ALGORITHMS
 
 BLOCK = 8
 # Attention blocks as long as those of the sweep, shorter, longer, autoregressive; logits that predict the next token.

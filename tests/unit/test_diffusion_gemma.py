@@ -26,7 +26,7 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
 from dinfer.step.canvas import Phase
-from tests.parity.uniform import Recorded
+from tests.parity.kinds.uniform import Recorded
 
 CANVAS = 6
 SWEEP: dict[str, Any] = {"name": "self_conditioned", "block": CANVAS}

@@ -4,7 +4,9 @@ The reference's random canvases are recorded in order of use: one when a canvas 
 Its draw of tokens was replaced by the most likely token, which is dinfer's temperature 0.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,29 @@ from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import compose
 from dinfer.sampling.gumbel import StandardSampling
 from dinfer.step.canvas import Phase
-from tests.parity.compare import close, same
-from tests.parity.golden import Fields, Golden, Skip, read_tensors
+from tests.parity.compare import same
+from tests.parity.golden import Case, Fields, Golden, Skip
+
+FILES = "generation/**/*.json"
 
 
-def run_model(network: Any, case: Fields, tensors: Path) -> str:
+def takes(doc: Fields) -> bool:
+    return "random_canvas" in doc
+
+
+def cases(golden: Golden, path: Path, doc: Fields) -> Iterator[Case]:
+    yield Case(golden.name(path), partial(run, golden, doc))
+
+
+def run_model(golden: Golden, network: Any, case: Fields, tensors: Path) -> str:
     """Compares the encoder's states and the logits of the canvas."""
     name, bounds = case.take("name"), {"atol": case.take("atol"), "rtol": case.take("rtol")}
     told = [f"{name}.self_conditioning_logits"] if case.take("self_conditioning") else []
     parts = [f"{name}.{part}" for part in ("input_ids", "decoder_input_ids", "logits", "encoder_last_hidden_state")]
-    ids_BT, canvas_BC, logits_BCV, state_BTD, *expected = read_tensors(tensors, [*parts, *told])
-    worst = close("logits", logits_BCV, network.score(ids_BT, canvas_BC, *expected), **bounds)
+    ids_BT, canvas_BC, logits_BCV, state_BTD, *expected = golden.tensors(tensors, *parts, *told)
+    worst = golden.close("logits", logits_BCV, network.score(ids_BT, canvas_BC, *expected), **bounds)
     state = network.norm(network.hidden(ids_BT, canvas_BC)[:, : ids_BT.shape[1]])
-    worst = max(worst, close("encoder_last_hidden_state", state_BTD, state, **bounds))
+    worst = max(worst, golden.close("encoder_last_hidden_state", state_BTD, state, **bounds))
     return f"largest difference {worst:.2g}"
 
 
@@ -44,7 +56,7 @@ class Recorded(StandardSampling):
     def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
         place = (pos - self.prompt).clamp_min(0)
         block = torch.div(place, self.canvas_XBC.shape[2], rounding_mode="floor")
-        at = torch.where(step == 0, torch.tensor(self.first_K)[block], step + block)
+        at = torch.where(step == 0, block.new_tensor(self.first_K)[block], step + block)
         return self.canvas_XBC[at.clamp_max(len(self.canvas_XBC) - 1), seed, place % self.canvas_XBC.shape[2]]
 
 
@@ -55,14 +67,14 @@ def renoise(params: Fields) -> dict[str, Any]:
     return {"name": "renoise"} | {ours: params.take(name) for name, ours in names.items()}
 
 
-def run_generation(golden: Golden, doc: Fields) -> str:
+def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the canvas after every step, the answers and the number of steps."""
     network = golden.network(doc.take("model"), doc.take("family"))
     params, prompts, length = doc.fields("params"), doc.take("prompt_ids"), doc.take("canvas_length")
     decoder = renoise(params)
     new_tokens, canvases = params.take("max_new_tokens"), -(-params.take("max_new_tokens") // length)
     params.finish()
-    record = torch.tensor(doc.take("random_canvas"))
+    record = golden.tensor(doc.take("random_canvas"))
     if len({len(prompt) for prompt in prompts}) > 1:
         raise Skip("prompts of several lengths in a batch are not there yet")
     if canvases > 1 and (len(prompts) > 1 or len(record) != canvases * (decoder["steps"] + 1)):

@@ -20,10 +20,10 @@ from dinfer.step.contracts import BlockView, Decoder, Proposal, Sampling, State,
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.step import denoise_step
 from tests.parity.compare import same
-from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, broken, need, read_json, read_tensors
+from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
+from tests.parity.kinds.uniform import Recorded, renoise
 from tests.parity.references import build
 from tests.parity.scripted import ScriptedModel, ScriptedSweep
-from tests.parity.uniform import Recorded, renoise
 
 PAGE = 16
 
@@ -143,31 +143,30 @@ def translate(decoder: str, params: Fields) -> Rule:
     return rule
 
 
-def cases(golden: Golden) -> Iterator[Case]:
-    """The cases of every decoders/*.json; the one that only describes the sequences has none."""
-    for path in sorted((golden.root / "decoders").glob("*.json")):
-        prefix = path.relative_to(golden.root).with_suffix("").as_posix()
-        try:
-            doc = Fields(f"{prefix}.json", read_json(path))
-            if "sequences" in doc:
-                continue
-            for case in doc.items("cases"):
-                name = case.take("case")
-                yield Case(f"{prefix}/{name}", partial(run, path, doc, case))
-        except GoldenError as error:
-            yield broken(f"{prefix}.json", error)
+FILES = "decoders/*.json"
 
 
-def run(path: Path, doc: Fields, case: Fields) -> str:
+def takes(doc: Fields) -> bool:
+    return True
+
+
+def cases(golden: Golden, path: Path, doc: Fields) -> Iterator[Case]:
+    """The cases of one decoder; the file that only describes the sequences has none."""
+    if "sequences" not in doc:
+        for case in doc.items("cases"):
+            yield Case(f"{golden.name(path)}/{case.take('case')}", partial(run, golden, path, doc, case))
+
+
+def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
     """Steps the block as often as the reference did, and compares it after each step."""
     decoder, params = doc.take("decoder"), case.fields("params")
     params.where = f"decoder {decoder!r}"  # one reason for all cases that lack the same
     rule = translate(decoder, params)
     sequences, name = inputs(path, doc.take("sequences_file", "sequences")), case.take("sequence")
-    logits_SBLV, x0_BL = read_tensors(sequences, [f"{name}.logits", f"{name}.x0"])
+    logits_SBLV, x0_BL = golden.tensors(sequences, f"{name}.logits", f"{name}.x0")
     if (row := case.take("row", None)) is not None:
         logits_SBLV, x0_BL = logits_SBLV[:, row : row + 1], x0_BL[row : row + 1]
-    (want_SBL,) = read_tensors(path.with_suffix(".safetensors"), [f"{case.take('case')}.tokens"])
+    (want_SBL,) = golden.tensors(path.with_suffix(".safetensors"), f"{case.take('case')}.tokens")
     if want_SBL.shape[1:] != x0_BL.shape or len(want_SBL) > len(logits_SBLV):
         raise GoldenError(f"tokens of shape {tuple(want_SBL.shape)} do not fit logits {tuple(logits_SBLV.shape)}")
     done_SB = case.take("done", None)
@@ -177,28 +176,29 @@ def run(path: Path, doc: Fields, case: Fields) -> str:
     sampling: Sampling = SAMPLINGS.build("standard")
     mask_id = doc.take("mask_id")
     if "random_canvas" in case:  # of a model without a mask token
-        sampling, mask_id = Recorded(canvas_XBC=random_canvases(case, x0_BL)), None
+        sampling, mask_id = Recorded(canvas_XBC=golden.tensor(random_canvases(case, x0_BL))), None
     elif rule.shift:  # the last logits predict the first position behind the block
         x0_BL = torch.nn.functional.pad(x0_BL, (0, 1), value=mask_id)
     moving = {f"{name}_id": doc.take(f"{name}_token_id", None) for name in ("delete", "split")}
     model = ScriptedModel(logits_SBLV, mask_id=mask_id, eos_id=doc.take("eos_id"), shift=rule.shift, **moving)
     flags = f"{case.take('case')}.original_mask"
-    original_SBL = read_tensors(path.with_suffix(".safetensors"), [flags])[0] if "post_edit_steps" in case else None
+    original_SBL = golden.tensors(path.with_suffix(".safetensors"), flags)[0] if "post_edit_steps" in case else None
     recipe, state = begin(model, rule, x0_BL, sampling)
+    slot_B = torch.arange(batch, device=golden.device)
     shape = StepShape(Phase.FULL, batch, x0_BL.shape[1], 1, state.block, -(-x0_BL.shape[1] // PAGE))
 
     def step(s: int) -> list[list[int]]:
         model.step = s
-        denoise_step(recipe, state, shape, torch.arange(batch))
+        denoise_step(recipe, state, shape, slot_B)
         return state.canvas.tokens_NS[:batch, : x0_BL.shape[1]].tolist()
 
     for s, want_BL in enumerate(want_SBL):
         open_BL = state.canvas.status_NS[:batch, :length] == int(Status.OPEN)
         same(f"step {s}: tokens", want_BL.tolist(), [row[:length] for row in step(s)])
         if done_SB is not None:
-            idle_B = state.canvas.lanes(torch.arange(batch), Phase.IDLE).live_B
+            idle_B = state.canvas.lanes(slot_B, Phase.IDLE).live_B
             done_B = ~open_BL.any(-1) if rule.done == "unmasked before" else idle_B
-            told_B = torch.tensor(done_SB[s])
+            told_B = golden.tensor(done_SB[s])
             same(f"step {s}: done", done_SB[s], (done_B & told_B if rule.done == "idle by" else done_B).tolist())
         if original_SBL is not None:
             kept = state.decoder.rows
@@ -218,11 +218,11 @@ def inputs(path: Path, stem: str) -> Path:
     raise Skip(f"decoders/{name} is neither in this folder nor in ../goldens")
 
 
-def random_canvases(case: Fields, x0_BL: Tensor) -> Tensor:
-    """What open positions hold at first, and after each step; of rows that are done, anything. [X, B, L]"""
+def random_canvases(case: Fields, x0_BL: Tensor) -> list[list[list[int]]]:
+    """What open positions hold at first, and after each step; of rows that are done, anything. X, B, L."""
     blank = x0_BL[0].tolist()
     canvases = [case.take("initial_canvas"), *case.take("random_canvas")]
-    return torch.tensor([[blank if row is None else row for row in canvas] for canvas in canvases])
+    return [[blank if row is None else row for row in canvas] for canvas in canvases]
 
 
 def unforced(decoder: Any) -> Decoder:
@@ -250,7 +250,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
         x0_BL, masked_BL = x0_BL.clone(), masked_BL.clone()
         x0_BL[:, 0] = torch.where(masked_BL[:, 0], rule.first, x0_BL[:, 0])
         masked_BL[:, 0] = False
-    place_L = torch.arange(length)
+    place_L = torch.arange(length, device=x0_BL.device)
     for slot in range(batch):
         if isinstance(rule.given, int):
             given_L = place_L < rule.given
