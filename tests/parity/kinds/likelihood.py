@@ -33,7 +33,7 @@ def run(golden: Golden, doc: Fields) -> str:
     params.finish()
     close = partial(golden.close, atol=0.0)
     for batch in doc.items("batches"):
-        masked_XL = golden.tensor(batch.take("masked_ids"))[:, len(prompt) :] == mask_id
+        masked_XL = torch.tensor(batch.take("masked_ids"))[:, len(prompt) :] == mask_id  # `nll` moves it
         rate_X = masked_XL.double().mean(1)
         close(f"{batch.where}.p_mask", torch.tensor(batch.take("p_mask")), rate_X, rtol=1e-6)
         rows = layout(network.spec, prompt, answer, masked_XL, 1 / rate_X[:, None].expand(masked_XL.shape))
