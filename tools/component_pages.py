@@ -9,45 +9,191 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from dinfer.cli.commands.list import ROLES
-from dinfer.recipe.registry import CACHES, REGISTRIES, Registry, options_of
+from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
 
-FOLDER = Path(__file__).parents[1] / "docs" / "components"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "components"
+RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 32  # length of an attention block, to ask caches whether they are exact
+# Ideas in the order of the page, and components by idea. A component that is not here comes last.
+IDEAS = {
+    "decoder": {
+        "Sure tokens first": "threshold hierarchical factor entropy_bound credit calibrated klass",
+        "A fixed number of steps": "fixed dream prophet",
+        "Second thoughts: edit, mask again, verify": "joint_threshold insert_delete dmax remasking wino s2d2",
+        "A length that grows": "daedal",
+        "Noise instead of masks": "renoise",
+    },
+    "iteration": {
+        "One block after the other": "blockwise block_diffusion smooth self_conditioned",
+        "Several blocks at once": "multi_block dmax lopa",
+        "No blocks": "full",
+    },
+    "cache": {
+        "Exact": "none block",
+        "A window around the active block": "dual prefix vicinity",
+        "Chosen positions": "delayed adaptive d2cache",
+    },
+}
+FORMULAS = {
+    ("decoder", "threshold"): r"c_i = \max_v p_i(v) \ge \mathrm{threshold}",
+    (
+        "decoder",
+        "hierarchical",
+    ): r"c_i > \mathrm{threshold} \quad\text{or}\quad c_i = \max_{j \in \mathrm{run}(i)} c_j > "
+    r"\mathrm{low\_threshold}",
+    ("decoder", "factor"): r"c_{(r)} \ge 1 - \frac{\mathrm{factor}}{r + 1} \quad\text{for}\; r = 2, \dots, n",
+    ("decoder", "entropy_bound"): r"\sum_{i \in U} H_i - \max_{i \in U} H_i \le \mathrm{bound}",
+    ("decoder", "credit"): r"l'_{i,v} = l_{i,v} + \alpha \log(1 + C_{i,v})",
+    ("decoder", "calibrated"): r"s_i = c_i \, d_i, \qquad c_i = \min(-p_i \ln f(v_i),\, \mathrm{clip})",
+    ("decoder", "klass"): r"c_i > \mathrm{threshold} \quad\text{and}\quad "
+    r"D_{\mathrm{KL}}(p_i^{(s)} \,\|\, p_i^{(s-1)}) < \mathrm{kl\_threshold}",
+    ("decoder", "fixed"): r"n_s = \lfloor n / \mathrm{steps} \rfloor + [\, s < n \bmod \mathrm{steps} \,]",
+    ("decoder", "dream"): r"n_i = \lfloor n \, (1 - t_{i+1} / t_i) \rfloor",
+    ("decoder", "daedal"): r"e = \frac{1}{\mathrm{eos\_tokens}} \sum_i p_i(\mathrm{EOS})",
+    ("decoder", "s2d2"): r"P(\mathrm{accept}) = \min(1,\, q / p)",
+    ("decoder", "renoise"): r"T = t_{\min} + (t_{\max} - t_{\min}) \, \frac{\mathrm{steps} - s}{\mathrm{steps}}",
+    ("iteration", "smooth"): r"x_i = E[\mathrm{mask}] + w_t \sum_v p_i(v) \, E[v]",
+    ("iteration", "dmax"): r"x_i = c_i \, E[v_i] + (1 - c_i) \, E[\mathrm{mask}]",
+    ("iteration", "self_conditioned"): r"x_i = \sum_v \mathrm{softmax}(l_i)_v \, E[v]",
+    ("sampling", "llada"): r"v = \arg\max_v \; l_v - T \log(-\log u_v), \qquad u_v \sim U(0, 1)",
+    ("sampling", "standard"): r"v \sim \mathrm{softmax}(l / T)",
+}
+# The result file that has a component at its defaults, where it is not the first one.
+EVERYTHING = "tiny-everything-h200"
+MEASURED = {
+    "joint_threshold": "tiny-llada2-quality", "s2d2": "tiny-llada2-further-cpu", "block": "tiny-llada2-quality",
+    "calibrated": "tiny-further-prior-cpu", "prophet": "tiny-further-more-cpu", "daedal": "tiny-further-more-cpu",
+    "d2cache": "tiny-further-more-cpu", "dmax": "multi-block-tiny-llada2-multi-block-h200",
+    "insert_delete": "multi-block-tiny-llada2-insert-delete-cpu",
+}  # fmt: skip
 
 
 def page(registry: Registry) -> str:
     """One registry as Markdown."""
-    role = ROLES[registry.kind]
+    kind, role = registry.kind, ROLES[registry.kind]
+    groups = {
+        idea: [name for name in names.split() if name in registry.names()]
+        for idea, names in IDEAS.get(kind, {}).items()
+    }
+    rest = [name for name in registry.names() if not any(name in names for names in groups.values())]
+    groups |= {"Others" if groups else "": rest} if rest else {}
     parts = [
-        f"# {registry.kind.capitalize()}s",
-        f"{role[0].upper()}{role[1:]}. Written by `python -m tools.component_pages`; `dinfer list {registry.kind}` "
-        "shows the same.",
+        f"# {kind.capitalize()}s",
+        f"{role[0].upper()}{role[1:]}. `dinfer list {kind}` shows the same. "
+        "A star marks options that may differ from request to request.",
+        table(registry, [name for names in groups.values() for name in names]),
     ]
-    for name in registry.names():
-        parts.append(section(registry, name))
+    if common := shared(registry):
+        parts += [f"Options of several {kind}s:", rows(list(common.values()))]
+    for idea, names in groups.items():
+        parts += [f"## {idea}"] if idea else []
+        parts += [section(registry, name, set(common), "###" if idea else "##") for name in names]
     return "\n\n".join(parts) + "\n"
 
 
-def section(registry: Registry, name: str) -> str:
-    """One component: what it is, its source, formula and options."""
+def table(registry: Registry, names: list[str]) -> str:
+    """A line for each component, with what it gives on a model in the box."""
+    figures = {name: measured(registry, name) for name in names} if registry in (DECODERS, CACHES) else {}
+    head = [registry.kind, "in a line", *(["accuracy", "tokens a forward", "with"] if figures else [])]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
+    for name in names:
+        idea = re.sub(r" \([^()]*\)\.$|\.$", "", described(registry, registry.get(name)))
+        lines.append(f"| {' | '.join([f'[`{name}`](#{name})', idea, *figures.get(name, [])])} |")
+    if figures:
+        rest = "`cache=none`" if registry is DECODERS else "`decoder=threshold`"
+        lines += [
+            "",
+            "Measured on 500 held-out problems with options at their defaults ([Results](../results.md)): on `tiny` "
+            f"with `iteration=blockwise` and {rest}, unless said. -: not measured.",
+        ]
+    return "\n".join(lines)
+
+
+def measured(registry: Registry, name: str) -> list[str]:
+    """Accuracy, tokens per forward, and the recipe: the component at its defaults, a cache with `threshold`."""
+    file = MEASURED.get(name, EVERYTHING)
+    decoder, caches = (name, ("none", "dual", "block")) if registry is DECODERS else ("threshold", (name,))
+    usual = {info.name: info.default for info in options_of(DECODERS.get(decoder))}
+    for cache in caches:
+        for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]:
+            given = dict(part.split("=") for part in row["options"].split())
+            if (row["decoder"], row["cache"]) == (decoder, cache) and all(
+                str(usual[key]) == given[key] for key in given
+            ):
+                model = re.sub(r"^multi-block-|-(everything|quality|further|prior|more|h200|cpu)", "", file)
+                recipe = [model, row["iteration"], *([row["cache"]] if registry is DECODERS else [])]
+                usual_recipe = recipe == ["tiny", "blockwise", "none"][: len(recipe)]
+                shown = "" if usual_recipe else ", ".join(f"`{part}`" for part in recipe)
+                return [f"{row['accuracy']:.1f}%", f"{row['tpf']:.2f}", shown]
+    return ["-", "-", ""]
+
+
+def described(registry: Registry, cls: type) -> str:
+    """The first paragraph of a component's module; of its class, where the module has several components."""
+    alone = sum(registry.get(name).__module__ == cls.__module__ for name in registry.names()) == 1
+    text = importlib.import_module(cls.__module__).__doc__ if alone else cls.__doc__
+    return inspect.cleandoc(text or "").split("\n\n")[0].replace("\n", " ")
+
+
+def owner(cls: type, name: str) -> type:
+    """The class that declares an option of a component."""
+    return next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+
+
+def shared(registry: Registry) -> dict[str, OptionInfo]:
+    """Options that several components have from a class that is no component itself."""
+    classes = [registry.get(name) for name in registry.names()]
+    found: dict[str, list[OptionInfo]] = {}
+    for cls in classes:
+        for info in options_of(cls):
+            if owner(cls, info.name) not in classes:
+                found.setdefault(info.name, []).append(info)
+    return {
+        name: infos[0] for name, infos in found.items() if len(infos) > 1 and all(info == infos[0] for info in infos)
+    }
+
+
+def section(registry: Registry, name: str, common: set[str], level: str) -> str:
+    """One component: what it is, its formula, source and options."""
     cls = registry.get(name)
-    module = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "").split("\n\n")[0]
-    lines = [f"## `{name}`", module.replace("\n", " "), inspect.cleandoc(cls.__doc__ or "")]
+    summary, _, more = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    lines = [f"{level} `{name}`", summary]
+    if formula := FORMULAS.get((registry.kind, name)):
+        lines.append(f"$$\n{formula}\n$$")
+    lines.append(more)
     if cls.paper:
         lines.append(f"Source: {cls.paper}.")
     if registry is CACHES:
         lines.append(exactness(cls()))
-    if options := options_of(cls):
-        rows = ["| option | default | per request | |", "| --- | --- | --- | --- |"]
-        for info in options:
-            default = "null" if info.default is None else info.default
-            rows.append(f"| `{info.name}` | `{default}` | {'yes' if info.per_request else ''} | {info.help} |")
-        lines.append("\n".join(rows))
-    return "\n\n".join(lines)
+    parents = {base: n for n in registry.names() if (base := registry.get(n)) is not cls and issubclass(cls, base)}
+    own, also = [], []
+    for info in options_of(cls):
+        if info.name in common or owner(cls, info.name) in parents:
+            also.append(info)
+        else:
+            own.append(info)
+    if own:
+        lines.append(rows(own))
+    taken = [f"`{info.name}`" for info in also if info.name in common]
+    lines += [f"Takes {', '.join(taken)} too."] if taken else []
+    lines += [f"Takes the options of `{parent}` too." for parent in parents.values()]
+    return "\n\n".join(line for line in lines if line)
+
+
+def rows(options: list[OptionInfo]) -> str:
+    """Options as a table; * marks those that differ from request to request."""
+    lines = ["| option | default | |", "| --- | --- | --- |"]
+    for info in options:
+        default = "null" if info.default is None else info.default
+        lines.append(f"| `{info.name}`{' *' if info.per_request else ''} | `{default}` | {info.help} |")
+    return "\n".join(lines)
 
 
 def exactness(cache: Any) -> str:

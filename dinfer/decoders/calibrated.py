@@ -26,9 +26,8 @@ class Calibrated(Decoder):
     """Commits s_i >= threshold, and in any case the `least` best, where s_i is a calibrated confidence.
 
     With `sigma` above 0, s_i = c_i * d_i, where d_i is the share of decoded positions around i, weighted by a Gaussian
-    of that standard deviation. So positions beside decoded text come first. Positions before the block count as
-    decoded, and those behind it do not. With `frequencies`, c_i = min(-p_i ln f(token), clip): a frequent token needs
-    a higher probability p_i than a rare one. Then each request keeps a float32 per vocabulary entry.
+    of that standard deviation. Positions before the block count as decoded, and those behind it do not. With
+    `frequencies`, c_i = min(-p_i ln f(token), clip): a frequent token needs a higher probability p_i than a rare one.
     """
 
     paper = "d2Cache, arXiv:2509.23094; PC-Sampler, arXiv:2508.13021"

@@ -17,8 +17,7 @@ class Credit(Decoder):
     """The threshold rule on l + alpha * log(1 + C), where C[i, v] gathers the credit of token v at position i.
 
     At each step of a block C decays by `decay`, and the most likely token v of each masked position gains p(v)^gamma.
-    It helps where predictions settle long before their probability is high. Each position remembers as many tokens as
-    the block is long: a block that commits at every step predicts no more.
+    It helps where predictions settle long before their probability is high.
     """
 
     paper = "CreditDecoding, arXiv:2510.06133"

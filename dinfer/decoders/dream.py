@@ -27,10 +27,8 @@ class Dream(Decoder):
     `full`, as published, the whole canvas is one. `origin` commits each mask with probability 1 - t_{i+1} / t_i
     instead. The mask token takes part, and where it wins the position stays masked.
 
-    Steps that commit nothing are skipped, because the same forward would follow. So the tokens are those of the
-    reference, in fewer forwards. With `origin`, each position draws a noise level once and is committed below it, which
-    gives the same distribution. If the mask token wins at every chosen position, the reference commits nothing; here
-    the best other position is committed.
+    Steps that commit nothing are skipped: the tokens are those of the reference, in fewer forwards. If the mask token
+    wins at every chosen position, the best other position is committed.
     """
 
     paper = "Dream, arXiv:2508.15487"

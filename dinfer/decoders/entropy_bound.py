@@ -21,9 +21,8 @@ class EntropyBound(Decoder):
     """Commits the largest set U of best positions with sum of H over U - max of H over U <= bound.
 
     H is the entropy of a position. The best positions have the least entropy, or the best `score`. The left side bounds
-    the loss of taking the tokens of U as independent, in nats. The surest position is always committed. This adapts to
-    a model's calibration better than a threshold on probabilities. With limits=each, `bound` is a threshold on
-    entropies: it commits every position with H < bound, and at least the best one.
+    the loss of taking the tokens of U as independent, in nats. The surest position is always committed. With
+    limits=each, `bound` is a threshold on entropies: it commits every position with H < bound, and at least the best.
     """
 
     paper = "EB-Sampler, arXiv:2505.24857"

@@ -23,9 +23,8 @@ class Fixed(Decoder):
     """Decodes a block of n masks in `steps` steps: step s commits n // steps tokens, one more if s < n % steps.
 
     The best masked positions go first, and equal ones from left to right. Where the mask token is the most likely, the
-    position stays masked. The softmax is taken in float64, as in LLaDA's sampler. With steps = block length it commits
-    one token a step: the slowest and most careful decoder, and the reference for all others. With a threshold below 1,
-    a step also commits all other tokens with a higher probability.
+    position stays masked. With steps = block length it commits one token a step: the reference for all others. With a
+    threshold below 1, a step also commits all other tokens with a higher probability.
     """
 
     paper = "LLaDA, arXiv:2502.09992"

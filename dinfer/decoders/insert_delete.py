@@ -25,13 +25,11 @@ LONGEST = 128  # steps of editing; what a block remembers grows with them
 class InsertDelete(Decoder):
     """Fills masks where c > threshold, rewrites, deletes and splits tokens where another has c > edit_threshold.
 
-    Masks that the block began with are original. Others come from an insertion, a deletion or an edit. If fewer than n
-    masks are above the threshold, a step fills the n best, where n is 1 + the number of masks that are not original. If
-    no original mask is left, it fills all. If a block returns to an earlier state, it takes another token at its least
-    sure change. A block ends when a step changes nothing, or with a cleanup, which fills all masks and moves nothing.
-    The cleanup comes after `post_edits` steps that began without original masks, or after block length + `post_edits`
-    steps. With post_edits=0 the step that fills the last original mask is the cleanup. Tokens that are pushed over the
-    end of the block are lost.
+    Masks that the block began with are original. A step fills at least 1 + as many masks as are not original, the best
+    first; if no original mask is left, it fills all. If a block returns to an earlier state, it takes another token at
+    its least sure change. A block ends when a step changes nothing, or with a cleanup, which fills all masks and moves
+    nothing. The cleanup comes after `post_edits` steps that began without original masks, or after block length +
+    `post_edits` steps. Tokens that are pushed over the end of the block are lost.
     """
 
     paper = "LLaDA2.2; SGLang's JointThresholdInDel"

@@ -22,9 +22,9 @@ TINY = 1e-12  # added to probabilities before the logarithm, as published
 class Klass(Decoder):
     """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
 
-    If no position qualifies, the `least` most confident are committed. Only steps of the block count. The reference
-    computes all logits at every step and also counts steps of earlier blocks, so from the second block on it may commit
-    one step sooner. Each request keeps a float32 per position of the block and vocabulary entry.
+    If no position qualifies, the `least` most confident are committed. Only steps of the block count: the reference,
+    which also counts steps of earlier blocks, may commit one step sooner. Each request keeps a float32 per position of
+    the block and vocabulary entry.
     """
 
     paper = "KLASS, arXiv:2511.05664"

@@ -23,11 +23,9 @@ MID, LATE = 0.33, 0.67  # parts of the schedule at which the next threshold hold
 class Prophet(Decoder):
     """Commits everything once the mean lead over the second logit, at the answer, reaches `early`, `mid` or `late`.
 
-    `early` holds in the first third of the steps, `mid` in the second and `late` in the last. Until then it follows
-    LLaDA's fixed schedule: the `steps` are shared out among the `sub_block`s, and each step commits the same number of
-    tokens, the most probable first. `answer` says where the answer begins, in tokens behind the prompt; the mean is
-    over five tokens from there, decoded or not. Without it, the mean is over all masks. The decoder sees the active
-    blocks alone, so use it with iteration=full.
+    `early` holds in the first third of the steps, `mid` in the second and `late` in the last. Until then it is `fixed`,
+    with the `steps` divided among the `sub_block`s. With `answer` the mean is over five tokens from there, decoded or
+    not; without it, over all masks. The decoder sees the active blocks alone, so use it with iteration=full.
     """
 
     paper = "Prophet, arXiv:2508.19982"

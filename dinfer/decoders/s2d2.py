@@ -25,13 +25,12 @@ class S2D2(Decoder):
     p is the probability of a draft token in the first pass. q is its probability in the second pass, where a position
     sees only the draft before it. From the left, a token is accepted if a uniform number (a function of seed, position
     and step) is below min(1, q / p). The first rejected one becomes the token with the largest q - p. Then the best
-    masks fill up the quota of the step, as in `fixed`. So a verified step commits at least one token and costs two
-    forwards. It is not lossless: verified tokens are those of block size 1, which suits models such as SDAR.
+    masks fill up the quota of the step, as in `fixed`. A verified step costs two forwards. It is not lossless: verified
+    tokens are those of block size 1, which suits models such as SDAR.
 
-    `route` says which steps are verified: "span" those whose run has at least `min_span` masks; "score" those whose
-    expected number of accepted tokens, less `penalty`, reaches `floor`; "hysteresis" switches on above `on` and off
-    below `off`; "bandit" learns by UCB from the length of the run, progress and entropy. `estimator` and `scale` say
-    how the number of accepted tokens is expected.
+    `route` says which steps are verified: "span" those whose run has `min_span` masks; "score" those whose expected
+    number of accepted tokens (`estimator`, `scale`), less `penalty`, reaches `floor`; "hysteresis" switches on above
+    `on` and off below `off`; "bandit" learns by UCB from length, progress and entropy.
 
     Each running request keeps p, a float32 per position of the block and vocabulary entry.
     """

@@ -28,8 +28,7 @@ class Wino(Decoder):
 
     p(token) is the probability of a decoded token at its own position, where the model sees it. The published method
     hides it there. Tokens are masked again only in a step that commits more than one, the least probable first, and
-    fewer than it commits. So every step gains. (The published bound is the number of commits of the step before; with
-    it a block may lose tokens and never end.)
+    fewer than it commits. (With the published bound, the number of commits of the step before, a block may never end.)
     """
 
     paper = "WINO, arXiv:2507.18578"

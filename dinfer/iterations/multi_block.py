@@ -16,14 +16,13 @@ from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, Stat
 class MultiBlock(BlockSweep):
     """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`; with decoders that
-    edit, also only when the share `stable_at` of its tokens is predicted again. A block must commit a token at every
-    step once the block before it has reached `force_at`; until then it commits only what the decoder is sure of. A
-    block that leaves keeps its place for one step more, which makes its keys final. After a stop token no block opens,
-    and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. A block must commit a
+    token at every step once the block before it has reached `force_at`; until then it commits only what the decoder is
+    sure of. A block that leaves keeps its place for one step more, which makes its keys final. After a stop token no
+    block opens, and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
 
-    D2F and d3LLM use align=false, Diffulex on block-causal models align=true. It pays where more positions make a
-    forward little slower, and where the model tolerates unfinished blocks before the one that it decodes.
+    D2F and d3LLM use align=false, Diffulex on block-causal models align=true. It needs a model that tolerates
+    unfinished blocks before the one that it decodes.
     """
 
     paper = "D2F, arXiv:2508.09192"
