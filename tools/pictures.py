@@ -1,4 +1,4 @@
-"""Draws docs/images/how-*.svg, for docs/how_it_works.md and docs/multi-block.md, from runs of the model in the box.
+"""Draws docs/images/how-*.svg, the pictures of docs: most of them from runs of the model in the box.
 
 python -m tools.pictures
 """
@@ -134,6 +134,28 @@ def step() -> str:
     return document(parts, width + 2 * MARGIN, len(boxes) * (height + gap) + MARGIN, "One denoise step")
 
 
+def layers() -> str:
+    """The packages of dinfer: each imports those below it."""
+    rows = (
+        ("cli", "serving", "analysis"),
+        ("pipeline",),
+        ("engine", "parallel", "startup"),
+        ("step: the function", "abilities", "memory"),
+        ("decoders", "caches", "iterations", "sampling", "models"),
+        ("recipe", "layers", "loading"),
+        ("step: the contracts", "structure"),
+        ("kernels",),
+    )
+    parts, width, height, gap = list[str](), 600, 30, 8
+    for number, names in enumerate(rows):
+        y, each = MARGIN + number * (height + gap), (width + gap) / len(names) - gap
+        for place, name in enumerate(names):
+            x, kind = MARGIN + place * (each + gap), "part" if "decoders" in names else "box"
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{each:.1f}" height="{height}" rx="6" class="{kind}"/>')
+            parts.append(words(x + each / 2, y + 20, name, anchor="middle"))
+    return document(parts, width + 2 * MARGIN, len(rows) * (height + gap) + MARGIN, "Packages of dinfer")
+
+
 def main() -> None:
     sweep = {"name": "blockwise", "block": 16}
     runs = {}
@@ -148,6 +170,7 @@ def main() -> None:
         "canvas": canvas(runs["dual"]),
         "caches": caches(runs),
         "step": step(),
+        "layers": layers(),
         "batch": batch(3, (32, 64, 32, 48, 32, 32)),
     }
     for name, text in pictures.items():
