@@ -124,19 +124,16 @@ def _cell(row: dict[str, Any] | None) -> str:
 def families() -> str:
     """What the families of published checkpoints are, a line each."""
     lines = [
-        "| family | published | attention | experts | gaps anywhere | exact cache |",
-        "| --- |" + " --- |" * 5,
+        "| family | published | attention | experts |",
+        "| --- |" + " --- |" * 3,
     ]
     for family in MODELS.names():
         entries = [entry for entry in catalog() if entry.family == family]
         attention = " and ".join(dict.fromkeys(entry.attention for entry in entries if not entry.prompt_block))
-        both_ways = attention == "bidirectional"
         cells = [
             f"`{entries[0].checkpoint}`{f' and {len(entries) - 1} more' if entries[1:] else ''}",
             attention,
             "yes" if any("-A" in entry.size for entry in entries) else "no",
-            "yes" if both_ways else "no",
-            "no" if both_ways else "`block`",
         ]
         lines.append(f"| `{family}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
