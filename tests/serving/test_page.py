@@ -55,9 +55,9 @@ def answers(browser: Any) -> list[str]:
 
 
 def test_a_question_is_answered_as_the_library_does(client: Client, address: str, browser: Any) -> None:
-    (want,) = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=96)
     browser.get(address)
-    until(browser, "document.querySelector('.settings input') !== null")
+    length = int(until(browser, "document.querySelector('.settings input')?.value"))
+    (want,) = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=length)
     browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
     until(browser, "document.querySelectorAll('.canvas .cell.final').length > 20")
     if shots := os.environ.get("DINFER_SCREENSHOTS"):  # for the documentation
@@ -101,10 +101,68 @@ def test_gaps_are_filled_by_keyboard_alone(client: Client, address: str, browser
     until(browser, "document.querySelector('.settings input') !== null")
     browser.find_element(By.ID, "tab-chat").send_keys(Keys.ARROW_RIGHT)
     browser.find_element(By.ID, "gaps").send_keys(text)
-    browser.switch_to.active_element.send_keys(Keys.TAB + Keys.ENTER)
-    browser.find_element(By.CSS_SELECTOR, "#fill button").send_keys(Keys.ENTER)
+    browser.find_element(By.CSS_SELECTOR, "#fill .main").send_keys(Keys.ENTER)
     until(browser, "document.getElementById('filled').textContent !== ''")
-    assert browser.find_element(By.ID, "filled").text == client.pipe.infill(text).text.strip()
+    (gap,) = client.pipe.infill(text).gap_texts
+    assert browser.find_element(By.ID, "filled").text == text.replace("[MASK:2]", gap)
+    assert [mark.text for mark in browser.find_elements(By.CSS_SELECTOR, "#filled mark")] == [gap]
+
+
+def test_what_fails_can_be_tried_again(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.execute_script("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+    until(browser, "document.querySelector('.retry') !== null")
+    assert "does not answer" in browser.find_element(By.CSS_SELECTOR, ".facts").text
+    assert browser.find_element(By.CSS_SELECTOR, ".user").text == QUESTION
+    browser.execute_script("window.fetch = window.real")
+    browser.find_element(By.CSS_SELECTOR, ".retry").click()
+    until(browser, "document.querySelector('.replay') !== null && document.querySelector('.facts button') !== null")
+    assert len(answers(browser)) == 1 and answers(browser)[0]
+
+
+def test_the_denoising_is_replayed_and_a_new_chat_keeps_settings(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.CSS_SELECTOR, "#examples button").click()
+    browser.execute_script("document.querySelector('.settings input').value = 64")
+    browser.find_element(By.ID, "send").click()
+    until(browser, "document.querySelector('.facts button') !== null")
+    decided = "return document.querySelectorAll('.cell.final').length"
+    whole = browser.execute_script(decided)
+    slide = "const bar = document.querySelector('.replay input'); bar.value = 1; bar.dispatchEvent(new Event('input'))"
+    browser.execute_script(slide)
+    assert 0 <= browser.execute_script(decided) < whole
+    browser.find_element(By.ID, "fresh").click()
+    assert browser.execute_script("return [document.querySelectorAll('.turn').length, "
+                                  "document.querySelector('.settings input').value]") == [0, "64"]  # fmt: skip
+
+
+def test_the_key_is_asked_for_before_anything_is_sent(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGE_KEY", "secret-of-the-page")
+    with served(Settings(port=0, api_key="env:PAGE_KEY")) as locked, listening(locked) as address:
+        browser.get(address)
+        until(browser, "!document.getElementById('unlock').hidden")
+        browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+        assert browser.find_element(By.ID, "question").get_attribute("value") == QUESTION
+        browser.find_element(By.ID, "key").send_keys("secret-of-the-page" + Keys.ENTER)
+        until(browser, "document.getElementById('unlock').hidden")
+        browser.find_element(By.ID, "send").click()
+        until(browser, "document.querySelector('.facts button') !== null")
+        browser.get_log("browser")  # the answers of 401, which this test is about
+
+
+def test_enter_that_ends_a_composed_word_sends_nothing(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.ID, "question").send_keys(QUESTION)
+    browser.execute_script(
+        "document.getElementById('question').dispatchEvent("
+        "new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true }))"
+    )
+    assert browser.find_elements(By.CSS_SELECTOR, ".turn") == []
+    assert browser.find_element(By.ID, "question").get_attribute("value") == QUESTION
 
 
 def test_the_page_asks_nobody_else_and_breaks_no_rule(address: str, browser: Any) -> None:
