@@ -1,117 +1,163 @@
-"""Clients' connections: limits of time and size for a request's head, and the process's limit of open files."""
+"""Clients' connections: heads of requests in bounded time and size, and the process's limit of open files."""
 
 import asyncio
 import logging
 import re
 import resource
+import sys
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from pydantic_core import to_json
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import MAX_HEAD, head_too_large
 from dinfer.serving.settings import Settings
 
 LOG = logging.getLogger("dinfer.serving")
+END = b"\r\n\r\n"  # of a head
 # Java's and other clients offer HTTP/2 by this header. httptools drops the body of a request that has it.
 UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 LINGER = 2.0  # seconds in which a client that still sends can read why it is refused
 OTHERS = 256  # open files of the process beside its connections
 
 
-def connection(settings: Settings) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol, which also closes a connection if the head of a request comes too slowly.
+class Connection(asyncio.Protocol):
+    """Reads each head as a whole, and only then hands the request to uvicorn's protocol.
 
-    A client that sends no valid request gets an error of the API too, although the application never sees it.
+    A head that is late, too large or no HTTP gets an error of the API, after the answers to requests before it. A
+    chunked request is the last one of its connection, since only its length tells where the next head begins.
     """
 
-    class Connection(HttpToolsProtocol):
-        _late: asyncio.TimerHandle | None = None
-        _before: Any = None  # uvicorn's cycle of the request before the last one
-        _head: int | None = None  # bytes read of an unfinished head; None: there is none
-        _refused = False  # drops all further input
+    def __init__(self, settings: Settings, app_state: dict[str, Any], **given: Any) -> None:
+        """`app_state` and `given` are uvicorn's. `Guard` finds the connection in the state of its requests."""
+        self._settings = settings
+        self._inner: asyncio.Protocol = AutoHTTPProtocol(app_state=app_state | {"connection": self}, **given)
+        self._late: asyncio.TimerHandle | None = None
+        self._head = b""  # what is known of an unfinished head
+        self._body = 0  # bytes that are still to come of a request's body
+        self._open = 0  # requests without a whole answer
+        self._refusal = b""
+        self._ended = False  # drops all further input
 
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)  # type: ignore[arg-type]
-            self._await_head()
+    def connection_made(self, transport: Any) -> None:
+        self._transport: asyncio.Transport = transport
+        self._inner.connection_made(transport)
+        self._await_head()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._head = 0
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        self._inner.connection_lost(exc)
 
-        def on_headers_complete(self) -> None:
-            self._head = None
-            if self.parser.should_upgrade():
-                raise ValueError("the header stood where `data_received` has not looked")
-            self._before = self.cycle
-            super().on_headers_complete()
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
 
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                return
-            if self._head is not None or self.cycle is None or self.cycle.response_complete:
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = UPGRADE.sub(b"ignored", head) + end + rest
-            super().data_received(data)
-            if self._head is not None:
-                self._head += len(data)
-                if self._head > MAX_HEAD:
-                    self._refuse(head_too_large())
-            if self.cycle is None or self.cycle.response_complete:
-                self._await_head()
-            else:
-                self._stop()
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
+    def data_received(self, data: bytes) -> None:
+        try:
+            while data and not self._ended:
+                data = self._continue(data) if self._body else self._read_head(data)
+        except httptools.HttpParserError:
             self._refuse(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
 
-        def _refuse(self, error: ApiError) -> None:
-            """Answers an incomplete request and closes the connection. It disturbs no other answer."""
-            if self._refused or self.transport.is_closing():
-                return
-            if self.pipeline and self.cycle.more_body:  # this request has not begun, and the one before is answered
-                self.pipeline.popleft()
-                self.cycle = self._before
-            running = self.cycle is not None and not self.cycle.response_complete
-            if running and not self.cycle.more_body:  # the running request was complete and is answered
-                self.cycle.keep_alive = False
-                self._refused = True  # reading goes on, so that the client's end is seen and the answer is not reset
-                return
-            if running and self.cycle.response_started:
-                self.transport.close()
-                return
-            body = to_json(error.body())
-            self.transport.write(
-                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
-                + body
-            )
-            self.transport.write_eof()  # closing while the client still sends would lose the answer
-            self._refused = True
-            asyncio.get_running_loop().call_later(LINGER, self.transport.close)
+    def _continue(self, data: bytes) -> bytes:
+        """Hands over what belongs to the running request. Returns the rest. Raises HttpParserError."""
+        part, rest = data[: self._body], data[self._body :]
+        self._body -= len(part)
+        try:
+            self._parser.feed_data(part)
+        except httptools.HttpParserError:  # in a chunk: for uvicorn, the client has left
+            self._inner.connection_lost(ConnectionError())
+            raise
+        self._inner.data_received(part)
+        return rest
 
-        def _await_head(self) -> None:
-            if self._late is None:
-                self._late = asyncio.get_running_loop().call_later(settings.send_timeout, self._give_up)
+    def _read_head(self, data: bytes) -> bytes:
+        """Reads the head of the next request, and returns what is behind it. Raises HttpParserError."""
+        if not self._head:
+            data = data.lstrip(b"\r\n")
+            self._parser, self._fields = httptools.HttpRequestParser(self), []
+        known, self._head = len(self._head), self._head + data
+        length = self._head.find(END, max(known - len(END), 0)) + len(END)
+        whole = length >= len(END)
+        length = length if whole else len(self._head)
+        if length > MAX_HEAD:
+            self._refuse(head_too_large())
+            return b""
+        head, rest = self._head[:length], self._head[length:]
+        try:
+            self._parser.feed_data(head[known:])
+        except httptools.HttpParserUpgrade as error:
+            self._head, plain = b"", UPGRADE.sub(b"ignored", head)
+            if plain == head:  # CONNECT
+                raise httptools.HttpParserError from error
+            return plain + rest  # read once more
+        if whole:
+            self._stop()
+            self._head = b""
+            self._begin(head)
+        elif head:
+            self._await_head()
+        return rest
 
-        def _give_up(self) -> None:
-            if self._head is not None:
-                self._refuse(ApiError(408, "the head of the request did not come in time", code="timeout"))
-            else:
-                self.transport.close()
+    def _begin(self, head: bytes) -> None:
+        """Hands the head of a request to uvicorn."""
+        names = [name for name, _ in self._fields]
+        if self._parser.get_http_version() == "1.1" and names.count(b"host") != 1:
+            return self._refuse(ApiError(400, "a request in HTTP/1.1 needs one header Host", "Host", "invalid_http"))
+        self._body = int(dict(self._fields).get(b"content-length", 0))
+        if b"transfer-encoding" in names:
+            self._body, head = sys.maxsize, head.removesuffix(b"\r\n") + b"Connection: close" + END
+        self._open += 1
+        self._inner.data_received(head)
 
-        def _stop(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self._fields.append((name.lower(), value))
 
-    return Connection
+    def answered(self) -> None:
+        """Called when the application has answered a request, or has given it up."""
+        self._open -= 1
+        if not self._open and (self._body or self._refusal):
+            self._end()  # the rest of a body that was refused may still be coming
+
+    def _refuse(self, error: ApiError) -> None:
+        body = to_json(error.body())
+        self._refusal = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        ).encode() + body
+        self._stop()
+        self._ended = True
+        if not self._open:
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the connection. At once, while the client still sends, the last answer would be lost."""
+        self._ended = True
+        if not self._transport.is_closing():
+            self._transport.write(self._refusal)
+            self._transport.write_eof()
+            asyncio.get_running_loop().call_later(LINGER, self._transport.close)
+
+    def _await_head(self) -> None:
+        if self._late is None:
+            self._late = asyncio.get_running_loop().call_later(self._settings.send_timeout, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._head:
+            self._refuse(ApiError(408, "the head of the request did not come in time", code="timeout"))
+        else:
+            self._transport.close()
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 def open_files(settings: Settings) -> None:

@@ -32,6 +32,8 @@ SAFE_HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 MAX_HEAD = 65_536  # bytes of a request's path and headers
+LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
+BODIES = 16  # times `max_body` that the bodies of all requests may take
 GONE = 499  # nginx's status for a client that has left; only the log shows it
 
 # What a request holds: its place in the queue, and its rows. `Guard` releases them however the request ends. A response
@@ -53,6 +55,7 @@ class Guard:
         """`refuse` is called with the errors that are answered here."""
         self._app, self._settings, self._keys, self._refuse = app, settings, settings.keys(), refuse
         self._open = 0  # requests that wait for an answer
+        self._bytes = 0  # of their bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,11 +64,11 @@ class Guard:
         # A gateway has given the request an id.
         request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)
-        sending = _Sending(send, request_id, self._settings.send_timeout)
+        sending, parts = _Sending(send, request_id, self._settings.send_timeout), list[bytes]()
         self._open += 1
         try:
             self._check(scope)
-            body = await self._body(receive)
+            body = await self._body(receive, parts)
             if body is None or not (await self._answer(scope, body, receive, sending) or sending.complete):
                 sending.status = GONE
         except ApiError as error:
@@ -82,6 +85,9 @@ class Guard:
             await respond(ApiError(500, message, code="internal_error"), sending)
         finally:
             self._open -= 1
+            self._bytes -= sum(map(len, parts))
+            if connection := scope.get("state", {}).get("connection"):
+                connection.answered()
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             path = scope["path"][:200]
             LOG.log(
@@ -109,6 +115,9 @@ class Guard:
             raise ApiError(400, "the header Content-Length must be a number", "Content-Length")
         if int(length) > self._settings.max_body:
             raise self._too_large()
+        if (coding := headers.get(b"content-encoding", b"identity").lower()) != b"identity":
+            told = f"the body is compressed ({coding.decode('latin-1'):.20}): send it as it is"
+            raise ApiError(415, told, "Content-Encoding", "invalid_value")
         if self._keys and scope["path"] not in OPEN and not scope["path"].startswith("/static/"):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # It compares every key, so that the time does not tell which key nearly matched.
@@ -130,20 +139,24 @@ class Guard:
                 "insecure=true, to reach it by another name", "Host", "wrong_host",
             )  # fmt: skip
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None if the client has left. Raises ApiError."""
-        parts, size, more = list[bytes](), 0, True
+    async def _body(self, receive: Receive, parts: list[bytes]) -> bytes | None:
+        """The whole body, which comes in `parts`; None if the client has left. Raises ApiError."""
+        settings, size, more, began = self._settings, 0, True, time.monotonic()
         while more:
+            limit = min(settings.send_timeout + size / LEAST_RATE, settings.deadline)
             try:
-                message = await asyncio.wait_for(receive(), self._settings.send_timeout)
+                message = await asyncio.wait_for(receive(), began + limit - time.monotonic())
             except TimeoutError:
-                raise ApiError(408, "the body did not come", code="timeout") from None
+                raise ApiError(408, "the body did not come in time", code="timeout") from None
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > self._settings.max_body:
+            self._bytes += len(parts[-1])
+            if size > settings.max_body:
                 raise self._too_large()
+            if self._bytes > BODIES * settings.max_body:
+                raise ApiError(503, "too much is being sent at once: try again later", code="too_busy", retry_after=1)
         return b"".join(parts)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: "_Sending") -> bool:

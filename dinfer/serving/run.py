@@ -8,12 +8,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import uvicorn
 
 from dinfer.parallel.leader import RankFailed
 from dinfer.serving.app import application
-from dinfer.serving.connection import connection, open_files
+from dinfer.serving.connection import Connection, open_files
 from dinfer.serving.server import Server
 from dinfer.serving.settings import naming, url
 
@@ -93,8 +94,8 @@ def configured(server: Server) -> uvicorn.Config:
     settings = server.settings
     return uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        http=connection(settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
-    )  # fmt: skip
+        http=partial(Connection, settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:

@@ -26,7 +26,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/loading/checkpoint.py:load_network",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
     "dinfer/serving/app.py:add_generation",
-    "dinfer/serving/connection.py:connection",
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("fastapi")
 from support.serving import listening, served
 
 from dinfer.serving.guard import MAX_HEAD
+from dinfer.serving.settings import Settings
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
 LAST = GET % b"Connection: close\r\n"
@@ -73,15 +75,17 @@ def test_a_head_without_end_is_431(port: Port) -> None:
 
 def test_garbage_behind_a_request_disturbs_no_answer(port: Port) -> None:
     heard = said(port, [GET % b"" + b"garbage\r\n\r\n"])
-    assert heard.startswith(b"HTTP/1.1 200 ") and heard.count(b"HTTP/1.1") == 1
-    assert json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
+    answer, _, refusal = heard.rpartition(b"HTTP/1.1 ")
+    assert answer.startswith(b"HTTP/1.1 200 ") and error(b"HTTP/1.1 " + refusal) == (400, "invalid_http")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
 def test_a_bad_request_behind_another_does_not_take_its_answer(port: Port) -> None:
     bad = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"
     for ahead in (1, 2):
         heard = said(port, [GET % b"" * ahead + bad])
-        assert heard.count(b"HTTP/1.1 200 ") == heard.count(b"HTTP/1.1") == heard.count(b'"object":"list"') == ahead
+        assert heard.count(b"HTTP/1.1 200 ") == heard.count(b'"object":"list"') == ahead
+        assert heard.count(b"HTTP/1.1 400 ") == 1 and heard.endswith(b'"invalid_http"}}')
 
 
 def test_what_follows_garbage_does_not_reset_the_answer(port: Port) -> None:
@@ -128,6 +132,50 @@ def test_an_upgrade_is_answered_in_http(port: Port, upgrade: bytes) -> None:
     asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more + body
     for parts in ([asked], [asked[:-9], asked[-9:]], [asked[:99], asked[99:]]):
         assert said(port, parts).startswith(b"HTTP/1.1 200 "), parts
+
+
+def test_an_upgrade_may_come_in_two_packets(port: Port) -> None:
+    asked = GET % b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n"
+    at = asked.index(b"Upgrade: h2c") + 3
+    assert said(port, [asked[:at], asked[at:]]).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_a_request_names_its_host_once(port: Port, hosts: int) -> None:
+    asked = b"GET /v1/models HTTP/1.1\r\n%s\r\n" % (b"Host: localhost\r\n" * hosts)
+    assert error(said(port, [asked])) == (400, "invalid_http")
+
+
+def test_a_body_may_come_in_chunks(port: Port) -> None:
+    more = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more
+    body = b'{"model": "tiny", "text": "2 + 3"}'
+    heard = said(port, [asked, b"%x\r\n" % len(body), body, b"\r\n0\r\n\r\n"])
+    assert heard.startswith(b"HTTP/1.1 200 ") and b'"tokens"' in heard
+
+
+@pytest.mark.parametrize("length", [1_000_000, 10**9], ids=["too slow", "too large"])
+def test_a_body_comes_in_bounded_time(length: int) -> None:
+    """Pieces that each come in time do not make a body in time; and what is refused need not be heard to its end."""
+    asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % (b"Content-Length: %d\r\n" % length)
+
+    def pieces() -> Iterator[bytes]:
+        yield asked
+        for _ in range(20):
+            time.sleep(0.05)
+            yield b" "
+
+    with served(Settings(send_timeout=0.2)) as client, listening(client) as address:
+        began = time.monotonic()
+        heard = said(int(address.rstrip("/").rpartition(":")[2]), pieces())
+    assert time.monotonic() - began < 4
+    assert error(heard) == ((408, "timeout") if length < 10**9 else (413, "too_large"))
+
+
+def test_a_compressed_body_is_refused_so(port: Port) -> None:
+    more = b"Content-Encoding: gzip\r\nContent-Length: 2\r\nConnection: close\r\n"
+    heard = said(port, [GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more + b"\x1f\x8b"])
+    assert error(heard)[0] == 415 and b"compressed (gzip)" in heard
 
 
 def test_an_old_client_is_answered(port: Port) -> None:
