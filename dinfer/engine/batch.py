@@ -36,6 +36,7 @@ class Batch:
         told = Told.LOGPROBS if row.logprobs else Told.DRAFTS if row.drafts else Told.NOTHING
         row.asks = Asks(recipe.sampled(options), recipe.guided(options), recipe.top_candidates(options), told)
         row.visible, row.published = need // (1 + row.asks.guided), len(shared)
+        row.cached = len(shared) * page
         pages = self.pages.claim(shared, need - len(shared))
         if pages is None:
             return False

@@ -137,6 +137,7 @@ class Update:
     logprobs: list[TokenLogprob] | None = None  # with logprobs: of `new`
     active: list[int] | None = None  # with drafts: tokens of `region`, ~token where it is open
     offers: list[int] | None = None  # with drafts: tokens proposed or written there, see `Update.drafts`
+    cached: int = 0  # tokens of the prompt whose keys were shared when the request began
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property

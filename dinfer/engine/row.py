@@ -60,6 +60,7 @@ class Row:
     prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these pages are published
     awaited: bool = False  # a request waits for these pages
+    cached: int = 0  # tokens whose keys were shared at its admission
 
     # From step to step.
     canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if `followed`
@@ -154,7 +155,7 @@ class Row:
                 logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
             self.output += len(new)
         active, offers = (self.active, self.offers) if self.drafts else (None, None)
-        return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers)
+        return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached)
 
     def _output_positions(self, first: int, count: int) -> list[int]:
         """The positions of tokens of the output."""

@@ -31,28 +31,33 @@ class ChatTemplate:
         longest_first = sorted(self._special, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text."""
+    def encode(self, messages: Sequence[Mapping[str, Any]], **ending: bool) -> list[int]:
+        """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text.
+
+        `ending`: `add_generation_prompt` and `continue_final_message` of `apply_chat_template`.
+        """
         texts = [encodable(text) for message in messages for text in _texts(message)]
         spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
         if not spelled:
-            return list(self._applied(messages, tokenize=True, return_dict=False))
+            return list(self._applied(messages, tokenize=True, return_dict=False, **ending))
         free = (chr(number) for number in PRIVATE if not any(chr(number) in text for text in texts))
         private = dict(zip(spelled, free, strict=False))
         public = str.maketrans({character: text for text, character in private.items()})
         hidden = [_changed(m, lambda text: self._spelled.sub(lambda found: private[found[0]], text)) for m in messages]
-        ids, end, rendered = [], 0, self._applied(hidden, tokenize=False)
+        ids, end, rendered = [], 0, self._applied(hidden, tokenize=False, **ending)
         for own in self._spelled.finditer(rendered):
             ids += self._text(rendered[end : own.start()].translate(public))
             ids.append(self._special[own[0]])
             end = own.end()
         return ids + self._text(rendered[end:].translate(public))
 
-    def _applied(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
+    def _applied(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **how: Any) -> Any:
         from jinja2 import TemplateError  # by now transformers has imported it
 
         try:
-            return self.tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, **how)
+            return self.tokenizer.apply_chat_template(
+                [*map(dict, messages)], add_generation_prompt=add_generation_prompt, **how
+            )
         except TemplateError as error:
             raise ValueError(f"the checkpoint's chat template: {error}") from error
 

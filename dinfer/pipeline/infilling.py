@@ -47,6 +47,11 @@ def parse(text: str) -> list[str | int]:
     return [*pieces, words] if words else pieces
 
 
+def escaped(text: str) -> str:
+    """A text that `parse` reads as nothing but this text."""
+    return MARKER.sub(lambda found: "\\" * (len(found[1]) + 1) + found[0], text)
+
+
 def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
     """The positions of each unbroken run of mask tokens."""
     runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]

@@ -213,20 +213,23 @@ class Pipeline:
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return TextStream(self.engine.run(requests, deltas="commit"), self.decode)
 
-    def encode(self, prompt: Any, *, chat: bool | None = None) -> list[int]:
-        """Token ids of a text or of a conversation. Messages are text, even where they spell a special token."""
+    def encode(self, prompt: Any, *, chat: bool | None = None, **how: bool) -> list[int]:
+        """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
+
+        `how`: `add_special_tokens` for texts; `add_generation_prompt`, `continue_final_message` for conversations.
+        """
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ValueError("the prompt is empty")
             if chat is False or (chat is None and tokenizer.chat_template is None):
-                return list(tokenizer(encodable(prompt))["input_ids"])
+                return list(tokenizer(encodable(prompt), **how)["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
         elif not is_conversation(prompt):
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
         if tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
-        return self._chat.encode(prompt)
+        return self._chat.encode(prompt, **how)
 
     def requests(
         self,

@@ -262,7 +262,7 @@ class Recipe:
             chosen.add(names[0])
             kind, name = names[0].split(".")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
-                raise ValueError(f"{names[0]}={value!r} must be of type {type(values[names[0]]).__name__}")
+                raise ValueError(f"{names[0]}={value!r:.80} must be of type {type(values[names[0]]).__name__}")
             part: Component = self.decoder if kind == "decoder" else self.sampling
             replace(part, **{name: value})  # type: ignore[type-var]  # raises what the component raises
             values[names[0]] = value

@@ -13,7 +13,6 @@ from dinfer.analysis.trace.record import Pieces
 from dinfer.serving.rows import Event
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
-Scored = Sequence[tuple[int, TokenLogprob]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,42 +22,63 @@ class Logprobs:
     pieces: Pieces
     top: int
     chat: bool
+    by_number: bool = False  # tokens are called token_id:NUMBER
 
-    def of(self, scored: Scored, offset: int) -> dict[str, Any]:
-        """`offset`: characters of the answer before the first of these tokens."""
-        return self._chat(scored) if self.chat else self._completion(scored, offset)
+    def of(self, ids: Sequence[int], told: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
+        """`told` is None for a token of unknown probability. `offset`: characters of the answer before these tokens."""
+        return self._chat(ids, told) if self.chat else self._completion(ids, told, offset)
 
-    def _chat(self, scored: Scored) -> dict[str, Any]:
+    def _chat(self, ids: Sequence[int], told: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         content = []
-        for token, told in scored:
-            top = [self._entry(other, logprob) for other, logprob in told.top[: self.top]]
-            content.append(self._entry(token, told.logprob) | {"top_logprobs": top})
+        for token, (logprob, best) in zip(ids, (one for one in told if one is not None), strict=True):
+            top = [self._entry(*other) for other in best[: self.top]]
+            content.append(self._entry(token, logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _completion(self, scored: Scored, offset: int) -> dict[str, Any]:
-        tokens = [self.pieces.of(token) for token, _ in scored]
-        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
-        top = [{self.pieces.of(t): max(p, LEAST) for t, p in told.top[: self.top]} for _, told in scored]
+    def _completion(self, ids: Sequence[int], told: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
+        lengths = [len(self.pieces.of(token)) for token in ids]
+        chosen = [None if one is None else max(one.logprob, LEAST) for one in told]
+        top = [
+            one and {self._name(t): max(p, LEAST) for t, p in [(token, one.logprob), *one.top[: self.top]]}
+            for token, one in zip(ids, told, strict=True)
+        ]
         return {
-            "tokens": tokens,
-            "token_logprobs": [max(told.logprob, LEAST) for _, told in scored],
-            "top_logprobs": top if self.top else None,
-            "text_offset": offsets,
+            "tokens": [self._name(token) for token in ids],
+            "token_logprobs": chosen,
+            "top_logprobs": top,
+            "text_offset": [offset + sum(lengths[:i]) for i in range(len(ids))],
         }
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_number else self.pieces.of(token)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.pieces.of(token)
         whole = "\N{REPLACEMENT CHARACTER}" not in text  # otherwise the token is a part of a character
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode()) if whole else None}
+        return {
+            "token": self._name(token), "logprob": max(logprob, LEAST), "bytes": list(text.encode()) if whole else None,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
 class _Choice:
     """One row of an answer, as far as it is known."""
 
-    text: str = ""
-    scored: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+    text: str
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     last: Event | None = None  # the last event that has counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a client wants its answer."""
+
+    chat: bool
+    logprobs: Logprobs | None = None  # None: none
+    ids: bool = False  # with token ids
+    usage: bool = False  # a stream ends with the usage
+    running_usage: bool = False  # every piece has the usage so far
 
 
 @dataclass(slots=True)
@@ -68,82 +88,98 @@ class Answer:
     id: str
     created: int
     model: str
-    chat: bool
-    prompt_tokens: int
-    rows: int
-    logprobs: Logprobs | None = None  # None: the client wants none
-    running_usage: bool = False  # every piece of a stream carries the usage so far
+    prompts: list[list[int]]
+    style: Style
+    n: int = 1  # choices for each prompt
+    echoes: Sequence[Event] = ()  # what each choice begins with
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [_Choice() for _ in range(self.rows)]
+        self.choices = [_Choice("") for _ in range(self.n * len(self.prompts))]
 
     def take(self, event: Event) -> None:
         """Adds an event to the whole answer."""
         choice = self.choices[event.row]
         choice.text += event.text
-        choice.scored += event.logprobs
+        choice.ids += event.ids
+        choice.logprobs += event.logprobs
         if event.counts is not None:
             choice.last = event
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts, and under `dinfer` the forwards (NFE) of all rows and the tokens per forward."""
         told = [choice.last for choice in self.choices if choice.last is not None]
-        tokens = sum(last.tokens for last in told)
-        forwards = sum(last.counts.forwards for last in told if last.counts is not None)
+        tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
+        prompts, forwards = sum(map(len, self.prompts)), sum(count.forwards for count in counts)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompts,
             "completion_tokens": tokens,
-            "total_tokens": self.prompt_tokens + tokens,
+            "total_tokens": prompts + tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
             "dinfer": {"forwards": forwards, "tpf": tokens / forwards if forwards else 0.0},
         }
 
     def whole(self) -> dict[str, Any]:
-        made = []
+        made, style = [], self.style
         for row, choice in enumerate(self.choices):
             message = {"role": "assistant", "content": choice.text, "refusal": None}
-            body = {"message": message} if self.chat else {"text": choice.text}
-            scores = None if self.logprobs is None else self.logprobs.of(choice.scored, 0)
-            finish = None if choice.last is None else choice.last.finish
-            made.append({"index": row, **body, "logprobs": scores, "finish_reason": finish})
-        kind = "chat.completion" if self.chat else "text_completion"
+            scores = None if style.logprobs is None else style.logprobs.of(choice.ids, choice.logprobs, 0)
+            one = {"index": row, **({"message": message} if style.chat else {"text": choice.text}), "logprobs": scores}
+            made.append(one | self._end(choice.last) | self._ids(choice.ids, row, first=True))
+        kind = "chat.completion" if style.chat else "text_completion"
         return {**self._head(kind), "choices": made, "usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first pieces of a chat's stream, which name the role."""
-        if not self.chat:
-            return []
-        return [self._piece(row, {"delta": {"role": "assistant", "content": ""}}) for row in range(self.rows)]
+        """The first pieces of a stream: the role in a chat, and what is echoed."""
+        if self.style.chat:
+            role = {"delta": {"role": "assistant", "content": ""}}
+            return [self._piece(row, role) for row in range(len(self.choices))]
+        return [piece for echo in self.echoes for piece in self.pieces(echo)]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         """Adds an event to the answer, and returns its pieces of the stream."""
-        made, offset = [], len(self.choices[event.row].text)
+        made, choice, chat = [], self.choices[event.row], self.style.chat
+        offset, first = len(choice.text), not choice.ids
         self.take(event)
-        if event.text or event.logprobs or event.canvas is not None:
-            body = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-            scores = self.logprobs.of(event.logprobs, offset) if self.logprobs and event.logprobs else None
-            piece = self._piece(event.row, body, scores)
+        if event.text or event.ids or event.canvas is not None:
+            body: dict[str, Any] = {"delta": {"content": event.text}} if chat else {"text": event.text}
+            logprobs = self.style.logprobs if event.ids else None
+            scores = logprobs.of(event.ids, event.logprobs, offset) if logprobs else None
+            piece = self._piece(event.row, body | self._ids(event.ids, event.row, first=first), scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
         if event.finish is not None:
-            made.append(self._piece(event.row, {"delta": {}} if self.chat else {"text": ""}, finish=event.finish))
-        return [piece | {"usage": self.usage()} for piece in made] if self.running_usage else made
+            made.append(self._piece(event.row, ({"delta": {}} if chat else {"text": ""}), last=event))
+        return made
 
-    def closing(self) -> dict[str, Any]:
+    def closing(self) -> list[dict[str, Any]]:
         """The last piece, if usage was asked for."""
-        return {**self._head(self._piece_kind), "choices": [], "usage": self.usage()}
+        return [{**self._head(self._piece_kind), "choices": [], "usage": self.usage()}] if self.style.usage else []
 
     @property
     def _piece_kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
+        return "chat.completion.chunk" if self.style.chat else "text_completion"
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _piece(
-        self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Event | None = None
     ) -> dict[str, Any]:
-        choice = {"index": row, **body, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head(self._piece_kind), "choices": [choice]}
+        choice = {"index": row, **body, "logprobs": logprobs, **self._end(last)}
+        usage = {"usage": self.usage() if self.style.running_usage else None} if self.style.usage else {}
+        return {**self._head(self._piece_kind), "choices": [choice], **usage}
+
+    @staticmethod
+    def _end(last: Event | None) -> dict[str, Any]:
+        """How a choice ended: OpenAI's field, and SGLang's."""
+        found = None if last is None else last.finish
+        return {"finish_reason": found} | ({} if last is None else {"matched_stop": last.matched})
+
+    def _ids(self, ids: list[int], row: int, *, first: bool) -> dict[str, Any]:
+        """vLLM's fields."""
+        if not self.style.ids:
+            return {}
+        return {"token_ids": ids} | ({"prompt_token_ids": self.prompts[row // self.n]} if first else {})
 
 
 class Stream(Response):

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -15,14 +14,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import dinfer
 from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
+from dinfer.pipeline.infilling import escaped
 from dinfer.serving import page
-from dinfer.serving.answers import Answer, Logprobs
-from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.answers import Answer, Logprobs, Style
+from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
     ChatRequest,
@@ -30,7 +31,6 @@ from dinfer.serving.protocol import (
     DetokenizeRequest,
     Generation,
     InfillRequest,
-    Sampled,
     StreamOptions,
     TokenizeRequest,
     TraceRequest,
@@ -40,17 +40,35 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
 LOG = logging.getLogger("dinfer.serving")
-LONG = 8192  # characters from which a thread encodes a prompt, so that the event loop serves others meanwhile
+LONG = 8192  # bytes from which a thread encodes a prompt, so that the event loop serves others meanwhile
+
+
+class Problem(BaseModel):
+    """An error, as OpenAI's API describes it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    error: Problem
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Refusal, "description": "A field is wrong, or asks for what cannot be honoured"},
+    404: {"model": Refusal, "description": "There is no such model, or no such path"},
+    "default": {"model": Refusal, "description": "401, 408, 413, 429, 500, 503 or 504: docs/serving.md"},
+}
 
 
 def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
-    app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
-    handle_errors(app, server)
-    add_operations(app, server)
-    add_generation(app, server)
-    add_tokens(app, server)
+    for add in (handle_errors, add_operations, add_models, add_generation, add_trace, add_infill, add_tokens):
+        add(app, server)
     return app
 
 
@@ -66,9 +84,21 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.__cause__ is not None:  # FastAPI's for a body that is no JSON, and breaks the parser
+            return await api_error(request, unreadable(error.__cause__))
         told = ApiError(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}")
         server.refuse(told)
         return JSONResponse(told.body(), told.status, headers=error.headers)  # such as Allow
+
+
+def unreadable(error: BaseException) -> ApiError:
+    """The error for JSON that Python cannot read."""
+    why = {
+        UnicodeDecodeError: "is not UTF-8",
+        RecursionError: "has too many brackets within each other",
+        ValueError: "holds a number with too many digits",
+    }.get(type(error), "is not JSON")
+    return ApiError(400, f"the body {why}", None, "invalid_json")
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
@@ -76,15 +106,15 @@ def of_validation(error: RequestValidationError) -> ApiError:
     first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a field with several types, what fits best
     where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
     if first["type"] == "missing":
-        return ApiError(400, f"{where} is missing", where, "missing_field")
+        return invalid(where, " is missing", "missing_field")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json")
     if where == "body" and isinstance(first.get("input"), bytes):
         return ApiError(400, "the header Content-Type must be application/json", "Content-Type", "invalid_value")
+    if first["type"] == "extra_forbidden":  # the value may be a prompt
+        return invalid(where, ": is not a field of this request")
     what = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        what = "is not a field of this request"
-    return ApiError(400, f"{where}={first.get('input')!r:.80}: {what}", where, "invalid_value")
+    return ApiError(400, f"{named(where, first.get('input'))}: {what}", where, "invalid_value")
 
 
 def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
@@ -110,6 +140,11 @@ def add_operations(app: FastAPI, server: Server) -> None:
         server.check()
         return {"status": "ready"}
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of dinfer."""
+        return {"version": dinfer.__version__}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         """Counters and gauges for Prometheus."""
@@ -129,6 +164,8 @@ def add_operations(app: FastAPI, server: Server) -> None:
             raise ApiError(404, f"there is no file {name!r:.80}")
         return page.file(name)
 
+
+def add_models(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served models, with their recipes and per-request options."""
@@ -145,46 +182,52 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest) -> Response:
         """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompt = await encoded(served, body.conversation, "messages")
-        top = body.top_logprobs or 0 if body.logprobs else None
-        return await generated(served, body, [prompt], top, chat=True)
+        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        return await generated(server, served, body, [prompt], body.top_logprobs or 0 if body.logprobs else None)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         """Continues texts or token ids, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
-        prompts = [await encoded(served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
-        return await generated(served, body, prompts, body.logprobs, chat=False)
+        prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
+        return await generated(server, served, body, prompts, body.logprobs)
 
-    async def generated(
-        served: Served, body: Generation, prompts: list[list[int]], top: int | None, *, chat: bool
-    ) -> Response:
-        if server.settings.log_prompts:
-            for prompt in prompts:
-                LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
-        rows = served.rows(prompts, body, options(served, body))
-        if body.ignore_eos:
-            rows = [replace(row, stops=False) for row in rows]
-        stream = bool(body.stream)
-        streamed = body.stream_options or StreamOptions()
-        wanted = Wanted(body.stops, body.dinfer.drafts, top is not None, streamed.continuous_usage_stats)
-        job = server.job(served, rows, body.dinfer, wanted, stream=stream)
-        answer = Answer(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=served.name,
-            chat=chat, prompt_tokens=sum(map(len, prompts)), rows=len(rows),
-            logprobs=None if top is None else Logprobs(served.pieces, top, chat=chat),
-            running_usage=streamed.continuous_usage_stats,
-        )  # fmt: skip
-        return await server.answer(job, answer, stream=stream, usage=streamed.include_usage)
 
+async def generated(
+    server: Server, served: Served, body: Generation, prompts: list[list[int]], top: int | None
+) -> Response:
+    """Runs the rows of a chat or of completions, and answers. `top`: alternatives of each token; None: no scores."""
+    prompts = [served.truncated(prompt, body) for prompt in prompts]
+    if server.settings.log_prompts:
+        for prompt in prompts:
+            LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
+    rows = served.rows(prompts, body, served.options(body.asked, body.dinfer.options))
+    chat, streamed = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
+    style = Style(
+        chat=chat, ids=body.return_token_ids, usage=streamed.include_usage,
+        running_usage=streamed.continuous_usage_stats and streamed.include_usage,
+        logprobs=None if top is None else Logprobs(served.pieces, top, chat, body.return_tokens_as_token_ids),
+    )  # fmt: skip
+    wanted = Wanted(
+        body.stops, frozenset(body.stop_token_ids or ()), body.include_stop_str_in_output, body.dinfer.drafts,
+        top is not None, body.return_token_ids or top is not None, style.running_usage,
+    )  # fmt: skip
+    stream = bool(body.stream)
+    job = server.job(served, rows, body.dinfer, wanted, stream=stream)
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices)
+    return await server.answer(job, answer, stream=stream)
+
+
+def add_trace(app: FastAPI, server: Server) -> None:
     @app.post("/v1/trace")
     async def trace(body: TraceRequest) -> Response:
         """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
-        prompt = await encoded(served, body.conversation, "messages")
-        rows, unwanted = served.rows([prompt], body, options(served, body)), Event()
+        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        rows, unwanted = served.rows([prompt], body, served.options(body.asked, body.dinfer.options)), Event()
         job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):
@@ -197,12 +240,15 @@ def add_generation(app: FastAPI, server: Server) -> None:
                 unwanted.set()
         return Response(trace_page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
+
+def add_infill(app: FastAPI, server: Server) -> None:
     @app.post("/v1/infill")
     async def infill(body: InfillRequest) -> dict[str, Any]:
-        """Fills the gaps of a text; `[MASK:n]` is a gap of n tokens."""
+        """Fills the gaps of a text; `[MASK:n]` is a gap of n tokens. `text` of the answer may be sent again."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
-        chosen = options(served, body)
+        served.check_size(body.text, "text")
+        chosen = served.options(body.asked, body.dinfer.options)
         try:
             request = served.pipe.infill_request(body.text, chosen)
             served.pipe.engine.check(request)
@@ -217,7 +263,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
         tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
         return {
             "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
-            "text": found.text, "gaps": found.gap_texts,
+            "text": escaped(found.text), "gaps": found.gap_texts,
             "usage": {
                 "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
                 "dinfer": {"forwards": forwards, "tpf": tokens / forwards},
@@ -226,39 +272,43 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
 
 def add_tokens(app: FastAPI, server: Server) -> None:
+    @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """The token ids of a text or a conversation."""
         served = server.catalogue.find(body.model)
-        if body.text is not None:
-            tokens = await encoded(served, body.text, "text")
+        if body.prompt is not None:
+            special = body.add_special_tokens
+            tokens = await encoded(server, served, body.prompt, "prompt", add_special_tokens=special)
         else:
-            tokens = await encoded(served, [message.plain() for message in body.messages or []], "messages")
-        return {"model": served.name, "tokens": tokens, "count": len(tokens)}
+            tokens = await encoded(server, served, body.conversation, "messages", **body.ending)
+        texts = [served.pieces.of(token) for token in tokens] if body.return_token_strs else None
+        return {
+            "model": served.name, "tokens": tokens, "count": len(tokens), "max_model_len": served.max_length,
+            "token_strs": texts,
+        }  # fmt: skip
 
+    @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids."""
+        """The text of token ids, under vLLM's name and SGLang's."""
         served = server.catalogue.find(body.model)
         vocab = served.pipe.model.spec.vocab
         for token in body.tokens:
             if not 0 <= token < vocab:
                 raise refused("tokens", token, f"is outside the vocabulary of {vocab}")
-        return {"model": served.name, "text": served.pipe.decode(body.tokens)}
+        text = served.pipe.decode(body.tokens)
+        return {"model": served.name, "prompt": text, "text": text}
 
 
-async def encoded(served: Served, prompt: str | list[dict[str, str]], field: str) -> list[int]:
+async def encoded(
+    server: Server, served: Served, prompt: str | list[dict[str, str]], field: str, **how: bool
+) -> list[int]:
     """Token ids. Conversations go through the chat template, texts do not."""
-    size = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) + 1 for message in prompt)
-    chat = False if isinstance(prompt, str) else None
+    encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
     try:
-        if size < LONG:
-            return served.pipe.encode(prompt, chat=chat)
-        return await asyncio.to_thread(served.pipe.encode, prompt, chat=chat)
+        if served.check_size(prompt, field) < LONG:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
-
-
-def options(served: Served, body: Sampled) -> dict[str, Any]:
-    asked = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
-    return served.options(asked, body.dinfer.options)

@@ -34,9 +34,11 @@ class Connection(asyncio.Protocol):
     def __init__(self, settings: Settings, app_state: dict[str, Any], **given: Any) -> None:
         """`app_state` and `given` are uvicorn's. `Guard` finds the connection in the state of its requests."""
         self._settings = settings
-        self._inner: asyncio.Protocol = AutoHTTPProtocol(app_state=app_state | {"connection": self}, **given)
+        make: Any = AutoHTTPProtocol
+        self._inner: asyncio.Protocol = make(app_state=app_state | {"connection": self}, **given)
         self._late: asyncio.TimerHandle | None = None
         self._head = b""  # what is known of an unfinished head
+        self._fields: list[tuple[bytes, bytes]] = []
         self._body = 0  # bytes that are still to come of a request's body
         self._open = 0  # requests without a whole answer
         self._refusal = b""

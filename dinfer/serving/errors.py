@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "input", "body"}
+SHOWN = 80  # characters of a client's names and values in an answer
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -15,6 +17,9 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds
+
+    def __post_init__(self) -> None:
+        self.param = self.param and self.param[:SHOWN]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -31,4 +36,15 @@ class ApiError(Exception):
 
 def refused(field: str, value: Any, reason: str) -> ApiError:
     """The error for a value that this server, model or recipe cannot honour."""
-    return ApiError(400, f"{field}={value!r:.80} {reason}", field, "unsupported_value")
+    return ApiError(400, f"{named(field, value)} {reason}", field, "unsupported_value")
+
+
+def named(field: str, value: Any) -> str:
+    """A field and its value, as messages show them. What may hold a prompt is left out, since proxies log messages."""
+    plain = isinstance(value, str | int | float | None) and field.rpartition(".")[2] not in PROMPTS
+    return f"{field:.{SHOWN}}={value!r:.{SHOWN}}" if plain else f"{field:.{SHOWN}}"
+
+
+def invalid(field: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """The error for a field that contradicts others, or that is wrong for a reason that names its value."""
+    return ApiError(400, f"{field:.{SHOWN}}{reason}", field, code)

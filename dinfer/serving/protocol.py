@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's fields, and our own under `dinfer`.
+"""What clients may send: OpenAI's fields, vLLM's and SGLang's where clients send them, and our own under `dinfer`.
 
 The server refuses unknown fields, and known ones that a diffusion language model cannot honour. It accepts these if
-their value asks for nothing (`frequency_penalty: 0`, `tools: []`), since clients send it by default.
+their value asks for nothing (`use_beam_search: false`, `tools: []`, any null), since clients send it by default.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -9,22 +9,25 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dinfer.pipeline.inputs import encodable
-from dinfer.serving.errors import refused
+from dinfer.serving.errors import invalid, refused
 
-MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 16, 4, 256, 20
+SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 128, 4, 256, 20
 
 # Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
+NO_FUNCTIONS = "is not supported: this server calls no functions."
+PLAIN = "is not supported: answers are plain text."
 NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": ((0,), "is not supported: tokens are not written one after the other. Use "
-                          'dinfer={"repetition_penalty": 1.1}.'),
-    "presence_penalty": ((0,), 'is not supported. Use dinfer={"repetition_penalty": 1.1}.'),
-    "logit_bias": (({},), "is not supported."),
-    "tools": (([],), "is not supported: this server calls no functions."),
-    "tool_choice": (("none", "auto"), "is not supported: this server calls no functions."),
-    "functions": (([],), "is not supported: this server calls no functions."),
-    "function_call": (("none", "auto"), "is not supported: this server calls no functions."),
-    "parallel_tool_calls": ((True, False), "is not supported."),
-    "response_format": (({"type": "text"},), "is not supported: answers are plain text."),
+    "tools": (([],), NO_FUNCTIONS),
+    "tool_choice": (("none", "auto"), NO_FUNCTIONS),
+    "functions": (([],), NO_FUNCTIONS),
+    "function_call": (("none", "auto"), NO_FUNCTIONS),
+    "parallel_tool_calls": ((True, False), NO_FUNCTIONS),
+    "response_format": (({"type": "text"},), PLAIN),
+    "structured_outputs": ((), PLAIN),
+    "regex": ((), PLAIN),
+    "ebnf": ((), PLAIN),
+    "json_schema": ((), PLAIN),
     "modalities": ((["text"],), "is not supported: answers are text."),
     "audio": ((), "is not supported: answers are text."),
     "prediction": ((), "is not supported."),
@@ -32,22 +35,26 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "is not supported."),
     "web_search_options": ((), "is not supported."),
     "service_tier": (("auto", "default"), "is not supported: all requests are served alike."),
+    "priority": ((0,), "is not supported: all requests are served alike."),
     "store": ((False,), "is not supported: this server keeps no requests."),
-    "metadata": (({},), "is not supported: this server keeps no requests."),
-    "top_k": ((), 'belongs under dinfer, as in "dinfer": {"top_k": 20}.'),
-    "repetition_penalty": ((1,), 'belongs under dinfer, as in "dinfer": {"repetition_penalty": 1.1}.'),
-    "min_p": ((0,), "is not supported. Use top_p."),
-    "regex": ((), "is not supported: answers are plain text."),
-    "ebnf": ((), "is not supported: answers are plain text."),
-    "json_schema": ((), "is not supported: answers are plain text."),
-    "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
+    "use_beam_search": ((False,), "is not supported. Use n for several answers."),
+    "length_penalty": ((1,), "is for beam search, which is not supported."),
     "best_of": ((1,), "is not supported. Use n."),
-    "echo": ((False,), "is not supported."),
+    "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
+    "prompt_logprobs": ((), "is not supported. Use echo with logprobs at /v1/completions."),
+    "skip_special_tokens": ((True,), "is not supported: a canvas ends at its first special token."),
+    "spaces_between_special_tokens": ((True,), "is not supported: answers hold no special tokens."),
+    "chat_template_kwargs": (({},), "is not supported: templates get messages alone."),
+    "chat_template": ((), "is not supported: the checkpoint's own is used."),
+    "documents": (([],), "is not supported."),
 }  # fmt: skip
-IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention"}  # hints with no effect on the answer
-
+# Hints with no effect on the answer.
+IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
 
 Text = Annotated[str, AfterValidator(encodable)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0)]
 
 
 class Strict(BaseModel):
@@ -77,26 +84,16 @@ class StreamOptions(Strict):
 
 
 class Sampled(Strict):
-    """Fields of all requests that sample."""
+    """Fields of all requests that sample. A field that is null, or asks for nothing, counts as absent."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    seed: int | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None
     dinfer: Own = Own()
-
-
-class Generation(Sampled):
-    """Fields of completions and chats."""
-
-    source: ClassVar[str]  # the field with what the model reads
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None  # vLLM's, for load generators: a stop token does not end the answer
 
     @model_validator(mode="before")
     @classmethod
@@ -106,14 +103,44 @@ class Generation(Sampled):
             return data
         kept = {}
         for field, value in data.items():
+            if value is None or (field == "tools" and data.get("tool_choice") == "none"):
+                continue
             if field in NOT_SUPPORTED and field not in cls.model_fields:
                 neutral, reason = NOT_SUPPORTED[field]
                 same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-                if value is not None and not any(same):  # 0 and 0.0 are the same, 0 and False are not
+                if not any(same):  # 0 and 0.0 are the same, 0 and False are not
                     raise refused(field, value, reason)
             elif field not in IGNORABLE:
                 kept[field] = value
         return kept
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Options of the sampling, by name."""
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if found.get("top_k") == -1:
+            found["top_k"] = 0
+        if "seed" in found:
+            found["seed"] %= SEEDS
+        return found
+
+
+class Generation(Sampled):
+    """Fields of completions and chats."""
+
+    source: ClassVar[str]  # the field with what the model reads
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None  # vLLM's, for load generators: a stop token does not end the answer
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: leave room for the answer
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
 
     @field_validator("stop")
     @classmethod
@@ -129,7 +156,7 @@ class Generation(Sampled):
     @model_validator(mode="after")
     def _stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream=true")
+            raise invalid("stream_options", " is only allowed with stream=true")
         return self
 
     @property
@@ -151,29 +178,57 @@ class TextPart(Strict):
     text: Text
 
 
-class ChatMessage(Strict):
+class ChatMessage(BaseModel):
+    """One message. Further fields that hold text, such as `reasoning_content`, go to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, Text]
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _absent(cls, data: Any) -> Any:
         """Drops empty fields, since clients send an assistant's message back as they got it."""
-        if isinstance(data, dict) and data.get("role") == "assistant":
-            empty = {"refusal", "tool_calls", "function_call", "audio", "annotations"}
-            return {key: value for key, value in data.items() if not (key in empty and not value)}
-        return data
+        if not isinstance(data, dict):
+            return data
+        for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
+            if data.get(field):
+                raise refused(f"messages.{field}", data[field], NO_FUNCTIONS if field != "audio" else "is not text.")
+        empty = {"content": ""} if data.get("role") == "assistant" else {}
+        return empty | {key: value for key, value in data.items() if value or (key in cls.model_fields and value == "")}
 
     def plain(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        return (self.model_extra or {}) | {"role": role, "content": content}
 
 
-class ChatRequest(Generation):
-    source = "messages"
+class Conversation(Strict):
+    """What a chat template reads, and how it ends."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None  # null: unless the last message is to be continued
+    continue_final_message: bool = False
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        return [message.plain() for message in self.messages]
+
+    @property
+    def ending(self) -> dict[str, bool]:
+        """As the template takes it. Raises ApiError."""
+        begins = self.add_generation_prompt
+        if begins and self.continue_final_message:
+            raise invalid("continue_final_message", "=true and add_generation_prompt=true contradict each other")
+        begins = not self.continue_final_message if begins is None else begins
+        return {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
+
+
+class ChatRequest(Conversation, Generation):
+    source = "messages"
+
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -181,12 +236,12 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} contradict each "
-                "other: give one"
+            raise invalid(
+                "max_completion_tokens",
+                f"={self.max_completion_tokens} and max_tokens={self.max_tokens} contradict each other: give one",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise invalid("top_logprobs", " needs logprobs=true")
         return self
 
     @property
@@ -195,19 +250,16 @@ class ChatRequest(Generation):
             return super().length
         return "max_completion_tokens", self.max_completion_tokens
 
-    @property
-    def conversation(self) -> list[dict[str, str]]:
-        return [message.plain() for message in self.messages]
-
 
 class TraceRequest(ChatRequest):
     """A chat with one answer, whose whole denoising is shown."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
-        for field in ("stream", "stop", "logprobs", "ignore_eos", "n"):
+        usual = TraceRequest.model_construct()
+        for field in Generation.model_fields.keys() - Sampled.model_fields.keys() - {"max_tokens"} | {"logprobs"}:
             value = getattr(self, field)
-            if value and (field, value) != ("n", 1):
+            if value and value != getattr(usual, field) and (field, value) != ("n", 1):
                 raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")
         return self
 
@@ -231,15 +283,19 @@ class InfillRequest(Sampled):
     text: Text
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Conversation):
+    """A text, or a conversation."""
+
     model: str
-    text: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.text is None) == (self.messages is None):
-            raise ValueError("give either text or messages")
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", ": give either prompt or messages")
         return self
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,17 @@ class StoppableText:
     It holds back a possible beginning of a stop string until the next tokens decide.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), *, keep: bool = False) -> None:
+        """`keep`: the text ends behind the stop string, not before it."""
+        self._decode, self._stops, self._keep = decode, tuple(stops), keep
         self._grown, self._held = GrowingText(decode), ""
         self._ids: list[int] = []
         self._length = 0  # characters returned so far
-        self.stopped = False
+        self.matched: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Takes the next tokens and returns the text that is now final. `last`: no others come."""
@@ -60,10 +65,10 @@ class StoppableText:
     def _cut(self, text: str, last: bool) -> str:
         """The text before a stop string. Holds back the beginning of a possible one."""
         seen = text + self._grown.pending
-        found = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
-        self.stopped = bool(found)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := seen.find(stop)) >= 0]
         if found:
-            return seen[: min(found)[1]]
+            end, at, self.matched = min(found)
+            return seen[: end if self._keep else at]
         starts = range(max(len(text) - max(map(len, self._stops)) + 1, 0), len(text))
         begins = (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops))
         end = len(text) if last else next(begins, len(text))
@@ -142,10 +147,13 @@ class Event:
     row: int
     text: str = ""
     canvas: dict[str, Any] | None = None
-    logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)  # of tokens whose text has been sent
+    ids: list[int] = field(default_factory=list)  # tokens whose text has been sent, if the client wants them
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `ids`
     finish: str | None = None  # "stop" or "length"
+    matched: str | int | None = None  # the stop string or the stop token that ended the row
     counts: Counts | None = None
     tokens: int = 0  # of the answer, if there are counts
+    cached: int = 0  # of the prompt, whose keys were there
     completion: Completion | None = None  # in the last event, unless a stop string ended the row
 
 
@@ -154,8 +162,11 @@ class Wanted:
     """What a client wants of each row."""
 
     stops: Sequence[str] = ()
+    stop_ids: Collection[int] = ()  # tokens that end the answer, beside the model's own
+    keep_stop: bool = False  # the answer holds what ended it
     drafts: bool = False
     logprobs: bool = False
+    ids: bool = False
     usage: bool = False  # the counts so far with every event
 
 
@@ -163,9 +174,9 @@ async def row_events(
     served: Served, index: int, request: Request, wanted: Wanted, deadline: float
 ) -> AsyncGenerator[Event]:
     """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
-    text = StoppableText(served.pipe.decode, wanted.stops)
+    text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop)
     canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
-    told: list[tuple[int, TokenLogprob]] = []  # tokens and log-probabilities; the text of the last may not be sent yet
+    ids, logprobs = list[int](), list[TokenLogprob]()  # the text of the last may not be sent yet
     sent = 0
     try:
         stream = served.engine.stream(
@@ -173,21 +184,32 @@ async def row_events(
         )
         async with aclosing(stream) as updates:
             async for update in updates:
-                done, scored = update.completion, list[tuple[int, TokenLogprob]]()
-                piece = text.push(update.new or [], last=done is not None) if update.new or done is not None else ""
+                new, done = update.new or [], update.completion
+                matched: str | int | None = None
+                if (at := next((i for i, token in enumerate(new) if token in wanted.stop_ids), None)) is not None:
+                    new, matched = new[: at + wanted.keep_stop], new[at]
+                ended = done is not None or matched is not None
+                piece = text.push(new, last=ended) if new or ended else ""
                 shown = None if canvas is None else canvas.changes(update)
-                if update.logprobs is not None and update.new is not None:
-                    told += zip(update.new, update.logprobs, strict=True)
-                    scored, sent = told[sent : text.tokens], max(sent, text.tokens)
-                if done is not None or text.stopped:
-                    stopped = text.stopped or (done is not None and done.stopped)
+                told = slice(0)
+                if wanted.ids or wanted.logprobs:
+                    ids += new
+                    logprobs += (update.logprobs or [])[: len(new)]
+                    told, sent = slice(sent, text.tokens), max(sent, text.tokens)
+                news = Event(index, piece, shown, ids[told], logprobs[told], cached=update.cached)
+                if ended or text.stopped:
                     counts = partial(update, text.tokens) if done is None else done.counts
-                    yield Event(index, piece, shown, scored, "stop" if stopped else "length", counts, text.tokens, done)
+                    if matched is None and done is not None and done.stopped:
+                        matched = done.canvas[request.start + len(done.output)]
+                    matched = text.matched or matched
+                    finish = "length" if matched is None else "stop"
+                    yield replace(
+                        news, finish=finish, matched=matched, counts=counts, tokens=text.tokens, completion=done
+                    )
                     return
-                if piece or shown or scored:
+                if piece or shown or news.ids:
                     tokens = text.taken if wanted.usage else 0
-                    so_far = partial(update, tokens) if wanted.usage else None
-                    yield Event(index, piece, shown, scored, counts=so_far, tokens=tokens)
+                    yield replace(news, counts=partial(update, tokens) if wanted.usage else None, tokens=tokens)
     except Exception as error:
         if not isinstance(error, OF_ONE_REQUEST):
             await served.engine.probe()

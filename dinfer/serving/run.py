@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -92,10 +93,11 @@ def tuned() -> Iterator[None]:
 def configured(server: Server) -> uvicorn.Config:
     """The settings of uvicorn."""
     settings = server.settings
+    door: Any = partial(Connection, settings)
     return uvicorn.Config(
         application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        http=partial(Connection, settings), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
-    )  # type: ignore[arg-type]  # fmt: skip
+        http=door, ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
+    )  # fmt: skip
 
 
 def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> None:

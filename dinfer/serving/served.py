@@ -13,10 +13,8 @@ from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
-from dinfer.serving.errors import ApiError, refused
-from dinfer.serving.protocol import Generation
-
-SEEDS = 2**53
+from dinfer.serving.errors import SHOWN, ApiError, refused
+from dinfer.serving.protocol import SEEDS, Generation
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,33 @@ class Served:
         """The text of each token."""
         return Pieces(self.pipe)
 
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(token.encode()) for token in self.pipe.tokenizer.get_vocab())  # type: ignore[union-attr]
+
+    def check_size(self, prompt: str | Sequence[Mapping[str, str]], field: str) -> int:
+        """The bytes of a prompt. Raises ApiError for more than its tokens can have, before anything encodes them."""
+        texts = [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
+        if (size := sum(len(text.encode()) for text in texts)) > self.max_length * self._longest:
+            raise ApiError(
+                400, f"{field} has {size} bytes, and the maximum context length of {self.name!r} is {self.max_length} "
+                f"tokens of at most {self._longest} bytes: shorten it", field, "context_length_exceeded",
+            )  # fmt: skip
+        return size
+
+    def truncated(self, prompt: list[int], asked: Generation) -> list[int]:
+        """The last tokens of a prompt, if the request limits them."""
+        if (most := asked.truncate_prompt_tokens) is None:
+            return prompt
+        if most == -1:
+            most = max(self.max_length - (asked.length[1] or self.max_new_tokens), 1)
+        return prompt[-most:] if most else []
+
     def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Per-request options by full name, from OpenAI's fields (`asked`) and those under `dinfer` (`own`)."""
         values, chosen = {f"{o.kind}.{o.name}": o.default for o in self.recipe.request_options}, dict[str, str]()
-        given = [(name, name, value) for name, value in asked.items() if value is not None]
+        given = [(name, name, value) for name, value in asked.items()]
         given += [(f"dinfer.{name}", name, value) for name, value in own.items()]
         for field, name, value in given:
             full = [known for known in values if name in (known, known.partition(".")[2])]
@@ -62,7 +83,7 @@ class Served:
             try:
                 self.recipe.resolve({full[0]: value})
             except ValueError as error:
-                raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+                raise ApiError(400, f"{field:.{SHOWN}}: {error}", field, "invalid_value") from error
             values[full[0]] = value
         if values.get("sampling.temperature", 0) and "sampling.seed" not in chosen:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
@@ -76,13 +97,14 @@ class Served:
             room = self.max_length - len(prompt)
             if room < 1:
                 raise ApiError(
-                    400, f"the prompt has {len(prompt)} tokens, and {self.name!r} has {self.max_length} positions for "
-                    "prompt and answer: shorten it", source, "context_length_exceeded",
+                    400, f"{source} has {len(prompt)} tokens, and the maximum context length of {self.name!r}, prompt "
+                    f"and answer, is {self.max_length} tokens: shorten it", source, "context_length_exceeded",
                 )  # fmt: skip
             if new_tokens is not None and new_tokens > room:
                 raise ApiError(
-                    400, f"{field}={new_tokens} and a prompt of {len(prompt)} tokens exceed the {self.max_length} "
-                    f"positions of {self.name!r}: ask for at most {room}", field, "context_length_exceeded",
+                    400, f"{field}={new_tokens} and {len(prompt)} tokens of {source} exceed the maximum context length "
+                    f"of {self.name!r}, {self.max_length} tokens: ask for at most {room}", field,
+                    "context_length_exceeded",
                 )  # fmt: skip
             length = min(self.max_new_tokens, room) if new_tokens is None else new_tokens
             seed = options.get("sampling.seed", 0)
@@ -118,6 +140,7 @@ class Served:
         }
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "dinfer",
+            "root": self.name, "parent": None, "max_model_len": self.max_length,
             "dinfer": {
                 "max_length": self.max_length,
                 "max_new_tokens": self.max_new_tokens,

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
@@ -22,6 +24,7 @@ from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
 
+ENCODERS = 2  # long prompts that are encoded at a time, since each takes memory
 WATCH = 0.2  # seconds between looks at the engines
 
 
@@ -44,6 +47,7 @@ class Server:
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
     recording: Turns = field(default_factory=Turns)  # of traces
+    encoding: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, ENCODERS))
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
@@ -105,23 +109,25 @@ class Server:
                     last[event.row] = now
                 yield event
 
-    async def answer(self, job: Job, answer: Answer, *, stream: bool, usage: bool) -> Response:
+    async def answer(self, job: Job, answer: Answer, *, stream: bool) -> Response:
         """Runs a request and answers it, whole or as server-sent events."""
         self.check()
         held = HELD.get()
         held.enter_context(self.admission.admit([row.length for row in job.rows]))
-        self.metrics.prompt_tokens.labels(job.served.name).inc(answer.prompt_tokens)
+        self.metrics.prompt_tokens.labels(job.served.name).inc(sum(map(len, answer.prompts)))
         events = self.events(job)
         held.push_async_callback(events.aclose)
         if stream:
-            pieces = self._pieces(events, answer, usage)
+            pieces = self._pieces(events, answer)
             held.push_async_callback(pieces.aclose)
             return Stream(pieces)
+        for echo in answer.echoes:
+            answer.take(echo)
         async for event in events:
             answer.take(event)
         return JSONResponse(answer.whole())
 
-    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer, usage: bool) -> AsyncGenerator[bytes]:
+    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer) -> AsyncGenerator[bytes]:
         opening = answer.opening()  # sent with the first piece: until then another replica could answer
         try:
             async for event in events:
@@ -132,7 +138,7 @@ class Server:
             self.refuse(error)
             yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
             return
-        yield sse([answer.closing()] if usage else []) + b"data: [DONE]\n\n"
+        yield sse(answer.closing()) + b"data: [DONE]\n\n"
 
     def refuse(self, error: ApiError) -> None:
         """Counts an error that a client gets."""

@@ -25,7 +25,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/demo/problems.py:sharing",
     "dinfer/loading/checkpoint.py:load_network",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
-    "dinfer/serving/app.py:add_generation",
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
@@ -178,7 +177,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.trace": {"recipe.recipe", "engine", "pipeline", "step.contracts", "recipe.registry"},
     "serving": {
         "step.contracts", "abilities.reports", "analysis.outputs", "analysis.trace", "recipe.recipe",
-        "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.inputs", "pipeline.streaming",
+        "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.infilling", "pipeline.inputs",
+        "pipeline.streaming",
     },
     "__init__": {"recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     "cli": {

@@ -125,7 +125,7 @@ def test_text_may_come_in_parts(client: Client) -> None:
 
 
 def test_completions_take_texts_and_tokens(client: Client) -> None:
-    tokens = client.ask("/v1/tokenize", {"model": "tiny", "text": QUESTION}).json()["tokens"]
+    tokens = client.ask("/v1/tokenize", {"model": "tiny", "prompt": QUESTION}).json()["tokens"]
     both = client.ask("/v1/completions", {"model": "tiny", "prompt": [QUESTION, QUESTION], "max_tokens": 32}).json()
     by_id = client.ask("/v1/completions", {"model": "tiny", "prompt": tokens, "max_tokens": 32}).json()
     assert len(both["choices"]) == 2
@@ -135,7 +135,11 @@ def test_completions_take_texts_and_tokens(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([10**6], "token 1000000 is outside the vocabulary"), ([], "is empty"), (["a", "b " * 300], "has 256 positions")],
+    [
+        ([10**6], "token 1000000 is outside the vocabulary"),
+        ([], "is empty"),
+        (["a", "b " * 300], "maximum context length"),
+    ],
 )
 def test_a_prompt_that_cannot_be_is_named(client: Client, prompt: Any, message: str) -> None:
     error = client.ask("/v1/completions", {"model": "tiny", "prompt": prompt}).json()["error"]
@@ -148,7 +152,7 @@ def test_an_answer_without_a_length_takes_the_room_that_there_is() -> None:
         answer = chat(client, max_tokens=None).json()
         assert answer["usage"]["total_tokens"] <= 64 and answer["choices"][0]["message"]["content"]
         error = chat(client, max_tokens=64).json()["error"]
-        assert error["param"] == "max_tokens" and "exceed the 64 positions" in error["message"]
+        assert error["param"] == "max_tokens" and "maximum context length of 'tiny', 64 tokens" in error["message"]
 
 
 def test_a_trace_shows_one_answer_and_ignores_nothing(client: Client) -> None:
@@ -186,8 +190,8 @@ def test_gaps_are_filled(client: Client) -> None:
         ({"stop": [""]}, "stop"),
         ({"stop": list("abcde")}, "stop"),
         ({"frequency": 1}, "frequency"),
-        ({"stream_options": {"include_usage": True}}, "body"),
-        ({"top_logprobs": 3}, "body"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"dinfer": {"drafts": True}}, "dinfer.drafts"),
         ({"dinfer": {"decoder": "fixed"}}, "dinfer.decoder"),
         ({"dinfer": {"threshold": 2}}, None),
@@ -299,7 +303,7 @@ def test_a_long_prompt_is_refused_by_its_length(client: Client) -> None:
         (CHAT, '{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', "messages.0.content"),
         ("/v1/completions", '{"model":"tiny","prompt":"\\udfff"}', "prompt"),
         ("/v1/infill", '{"model":"tiny","text":"[MASK:1]\\ud800"}', "text"),
-        ("/v1/tokenize", '{"model":"tiny","text":"\\ud800"}', "text"),
+        ("/v1/tokenize", '{"model":"tiny","prompt":"\\ud800"}', "prompt"),
         ("/v1/completions", '{"model":"tiny","prompt":"a","\\ud800":1}', "body"),
         ("/v1/completions", '{"model":"tiny","prompt":"a","dinfer":{"\\ud800":1}}', "dinfer"),
         ("/v1/completions", '{"model":"\\ud800","prompt":"a"}', "model"),

@@ -127,7 +127,7 @@ def test_other_methods_are_told_which_there_are(port: Port) -> None:
 def test_an_upgrade_is_answered_in_http(port: Port, upgrade: bytes) -> None:
     offer = b"Upgrade: %s\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: a\r\n" % upgrade
     assert said(port, [GET % offer]).startswith(b"HTTP/1.1 200 ")
-    body = b'{"model": "tiny", "text": "2 + 3"}'
+    body = b'{"model": "tiny", "prompt": "2 + 3"}'
     more = offer + b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
     asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more + body
     for parts in ([asked], [asked[:-9], asked[-9:]], [asked[:99], asked[99:]]):
@@ -149,7 +149,7 @@ def test_a_request_names_its_host_once(port: Port, hosts: int) -> None:
 def test_a_body_may_come_in_chunks(port: Port) -> None:
     more = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
     asked = GET.replace(b"GET /v1/models", b"POST /v1/tokenize") % more
-    body = b'{"model": "tiny", "text": "2 + 3"}'
+    body = b'{"model": "tiny", "prompt": "2 + 3"}'
     heard = said(port, [asked, b"%x\r\n" % len(body), body, b"\r\n0\r\n\r\n"])
     assert heard.startswith(b"HTTP/1.1 200 ") and b'"tokens"' in heard
 

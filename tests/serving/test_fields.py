@@ -1,0 +1,190 @@
+"""What clients send beside a conversation: neutral values pass, and the rest does what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from support.serving import QUESTION, Client, served
+
+import dinfer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24}
+SECRET = "the prompt that no proxy may log"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served() as found:
+        yield found
+
+
+def chat(client: Client, **fields: Any) -> httpx.Response:
+    return client.ask(CHAT, ASK | fields)
+
+
+def pieces(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_values_that_ask_for_nothing_change_nothing(client: Client) -> None:
+    neutral: dict[str, Any] = {
+        "top_k": -1, "top_p": 1, "repetition_penalty": 1.0, "skip_special_tokens": True,
+        "spaces_between_special_tokens": True, "add_generation_prompt": True, "use_beam_search": False, "priority": 0,
+        "length_penalty": 1, "stop_token_ids": [], "chat_template_kwargs": {}, "metadata": {"a": "b"}, "n": 1,
+        "tools": [{"type": "function"}], "tool_choice": "none", "stop": None, "seed": None, "stream": None,
+        "stream_options": None, "logprobs": None, "top_logprobs": None, "what_comes_next_year": None,
+    }  # fmt: skip
+    answers = [chat(client, **fields).json()["choices"] for fields in ({}, neutral, {"top_k": 0})]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_seed_has_64_bits_and_choices_may_be_many(client: Client) -> None:
+    drawn = [chat(client, temperature=1.0, seed=seed).json()["choices"] for seed in (-1, -1, -(2**63), 2**63 - 1)]
+    assert drawn[0] == drawn[1] and len({json.dumps(one) for one in drawn}) > 1
+    assert chat(client, seed=2**63).status_code == 400
+    assert len(chat(client, n=20, max_tokens=2).json()["choices"]) == 20
+    assert chat(client, n=129).json()["error"]["param"] == "n"
+
+
+def test_a_message_comes_back_as_it_was_sent(client: Client) -> None:
+    said = {"role": "assistant", "content": "9", "reasoning_content": None, "tool_calls": [], "annotations": None}
+    turns = [*ASK["messages"], said, {"role": "user", "content": "And what is 2 + 3?", "name": "Tom"}]
+    assert chat(client, messages=turns).status_code == 200
+    called = chat(client, messages=[*ASK["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}])
+    assert called.status_code == 400 and "tool_calls" in called.json()["error"]["message"]
+
+
+def test_a_message_may_be_continued(client: Client) -> None:
+    turns = [*ASK["messages"], {"role": "assistant", "content": "Tom has"}]
+    ids = client.ask("/tokenize", {"model": "tiny", "messages": turns, "continue_final_message": True}).json()["tokens"]
+    assert client.ask("/detokenize", {"model": "tiny", "tokens": ids}).json()["text"].endswith("Tom has")
+    assert chat(client, messages=turns, continue_final_message=True).json()["usage"]["prompt_tokens"] == len(ids)
+    both = chat(client, messages=turns, continue_final_message=True, add_generation_prompt=True)
+    assert both.json()["error"]["param"] == "continue_final_message"
+
+
+def test_stop_tokens_and_stop_strings_end_an_answer_and_say_so(client: Client) -> None:
+    whole = chat(client, return_token_ids=True, max_tokens=64).json()["choices"][0]
+    assert whole["matched_stop"] == client.pipe.model.spec.eos_id and whole["finish_reason"] == "stop"
+    ids, text = whole["token_ids"], whole["message"]["content"]
+    at = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i])
+    cut = chat(client, stop_token_ids=[ids[at]], return_token_ids=True).json()["choices"][0]
+    assert (cut["token_ids"], cut["matched_stop"], cut["finish_reason"]) == (ids[:at], ids[at], "stop")
+    kept = chat(client, stop_token_ids=[ids[at]], return_token_ids=True, include_stop_str_in_output=True).json()
+    assert kept["choices"][0]["token_ids"] == ids[: at + 1]
+    word = text.split()[3]
+    ended = chat(client, stop=word, include_stop_str_in_output=True).json()["choices"][0]
+    assert ended["message"]["content"] == text[: text.find(word) + len(word)] and ended["matched_stop"] == word
+
+
+def test_token_ids_come_with_answers_and_streams(client: Client) -> None:
+    whole = client.ask(TEXT, {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True}).json()
+    (choice,) = whole["choices"]
+    assert len(choice["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert client.ask("/detokenize", {"model": "tiny", "tokens": choice["token_ids"]}).json()["text"] == choice["text"]
+    streamed = client.ask(TEXT, {
+        "model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True, "stream": True,
+    })  # fmt: skip
+    told = [piece["choices"][0] for piece in pieces(streamed)]
+    assert [token for one in told for token in one.get("token_ids", [])] == choice["token_ids"]
+    assert [one["prompt_token_ids"] for one in told if "prompt_token_ids" in one] == [choice["prompt_token_ids"]]
+
+
+def test_log_probabilities_hold_the_chosen_token(client: Client) -> None:
+    ask = {"model": "tiny", "prompt": QUESTION, "max_tokens": 12, "temperature": 1.5, "seed": 3}
+    for top in (0, 2):
+        scores = client.ask(TEXT, ask | {"logprobs": top}).json()["choices"][0]["logprobs"]
+        for token, logprob, best in zip(
+            *(scores[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+        ):
+            assert best[token] == logprob and len(best) <= top + 1
+    named = client.ask(TEXT, ask | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True})
+    (choice,) = named.json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_usage_stands_in_every_piece_or_in_none(client: Client) -> None:
+    def told(**options: bool) -> list[Any]:
+        return [piece.get("usage", "absent") for piece in pieces(chat(client, stream=True, stream_options=options))]
+
+    assert set(told(continuous_usage_stats=True)) == {"absent"}
+    *before, last = told(include_usage=True)
+    assert set(before) == {None} and last["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert all(told(include_usage=True, continuous_usage_stats=True))
+
+
+def test_a_prompt_may_be_cut(client: Client) -> None:
+    ask = {"model": "tiny", "prompt": "2 + 3 " * 200, "max_tokens": 16, "return_token_ids": True}
+    ids = client.ask("/tokenize", {"model": "tiny", "prompt": ask["prompt"]}).json()["tokens"]
+    for most, want in ((5, 5), (-1, 256 - 16)):
+        (choice,) = client.ask(TEXT, ask | {"truncate_prompt_tokens": most}).json()["choices"]
+        assert choice["prompt_token_ids"] == ids[-want:]
+    error = client.ask(TEXT, ask).json()["error"]
+    assert "maximum context length" in error["message"] and error["param"] == "prompt"
+
+
+def test_what_a_client_asks_of_the_server_itself(client: Client) -> None:
+    assert client.ask("/version").json() == {"version": dinfer.__version__}
+    card = client.ask("/v1/models/tiny").json()
+    assert (card["max_model_len"], card["root"], card["parent"]) == (256, "tiny", None)
+    told = client.ask("/tokenize", {"model": "tiny", "prompt": QUESTION, "return_token_strs": True}).json()
+    assert told["max_model_len"] == 256 and told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert {"400", "404"} <= client.ask("/openapi.json").json()["paths"][CHAT]["post"]["responses"].keys()
+
+
+def test_no_message_holds_a_prompt_or_more_than_80_characters_of_a_name(client: Client) -> None:
+    long, asked = "x" * 1_000_000, [{"role": "user", "content": SECRET}]
+    for path, body in (
+        (CHAT, {"messages": asked, "stream_options": {}}), (CHAT, {"messages": asked, "top_logprobs": 1}),
+        (CHAT, {"messages": SECRET}), (CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}]}),
+        (CHAT, {"messages": asked, "promt": SECRET}), (TEXT, {"prompt": {"text": SECRET}}),
+        (TEXT, {"prompt": [SECRET, 5]}), (TEXT, {"prompt": SECRET, "suffix": SECRET}), (TEXT, [SECRET]),
+        (CHAT, {"messages": asked, "prediction": {"content": SECRET}}),
+        (CHAT, {"messages": asked, long: 1}), (CHAT, {"messages": asked, "dinfer": {long: 1}}),
+        (CHAT, {"messages": asked, "dinfer": {"threshold": long}}), (CHAT, {"messages": asked, "tool_choice": long}),
+        (CHAT, {"messages": [{"role": long, "content": "a"}]}), (f"/v1/models/{long[:9000]}", None),
+    ):  # fmt: skip
+        response = client.ask(path, {"model": "tiny"} | body if isinstance(body, dict) else body)
+        assert 400 <= response.status_code < 500 and len(response.text) < 1200, response.text[:2000]
+        assert SECRET not in response.text and "x" * 81 not in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"model": "\xff"}', "is not UTF-8"), (b"[" * 5000 + b"]" * 5000, "too many brackets"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "too many digits"), (b'{"seed": ', "is not JSON"),
+    ],
+    ids=["bytes", "depth", "number", "end"],
+)  # fmt: skip
+def test_a_body_that_cannot_be_read_says_why(client: Client, body: bytes, why: str) -> None:
+    asked = client.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    response = client.loop.run(asked)
+    assert response.status_code == 400 and why in response.json()["error"]["message"]
+
+
+def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dinfer.Pipeline, "encode", lambda *_, **__: pytest.fail("it is encoded"))
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": "2 + 3 " * 100_000}]}), (TEXT, {"prompt": "2 + 3 " * 100_000}),
+        ("/tokenize", {"prompt": "2 + 3 " * 100_000}), ("/v1/infill", {"text": "[MASK:1]" + "2 + 3 " * 100_000}),
+    ):  # fmt: skip
+        error = client.ask(path, {"model": "tiny"} | body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "600" in error["message"]
+
+
+def test_a_filled_text_may_be_sent_again(client: Client) -> None:
+    text = r"\[MASK:3] is no gap, \\\[MASK:1] is none, and Tom has [MASK:1] coins."
+    filled = client.ask("/v1/infill", {"model": "tiny", "text": text}).json()["text"]
+    again = client.ask("/v1/infill", {"model": "tiny", "text": filled + "[MASK:1]"}).json()
+    assert len(again["gaps"]) == 1 and again["text"].startswith(filled[:20])
