@@ -1,6 +1,5 @@
 """First differences, in the words of the goldens: where, what the reference has, what dinfer has."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ class Mismatch(Exception):
 
 
 def same(where: str, want: Any, got: Any) -> None:
-    """Numbers, or nested lists of them, must be equal."""
-    if isinstance(want, Sequence) and isinstance(got, Sequence):
+    """Values, or nested lists of them, must be equal."""
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
         if len(want) != len(got):
             raise Mismatch(f"length of {where}: want {len(want)}, got {len(got)}")
         for i, pair in enumerate(zip(want, got, strict=True)):
