@@ -1,8 +1,8 @@
 """FOCUS (arXiv:2601.23278), which drops masked positions behind the first layers: one block at a time, one row.
 
 Only masks whose importance rises most from one layer to the next are computed further. Importance is the attention that
-a mask receives from the other masks. The rule is here, and not in the package: on the models in the box it decodes in
-more steps than a short window from the leftmost mask, which computes fewer positions (benchmarks/results/focus.md).
+a mask receives from the other masks. The rule is here, and not in the package, for comparison with a short window from
+the leftmost mask, which needs nothing inside the network.
 
 Shape suffixes: W positions of a pass, M masks among them, H query heads, G key heads, E head size, S canvas.
 """
@@ -117,11 +117,11 @@ class Focus:
             tuple(torch.zeros(size, spec.kv_heads, spec.head_dim, dtype=self.model.dtype) for _ in "kv")  # type: ignore[misc]
             for _ in range(spec.layers)
         ]
-        for self.start in range(0, prompt // self.block * self.block, self.block):
+        while self.start + self.block <= prompt:
             self.enter()
             self.forward([*range(self.block)], [], 0)
-        self.forwards = 1 if prompt >= self.block else 0
-        self.start = prompt // self.block * self.block
+            self.start += self.block
+        self.forwards = 1 if self.start else 0
         self.enter()
 
     def enter(self) -> None:
@@ -152,7 +152,7 @@ class Focus:
         target = min(len(masks), max(1, math.ceil(max(mean, 1) * self.alpha)))
         before, progress = [place not in masks for place in range(self.block)], self.progress
         attend, logits_WV = self.forward(places, masks, target)
-        offers = []
+        offers: list[list[Any]] = []
         for place, row_V in zip(places, logits_WV.softmax(-1), strict=True):
             if place in masks and place in attend.kept:
                 offers.append([place, int(row_V.argmax()), float(row_V.max())])
