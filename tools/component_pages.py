@@ -62,7 +62,6 @@ FORMULAS = {
     ("iteration", "smooth"): r"x_i = E[\mathrm{mask}] + w_t \sum_v p_i(v) \, E[v]",
     ("iteration", "dmax"): r"x_i = c_i \, E[v_i] + (1 - c_i) \, E[\mathrm{mask}]",
     ("iteration", "self_conditioned"): r"x_i = \sum_v \mathrm{softmax}(l_i)_v \, E[v]",
-    ("sampling", "llada"): r"v = \arg\max_v \; l_v - T \log(-\log u_v), \qquad u_v \sim U(0, 1)",
     ("sampling", "standard"): r"v \sim \mathrm{softmax}(l / T)",
 }
 # The result file that has a component at its defaults, where it is not the first one.
@@ -188,12 +187,10 @@ def section(registry: Registry, name: str, common: set[str], level: str) -> str:
 
 
 def rows(options: list[OptionInfo]) -> str:
-    """Options as a table; * marks those that differ from request to request."""
-    lines = ["| option | default | |", "| --- | --- | --- |"]
-    for info in options:
-        default = "null" if info.default is None else info.default
-        lines.append(f"| `{info.name}`{' *' if info.per_request else ''} | `{default}` | {info.help} |")
-    return "\n".join(lines)
+    """Options with their defaults, as a list."""
+    stars = {True: r"\*", False: ""}
+    defaults = {info.name: "null" if info.default is None else info.default for info in options}
+    return "\n".join(f"* `{i.name}={defaults[i.name]}`{stars[i.per_request]}: {i.help}" for i in options)
 
 
 def exactness(cache: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from dinfer.engine.runtime import Runtime
 from dinfer.loading.hub import boxed
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import compose
-from dinfer.recipe.registry import CACHES, DECODERS
-from tools.component_pages import pages
+from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES
+from tools.component_pages import FORMULAS, IDEAS, MEASURED, RESULTS, pages
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -100,6 +101,29 @@ def test_the_component_pages_are_those_of_the_docstrings() -> None:
     for path, text in pages().items():
         assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
         assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"
+
+
+def test_the_component_pages_group_and_typeset_components_that_exist() -> None:
+    names = {(registry.kind, name) for registry in REGISTRIES for name in registry.names()}
+    grouped = {(kind, name) for kind, groups in IDEAS.items() for group in groups.values() for name in group.split()}
+    assert grouped <= names and FORMULAS.keys() <= names
+    assert all((RESULTS / f"{file}.json").is_file() for file in MEASURED.values())
+
+
+NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|c|sh))`|`(dinfer(?:\.\w+){2,})")
+OWN = {"NAME.py", "halo.py", "leftmost.py", "plain.py", "short_first.py"}  # which the tutorials have readers write
+FOLDERS = ("benchmarks", "dinfer", "evaluations", "examples", "tests", "tools")
+
+
+def test_modules_that_the_documents_name_exist() -> None:
+    """Files such as `step/plan.py` or `plan.py`, and names such as `dinfer.step.plan.window_bounds`."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    for path in [*report.documents(), ROOT / "CONTRIBUTING.md"]:
+        for file, dotted in NAMED.findall(path.read_text()):
+            if file and file.split("/")[-1] not in OWN:
+                assert any(each.endswith(f"/{file}") for each in files), f"{path}: {file}"
+            elif dotted:
+                pkgutil.resolve_name(dotted)
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
