@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, repeat, without
 from dinfer.structure.constraint import Constraint
+from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, language
 from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits
 from dinfer.structure.regex import parse
@@ -29,6 +30,7 @@ def _choice(constraint: Constraint, budget: Budget) -> Built:
 BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
     "regex": _regex,
     "choice": _choice,
+    "json_schema": compile_schema,
 }
 
 

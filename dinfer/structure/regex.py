@@ -30,15 +30,18 @@ REFUSED_GROUPS = {
 }  # fmt: skip
 
 
-def parse(pattern: str, *, ecma: bool = False, search: bool = False, ignore_case: bool = False) -> Node:
+def parse(
+    pattern: str, *, ecma: bool = False, search: bool = False, wide: bool = False, ignore_case: bool = False
+) -> Node:
     """The texts that a pattern matches from end to end; `search`: texts in which it matches somewhere.
 
     `ecma`: `.`, `\\s` and `\\S` take the characters that both ECMA-262 and Python let them take, and names of groups
-    are written `(?<name>...)`, too. `ignore_case` is about letters of ASCII.
+    are written `(?<name>...)`, too; `wide`: those that one of the two lets them take. `ignore_case` is about letters of
+    ASCII.
 
     Raises ConstraintError, whose path is the position in the pattern.
     """
-    node = _Parser(pattern, ecma, ignore_case).whole()
+    node = _Parser(pattern, ecma, wide, ignore_case).whole()
     if not search:
         return node
     anything = repeat(ANY_CHARACTER)
@@ -46,8 +49,8 @@ def parse(pattern: str, *, ecma: bool = False, search: bool = False, ignore_case
 
 
 class _Parser:
-    def __init__(self, pattern: str, ecma: bool, ignore_case: bool) -> None:
-        self.pattern, self.ecma, self.ignore_case = pattern, ecma, ignore_case
+    def __init__(self, pattern: str, ecma: bool, wide: bool, ignore_case: bool) -> None:
+        self.pattern, self.ecma, self.wide, self.ignore_case = pattern, ecma, wide, ignore_case
         self.at = self.depth = 0
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
@@ -128,7 +131,7 @@ class _Parser:
         at, char = self.at, self.next("a pattern")
         match char:
             case ".":
-                return chars(LINE_ENDS if self.ecma else LINE_ENDS[:1], negated=True)
+                return chars(LINE_ENDS if self.ecma and not self.wide else LINE_ENDS[:1], negated=True)
             case "^" | "$":
                 return Anchor(char == "$")
             case "(":
@@ -187,7 +190,7 @@ class _Parser:
             return None
         ranges = {"d": DIGIT, "w": WORD, "s": SPACE}[char.lower()]
         if char == "s" or char == "S":
-            wide = self.ecma and (char == "S") == narrow
+            wide = self.ecma and (char == "S") == (narrow != self.wide)
             ranges = WIDE_SPACE if wide else SPACE
         return list(chars(ranges, negated=True).ranges) if char.isupper() else ranges
 

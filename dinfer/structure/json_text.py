@@ -1,0 +1,178 @@
+"""Texts of JSON strings and numbers, as expressions over bytes.
+
+Each string has exactly one text: escapes only where JSON asks for one, the short form if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+
+from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Graph, Node, Span, alt, both, build, cat, repeat
+from dinfer.structure.limits import Budget
+
+ESCAPES = {byte: b"\\u%04x" % byte for byte in range(0x20)} | {
+    0x22: b'\\"', 0x5C: b"\\\\", 0x08: b"\\b", 0x0C: b"\\f", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t",
+}  # fmt: skip
+FRACTION = 12  # digits behind the point of a number with bounds
+PRECISION = 15  # decimal digits that a double tells apart
+
+
+def escaped(text: Automaton) -> Node:
+    """The accepted texts as they stand within the quotes of a JSON string."""
+    edges: list[tuple[int, Node | None, int]] = []
+    for state, row in enumerate(text.edges):
+        for low, high, to in row:
+            start = low
+            for byte in [b for b in sorted(ESCAPES) if low <= b <= high]:
+                if start < byte:
+                    edges.append((state, Span(start, byte - 1), to))
+                edges.append((state, ESCAPES[byte], to))
+                start = byte + 1
+            if start <= high:
+                edges.append((state, Span(start, high), to))
+        if text.final[state]:
+            edges.append((state, None, text.states))
+    return Graph(text.states + 1, tuple(edges))
+
+
+CHARACTER = build(escaped(build(ANY_CHARACTER)))
+STRING = build(cat(b'"', repeat(CHARACTER), b'"'))
+
+
+def literal(text: str) -> bytes:
+    """The text of one string, quotes included. Raises UnicodeEncodeError for half a pair of surrogates."""
+    return b'"' + b"".join(ESCAPES.get(byte, bytes([byte])) for byte in text.encode()) + b'"'
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+DIGIT, POSITIVE = Span(0x30, 0x39), Span(0x31, 0x39)
+NATURAL = build(alt([b"0", cat(POSITIVE, repeat(DIGIT))]))
+INTEGER = build(alt([b"0", cat(repeat(b"-", 0, 1), POSITIVE, repeat(DIGIT))]))
+NUMBER = build(
+    cat(
+        repeat(b"-", 0, 1), NATURAL, repeat(cat(b".", repeat(DIGIT, 1)), 0, 1),
+        repeat(cat(alt([b"e", b"E"]), repeat(alt([b"+", b"-"]), 0, 1), repeat(DIGIT, 1, 2)), 0, 1),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An end of a range of numbers."""
+
+    value: Decimal
+    exclusive: bool = False
+
+
+def integers(low: Bound | None, high: Bound | None, multiple: int = 1, budget: Budget | None = None) -> Automaton:
+    """Integers of a range that are multiples of a number."""
+    least = None if low is None else _whole(low, ROUND_CEILING, 1)
+    most = None if high is None else _whole(high, ROUND_FLOOR, -1)
+    parts: list[Node] = []
+    if most is None or most >= 0:
+        parts.append(_naturals(max(least or 0, 0), most, budget))
+    if least is None or least < 0:
+        parts.append(
+            cat(
+                b"-",
+                _naturals(max(1, -(most or 0)) if most is not None else 1, None if least is None else -least, budget),
+            )
+        )
+    found = build(alt(parts), budget)
+    return found if multiple == 1 else both(found, _multiples(multiple), budget)
+
+
+def _whole(bound: Bound, rounding: str, inwards: int) -> int:
+    whole = int(bound.value.to_integral_value(rounding))
+    return whole + inwards if bound.exclusive and whole == bound.value else whole
+
+
+def _naturals(low: int, high: int | None, budget: Budget | None) -> Automaton:
+    found = build(_at_least(str(low)), budget)
+    return found if high is None else both(found, build(_at_most(str(high)) if high >= 0 else alt(()), budget), budget)
+
+
+def _digits(low: int, high: int) -> Node:
+    return Span(0x30 + low, 0x30 + high) if low <= high else alt(())
+
+
+def _beside(digits: str, above: bool, first: int = 0) -> Iterable[Node]:
+    """Numerals of the same length that are larger, or smaller; without leading zeros if `first` is 1."""
+    for i, digit in enumerate(map(int, digits)):
+        other = _digits(digit + 1, 9) if above else _digits(first if i == 0 else 0, digit - 1)
+        rest = len(digits) - i - 1
+        yield cat(digits[:i].encode(), other, repeat(DIGIT, rest, rest))
+
+
+def _at_least(digits: str, equal: bool = True) -> Node:
+    longer = cat(POSITIVE, repeat(DIGIT, len(digits)))
+    return alt([longer, *_beside(digits, above=True), *([digits.encode()] if equal else [])])
+
+
+def _at_most(digits: str, equal: bool = True) -> Node:
+    shorter = [b"0", cat(POSITIVE, repeat(DIGIT, 0, len(digits) - 2))] if len(digits) > 1 else []
+    same = _beside(digits, above=False, first=1 if len(digits) > 1 else 0)
+    return alt([*shorter, *same, *([digits.encode()] if equal else [])])
+
+
+def _multiples(number: int) -> Automaton:
+    """Integers, of which a state for each remainder remembers what was read."""
+    edges = [(1 + r, Span(0x30 + d, 0x30 + d), 1 + (10 * r + d) % number) for r in range(number) for d in range(10)]
+    start = [(0, Span(0x30 + d, 0x30 + d), 1 + d % number) for d in range(1, 10)]
+    return build(alt([b"0", cat(repeat(b"-", 0, 1), Graph(number + 2, (*start, *edges, (1, None, number + 1))))]))
+
+
+def decimals(low: Bound | None, high: Bound | None, budget: Budget | None = None) -> Automaton:
+    """Numbers of a range, without exponent and with few digits behind the point.
+
+    So few that a reader who rounds to a double never rounds a number to an exclusive bound.
+    """
+    whole = max(len(str(int(abs(b.value)))) for b in (low, high) if b is not None)
+    places = max(0, min(FRACTION, PRECISION - whole))
+    form = build(cat(NATURAL, repeat(cat(b".", repeat(DIGIT, 1, places)), 0, 1) if places else b""), budget)
+    zero, parts = Bound(Decimal(0)), list[Node]()
+    if high is None or high.value >= 0:
+        parts.append(
+            _between(
+                low if low and low.value > 0 else low if low == Bound(Decimal(0), True) else zero, high, form, budget
+            )
+        )
+    if low is None or low.value < 0:
+        least = Bound(-high.value, high.exclusive) if high and high.value < 0 else Bound(Decimal(0), True)
+        parts.append(cat(b"-", _between(least, low and Bound(-low.value, low.exclusive), form, budget)))
+    return build(alt(parts), budget)
+
+
+def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget | None) -> Automaton:
+    found = both(form, build(_decimal(low, above=True), budget), budget)
+    return found if high is None else both(found, build(_decimal(high, above=False), budget), budget)
+
+
+def _decimal(bound: Bound, above: bool) -> Node:
+    """Numbers that are not negative, on one side of a bound that is not negative either."""
+    whole, _, fraction = format(bound.value, "f").partition(".")
+    fraction, any_digits, equal = fraction.rstrip("0"), repeat(DIGIT), not bound.exclusive
+    beyond = (_at_least if above else _at_most)(whole, equal=False)
+    parts = [cat(beyond, repeat(cat(b".", repeat(DIGIT, 1)), 0, 1))]
+    for i, digit in enumerate(map(int, fraction)):
+        other = _digits(digit + 1, 9) if above else _digits(0, digit - 1)
+        parts.append(cat(f"{whole}.{fraction[:i]}".encode(), other, any_digits))
+        if not above:  # what ends before the bound does
+            parts.append(f"{whole}.{fraction[:i]}".encode() if i else whole.encode())
+    exact = cat(f"{whole}.{fraction}".encode() if fraction else cat(whole.encode(), b"."))
+    if above:  # the bound itself with any digits behind it, not all of them zero if it is exclusive
+        parts.append(
+            cat(exact, any_digits)
+            if equal and fraction
+            else cat(exact, repeat(DIGIT, 1))
+            if equal
+            else cat(exact, repeat(b"0"), POSITIVE, any_digits)
+        )
+    elif equal:
+        parts.append(cat(exact, repeat(b"0", 0 if fraction else 1)))
+    if equal and not fraction:
+        parts.append(whole.encode())
+    return alt(parts)

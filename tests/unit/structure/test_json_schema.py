@@ -1,0 +1,197 @@
+"""JSON Schema: what is accepted is valid, what is valid is accepted as json.dumps writes it, the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
+
+from dinfer.structure import ConstraintError, Limits, json_object, json_schema
+from dinfer.structure.automaton import Automaton
+from dinfer.structure.compiler import compile_automaton
+from dinfer.structure.limits import Budget
+
+NODE = {"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}, "type": "object"}}, "$ref": "#/$defs/n"}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+}
+SCHEMAS: list[tuple[Any, list[Any], list[Any]]] = [
+    (PERSON, [{"name": "Ada"}, {"name": "", "age": 36}], [{}, {"name": "Adam"}, {"name": "", "age": -1}, []]),
+    ({"type": ["integer", "null"]}, [0, -7, None], [1.5, "1", True]),
+    ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 10}, [0.51, 10, 3], [0.5, 10.01, -1]),
+    ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, [-3, 0, 11], [-4, 12]),
+    ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, [6], [5]),
+    ({"type": "integer", "multipleOf": 7}, [0, -14, 21], [1, 15]),
+    ({"enum": ["a", 1, {"b": [None]}, "\n\x01é"]}, ["a", 1, {"b": [None]}, "\n\x01é"], ["b", 2, {"b": []}]),
+    ({"type": "string", "enum": ["a", 1]}, ["a"], [1]),
+    ({"enum": ["ab", "abc", "b"], "minLength": 2, "pattern": "^a"}, ["ab", "abc"], ["b"]),
+    ({"type": "string", "pattern": "b+", "maxLength": 3}, ["b", "abc"], ["a", "abcd"]),
+    ({"type": "string", "pattern": '^["\\\\\\n]$'}, ['"', "\\", "\n"], ["a"]),
+    ({"type": "string", "format": "date"}, ["2024-02-29", "2026-12-31"], ["2026-02-29", "2026-13-01", "x"]),
+    ({"type": "string", "format": "ipv6"}, ["::1", "1:2:3:4:5:6:7:8", "::ffff:10.0.0.1"], ["1:2", "1::2::3"]),
+    ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, [[True]], [[], [1], [True] * 3]),
+    ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False}, [[], [1, 2]], [[2], [1, 2, 3]]),
+    ({"type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}}, [[1, 2, 2]], [[2], [1, 1]]),
+    ({"type": "object"}, [{}, {"a": [1, {"b": None}]}], [[], 1]),
+    ({"type": "object", "additionalProperties": {"type": "null"}}, [{}, {"a": None}], [{"a": 1}]),
+    (
+        {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+        [{}, {"a": 1, "b": 2}, {"b": 2, "aa": 2}],
+        [{"a": 2}, {"b": 1}],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^x": {"const": 1}}, "properties": {"x1": True, "y": {"const": 0}}},
+        [{"x1": 1, "y": 0, "xx": 1}],
+        [{"x1": 2}, {"xx": 2}],
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, [{"a": 1}], [{"ab": 1}]),
+    (
+        {"type": "object", "properties": {k: {"const": 1} for k in "abc"}, "minProperties": 2, "maxProperties": 2},
+        [{"a": 1, "b": 1}, {"a": 1, "c": 1}, {"b": 1, "c": 1}],
+        [{}, {"a": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"b": 1}, {"b": 1, "a": 2}],
+     [{}, dict(a=1, b=1, c=1)]),
+    ({"type": "object", "required": ["a"]}, [{"a": 1}, {"a": None, "b": 2}], [{}, {"b": 1}]),
+    ({"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 3}, {"type": "number", "minimum": 4}]}, [3, 4.5],
+     [3.5]),
+    (
+        {"oneOf": [{"type": "object", "properties": {"k": {"const": k}, k: {"type": "null"}}, "required": ["k", k]}
+                   for k in "ab"]},
+        [{"k": "a", "a": None}, {"k": "b", "b": None}],
+        [{"k": "a", "b": None}, {"k": "c"}],
+    ),
+    (
+        {"allOf": [PERSON, {"properties": {"age": {"maximum": 9}, "x": {"const": 0}}, "required": ["age"]}]},
+        [{"name": "", "age": 9}, {"name": "", "age": 1, "x": 0}],
+        [{"name": ""}, {"name": "", "age": 10}],
+    ),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, "minimum": 3}, [3], [2, "a"]),
+    ({"$ref": "#int", "$defs": {"a": {"type": "integer", "$anchor": "int"}}}, [3], ["a"]),
+    (NODE, [{}, {"next": {"next": {}}}], [{"next": 1}, {"other": {}}]),
+    ({"anyOf": [{"type": "integer"}, {"minLength": 2}], "type": ["string", "integer"]}, [1, "ab"], ["a", None]),
+    ({"properties": {"größe 😀": {"type": "null"}}, "type": "object"}, [{"größe 😀": None}], [{"grösse": None}]),
+]  # fmt: skip
+
+
+def validator(schema: Any) -> Any:
+    old = {"exclusiveMinimum": Draft4Validator, "additionalItems": Draft7Validator}
+    draft = next((kind for keyword, kind in old.items() if schema.get(keyword) in (True, {"const": 2})), None)
+    return (draft or Draft202012Validator)(schema)
+
+
+def automaton_of(schema: Any, **options: Any) -> Automaton:
+    return compile_automaton(json_schema(schema, **options))[0]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS)
+@pytest.mark.parametrize("whitespace", ["default", "compact", "pretty"])
+def test_documents(schema: Any, valid: list[Any], invalid: list[Any], whitespace: str) -> None:
+    automaton = automaton_of(schema, whitespace=whitespace)
+    form = {"default": {}, "compact": {"separators": (",", ":")}, "pretty": {"indent": 2}}[whitespace]
+    texts = [json.dumps(value, ensure_ascii=False, **form) for value in valid + invalid]
+    assert [text for text in texts if automaton.accepts(text.encode())] == texts[: len(valid)]
+    assert all(validator(schema).is_valid(value) for value in valid)
+
+
+def walk(automaton: Automaton, rng: random.Random, length: int) -> bytes:
+    """A random accepted text; behind `length` bytes the shortest way to the end."""
+    far = [0 if final else 10**6 for final in automaton.final]
+    changed = True
+    while changed:
+        best = [min([far[q], *(far[to] + 1 for _, _, to in row)]) for q, row in enumerate(automaton.edges)]
+        changed, far = best != far, best
+    text, state = bytearray(), 0
+    while not (automaton.final[state] and (not automaton.edges[state] or len(text) >= length or rng.random() < 0.1)):
+        edges = automaton.edges[state]
+        near = [edge for edge in edges if far[edge[2]] < far[state]]
+        low, high, state = rng.choice(near if len(text) >= length and near else edges)
+        text.append(rng.randint(low, high))
+    return bytes(text)
+
+
+@pytest.mark.parametrize("index", range(len(SCHEMAS)))
+def test_whatever_is_accepted_is_valid(index: int) -> None:
+    schema, rng = SCHEMAS[index][0], random.Random(index)
+    automaton = automaton_of(schema)
+    for _ in range(40):
+        text = walk(automaton, rng, rng.randrange(60))
+        assert validator(schema).is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"not": {}}}}, r"properties\.a\.not: not is not supported"),
+        ({"items": {"if": {}}}, r"items\.if: "),
+        ({"proprties": {}}, r"proprties: .* did you mean properties\?"),
+        ({"properties": {"a": {"type": "int"}}}, r"properties\.a\.type: 'int' is none of null, boolean"),
+        ({"type": "array", "uniqueItems": True}, r"uniqueItems: "),
+        ({"type": "string", "format": "regex"}, r"format: the format 'regex' is none of date"),
+        ({"type": "string", "pattern": "a(?=b)"}, r"pattern: the pattern .* position 1: lookahead"),
+        ({"multipleOf": 0.01}, r"multipleOf: only integers"),
+        ({"$ref": "other.json"}, r"\$ref: other\.json is not in this schema"),
+        ({"$ref": "#/$defs/a"}, r"\$ref: #/\$defs/a points to nothing"),
+        ({"$ref": "#"}, r"\$ref: # refers to itself"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, r"oneOf: a value may be in alternatives 0 and 1"),
+        # In the standard's reading the first is open, so {"a": 1, "b": 1} has both.
+        ({"oneOf": [{"type": "object", "properties": {k: {}}, "required": [k]} for k in "ab"]}, "0 and 1"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "no value meets the schema"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value meets the schema"),
+        ({"minLength": -1}, r"minLength: a number of 0 or more"),
+        ({"type": "object", "minProperties": 3}, r"minProperties: "),
+        ({"patternProperties": {"a": {}, "b": {}}}, r"patternProperties\.b: a key may match two patterns"),
+        ({"$defs": {"x": {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}},
+          "$ref": "#/$defs/x"}, "no value meets the schema"),
+        ({"type": "string", "minLength": 5000}, "states"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        automaton_of(schema)
+
+
+def test_recursion_is_cut_and_marked() -> None:
+    for depth in (1, 3):
+        automaton, exact, reached = compile_automaton(json_schema(NODE, depth=depth))
+        nested: dict[str, Any] = {}
+        for _ in range(depth - 1):
+            nested = {"next": nested}
+        assert automaton.accepts(json.dumps(nested).encode())
+        assert not automaton.accepts(json.dumps({"next": nested}).encode())
+        assert (exact, reached) == (False, depth)
+    assert compile_automaton(json_schema(PERSON))[1:] == (True, None)
+
+
+def test_lengths_are_lowered_before_a_schema_is_refused() -> None:
+    automaton, exact, _ = compile_automaton(json_schema({"type": "string", "maxLength": 4000}))
+    assert not exact
+    assert automaton.accepts(json.dumps("a" * 256).encode()) and not automaton.accepts(json.dumps("a" * 257).encode())
+
+
+def test_options() -> None:
+    extra = json.dumps({"name": "", "b": 1}).encode()
+    assert not automaton_of(PERSON).accepts(extra)
+    assert automaton_of(PERSON, open=True).accepts(extra)
+    assert automaton_of({"type": "string", "format": "regex", "extra": 1}, lenient=True).accepts(b'"x"')
+    with pytest.raises(ConstraintError, match=r"whitespace='any'"):
+        json_object(whitespace="any")
+    with pytest.raises(ConstraintError, match="depth=9"):
+        json_object(depth=9)
+
+
+def test_limits() -> None:
+    with pytest.raises(ConstraintError, match="takes longer than"):
+        compile_automaton(json_object(), Budget(Limits(seconds=0)))
+    with pytest.raises(ConstraintError, match="bytes"):
+        compile_automaton(json_schema({"enum": ["a" * 300_000]}))
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"items": deep}
+    with pytest.raises(ConstraintError):
+        compile_automaton(json_schema(deep))
