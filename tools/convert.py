@@ -32,8 +32,9 @@ from dinfer.loading.files import CheckpointError, read_object
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.packed import FIELD
 from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
+from dinfer.parallel.split import Placement
 from dinfer.recipe.registry import MODELS, options_of
-from dinfer.step.spec import ExpertLayout, Placement
+from dinfer.step.spec import ExpertLayout
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")

@@ -20,9 +20,10 @@ from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import ARCHITECTURES
 from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
 from dinfer.loading.packed import FIELD, packing
+from dinfer.parallel.split import Placement
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.registry import MODELS
-from dinfer.step.spec import ModelSpec, Placement
+from dinfer.step.spec import ModelSpec
 from tools.convert import order, regrouped
 
 NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}

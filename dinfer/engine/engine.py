@@ -20,8 +20,8 @@ from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
+from dinfer.parallel.leader import leader
 from dinfer.parallel.leader_worker import LeadingWorker
-from dinfer.parallel.started import leader
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe
 
 

@@ -25,9 +25,10 @@ from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
 from dinfer.loading.rounding import Rounding
 from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
 from dinfer.loading.token_ids import CONFIG, token_ids
+from dinfer.parallel.split import WHOLE, Placement, Rank, Split
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelFamily
-from dinfer.step.spec import WHOLE, ExpertLayout, ModelSpec, Placement, Rank, Split
+from dinfer.step.spec import ExpertLayout, ModelSpec
 
 TABLE = "embedding.weight"  # the embedding of every network
 

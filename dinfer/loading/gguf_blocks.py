@@ -7,7 +7,7 @@ from dinfer.kernels.cpu.linear import library
 from dinfer.layers.formats.blocks import Blocks, Section
 from dinfer.loading.gguf_file import BLOCKS, dequantised
 from dinfer.loading.safetensors_io import Stored
-from dinfer.step.spec import Placement
+from dinfer.parallel.split import Placement
 
 
 def blocks_of(

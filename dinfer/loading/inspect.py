@@ -34,9 +34,10 @@ from dinfer.loading.packed import FIELD, packed, packed_names, packing, spare_bi
 from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
+from dinfer.parallel.split import Placement
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelFamily
-from dinfer.step.spec import ModelSpec, Placement
+from dinfer.step.spec import ModelSpec
 
 CHAT = (
     {"role": "user", "content": "What is 2 + 2?"},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dinfer.loading.files import CheckpointError, read_object, refuse
 from dinfer.loading.safetensors_io import mismatches, read, stored_in
-from dinfer.step.spec import Placement
+from dinfer.parallel.split import Placement
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dinfer.loading.files import CheckpointError, refuse
 from dinfer.loading.safetensors_io import FLOATS, INTEGERS, Reader, Slices, Stored, read
-from dinfer.step.spec import Placement, Rank
+from dinfer.parallel.split import Placement, Rank
 
 FIELD = "quantization_config"
 Method = Literal["gptq", "awq", "compressed-tensors"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.packed import FIELD, expect, packing
 from dinfer.loading.safetensors_io import FLOATS, NARROW, Stored, read
-from dinfer.step.spec import Placement
+from dinfer.parallel.split import Placement
 
 SCALES = ("_scale_inv", "_scale")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # unused, since we round each row at its own scale

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
+from dinfer.parallel.split import Placement, Section, Split
 from dinfer.recipe.registry import option
 from dinfer.step.contracts import ModelFamily
-from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec, Placement, Section, Split
+from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from dinfer.layers.gemma import Gemma
 from dinfer.models._config import check_kinds, complete, expect
 from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
+from dinfer.parallel.split import Placement, Section, Split
 from dinfer.recipe.registry import MODELS, option
-from dinfer.step.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec, Placement, Section, Split
+from dinfer.step.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),

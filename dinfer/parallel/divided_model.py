@@ -27,13 +27,12 @@ from dinfer.engine.worker import Worker
 from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
 from dinfer.loading.packed import FIELD as QUANTIZATION
 from dinfer.parallel.follower import Follower
-from dinfer.parallel.leader import Leader
+from dinfer.parallel.leader import FIELD, Leader, follows, leader, started
 from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_of, spelled
 from dinfer.parallel.ranks import ALONE, Ranks
-from dinfer.parallel.started import FIELD, follows, leader, started
+from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import ModelFamily, ModelSpec
-from dinfer.step.spec import Rank
 
 PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
 HERE = "127.0.0.1"
@@ -130,7 +129,7 @@ def divided(source: Source, size: int, device: torch.device, expert_parallel: bo
     check(source, size, device, expert_parallel)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    ranks = started(size, lambda path: torchrun_store().set(PLACE, path))
+    ranks = started(size, lambda path: torchrun_store().set(PLACE, path), follow)
     folder = None if source.folder is None else str(source.folder)
     mine, theirs = ranks.together("identity", folder, work=lambda: identity(source.folder), patience=LONG)
     for rank, other in enumerate(theirs, 1):
@@ -214,7 +213,7 @@ def share(source: Source, ranks: Ranks, expert_parallel: bool) -> Any:
     return network
 
 
-class Hands:
+class RankCommands:
     """What a rank other than 0 has, and does as it is told."""
 
     def __init__(self, rank: int) -> None:
@@ -274,7 +273,7 @@ def worker_of(network: Any, parts: Mapping[str, Any], runtime: Runtime) -> Worke
 def follow(follower: Follower) -> NoReturn:
     """Does what rank 0 tells, until that ends."""
     logging.disable(logging.WARNING)  # rank 0 says the same
-    follower.serve(Hands(follower.rank))
+    follower.serve(RankCommands(follower.rank))
     os._exit(0)  # what torch does at the end of a process may wait for the other ranks
 
 

@@ -3,8 +3,10 @@
 Nothing here imports torch, so rank 0 can watch a process before it has loaded torch.
 """
 
+import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -15,11 +17,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dinfer.parallel.channel import Channel
-from dinfer.parallel.motion import BEAT, SILENT, Motion
+from dinfer.parallel.channel import BEAT, SILENT, Channel, Motion
 
 Work = Callable[[str, list[Any]], Any]
 PATIENCE = 60.0  # seconds in which rank 0 must accept a connection
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Follower:
@@ -104,3 +106,16 @@ def leave() -> NoReturn:
     """Ends this process at once, since its other threads may wait for a lost rank for ever."""
     sys.stderr.flush()
     os._exit(1)
+
+
+def connected(parent: str, path: str, rank: str) -> Follower:
+    """The follower of the process `parent`, which listens at `path`.
+
+    From now on the kernel kills this process when the thread that started it ends, even while it hangs in a driver.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # the parent ended before that
+        leave()
+    os.dup2(2, 1)  # only rank 0 writes to a command's standard output
+    return Follower(Path(path), int(rank))

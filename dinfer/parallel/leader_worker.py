@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.engine.room import Room
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
-from dinfer.parallel.interrupts import uninterrupted
+from dinfer.parallel.channel import uninterrupted
 from dinfer.parallel.leader import Leader, RankFailed
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of

@@ -18,8 +18,8 @@ try:
 except ImportError:  # its name before torch 2.12
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
+from dinfer.parallel.split import WHOLE, Rank, Section
 from dinfer.parallel.symmetric import Exchange, SymmetricSum
-from dinfer.step.spec import WHOLE, Rank, Section
 from dinfer.step.stats import Columns
 
 

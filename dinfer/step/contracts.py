@@ -15,10 +15,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dinfer.parallel.split import Placement
 from dinfer.step.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
 from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.step.plan import WindowPlan
-from dinfer.step.spec import ExpertLayout, ModelSpec, Placement
+from dinfer.step.spec import ExpertLayout, ModelSpec
 from dinfer.step.stats import Columns, Draw, TokenStats
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from support.rank_processes import Program, kill
 
 import dinfer
-from dinfer.parallel.started import leader
+from dinfer.parallel.leader import leader
 
 pytestmark = [
     pytest.mark.gpu,

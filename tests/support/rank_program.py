@@ -11,7 +11,7 @@ import torch
 
 import dinfer
 import dinfer.parallel.divided_model
-from dinfer.parallel.started import leader
+from dinfer.parallel.leader import leader
 
 
 def say(*words: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from dinfer.parallel.ranks import Ranks
-from dinfer.step.spec import Rank
+from dinfer.parallel.split import Rank
 
 LIMIT = 60.0  # seconds in which all ranks have come to a sum or a gather
 Result = TypeVar("Result")

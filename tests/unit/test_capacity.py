@@ -24,7 +24,7 @@ from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
 from benchmarks.shapes import shape
 from dinfer.engine.request import Request, Update
-from dinfer.parallel.started import leader
+from dinfer.parallel.leader import leader
 from dinfer.step.canvas import Phase
 
 LANES = (1, 2, 4, 8, 64)

@@ -20,7 +20,7 @@ from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.triton import draw as triton_draw
 from dinfer.kernels.triton import token_stats as triton_stats
-from dinfer.step.spec import Rank, Section
+from dinfer.parallel.split import Rank, Section
 from dinfer.step.stats import Columns, Draw
 
 ALL: dict[str, Any] = {"entropy": True, "margin": True, "best": True}

@@ -22,8 +22,8 @@ from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import BLOCKS, TYPES
 from dinfer.loading.hub import locate
 from dinfer.loading.inspect import inspect
+from dinfer.parallel.split import Rank
 from dinfer.recipe.registry import MODELS
-from dinfer.step.spec import Rank
 
 CPU = torch.device("cpu")
 Q = "blk.1.attn_q.weight"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.rank_processes import runs, until
 
-from dinfer.parallel.interrupts import uninterrupted
+from dinfer.parallel.channel import uninterrupted
 from dinfer.parallel.leader import Leader, RankFailed
 
 WORK = """
 import signal, sys, time
-from dinfer.parallel.child import connected
+from dinfer.parallel.follower import connected
 follower, said = connected(*sys.argv[1:]), []
 def work(name, given):
     if name == "say":

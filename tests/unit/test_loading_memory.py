@@ -29,7 +29,7 @@ import ctypes
 import sys
 from pathlib import Path
 import torch
-from dinfer.step.spec import WHOLE, Rank
+from dinfer.parallel.split import WHOLE, Rank
 from dinfer.kernels import packed
 from dinfer.layers.formats import format
 from dinfer.loading.checkpoint import load_network

@@ -20,7 +20,7 @@ from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.inspect import inspect
 from dinfer.models.llada import Llada
-from dinfer.step.spec import Rank
+from dinfer.parallel.split import Rank
 
 CPU = torch.device("cpu")
 WIDE = CONFIG | {"d_model": 128, "mlp_hidden_size": 256, "n_kv_heads": 4}

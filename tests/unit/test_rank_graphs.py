@@ -22,10 +22,10 @@ from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.parallel.leader_worker import LeadingWorker, shape_of
+from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import StepShape
-from dinfer.step.spec import Rank
 
 BLOCK = 8
 

@@ -26,9 +26,8 @@ from dinfer.analysis.trace.record import record
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.parallel.divided_model import everywhere
-from dinfer.parallel.leader import RankFailed
+from dinfer.parallel.leader import RankFailed, leader
 from dinfer.parallel.ranks import ALONE
-from dinfer.parallel.started import leader
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.registry import option
 from dinfer.serving.errors import ApiError
@@ -195,7 +194,7 @@ def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: py
     for name in ("join", "share"):
         monkeypatch.setattr(dinfer.parallel.divided_model, name, lambda *given: done.append(given) or ALONE)
     monkeypatch.setattr(dinfer.parallel.divided_model.Source, "read", lambda told: told)
-    hands = dinfer.parallel.divided_model.Hands(1)
+    hands = dinfer.parallel.divided_model.RankCommands(1)
     assert hands("join", [4711, 2, device, 1]) is False
     hands("load", [0, "source", True])
     assert done == [(4711, 1, 2, device), ("source", ALONE, True)]

@@ -13,7 +13,7 @@ from support.ranks import CPU, MODELS
 
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.loading.safetensors_io import read_slices, stored
-from dinfer.step.spec import Rank
+from dinfer.parallel.split import Rank
 
 RANKS = [(2, False), (3, False), (3, True)]
 
