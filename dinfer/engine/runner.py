@@ -1,12 +1,10 @@
 """Launches denoising steps, eagerly or as CUDA graphs, one per `StepShape`."""
 
 import logging
-import threading
 import time
-import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -21,6 +19,7 @@ from dinfer.engine.clock import StepClock
 from dinfer.kernels.upload import upload
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
+from dinfer.startup.patches import no_waiting
 from dinfer.step.contracts import StepShape
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
@@ -169,7 +168,7 @@ class Runner:
         slot_B = torch.full((shape.lanes,), scratch, dtype=torch.int64, device=device)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), _no_waiting():
+        with torch.cuda.stream(side), no_waiting():
             denoise_step(self.recipe, state, shape, slot_B)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -186,34 +185,6 @@ def drop_graphs() -> None:
     """Drops the graphs of all runners. A process cannot leave an NCCL group whose collectives a graph still holds."""
     for runner in [*_runners]:
         runner.drop_graphs()
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Raises RuntimeError if this thread has waited for the device, which would break a capture.
-
-    Torch's switch is for the whole process. So it drops warnings about other threads.
-    """
-    thread, waits, before = threading.get_ident(), list[str](), torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def heard(message: Warning | str, *place: Any, **more: Any) -> None:
-            if "synchronizing" not in str(message):
-                show(message, *place, **more)
-            elif threading.get_ident() == thread:
-                waits.append(str(message))
-
-        warnings.showwarning = heard
-        warnings.filterwarnings("always", ".*synchronizing")
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    if waits:
-        raise RuntimeError(waits[0])
 
 
 def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:

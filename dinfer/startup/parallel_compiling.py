@@ -11,36 +11,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia import hopper
-from triton.runtime import build
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels import triton as triton_kernels
 from dinfer.kernels.dispatch import compiling_for
-from dinfer.startup.interpreter_lock import taking_turns
+from dinfer.startup.patches import keep_launchers_apart, launches_replaced, quick_switches
 
 THREADS = 32  # at most; a step has some dozens of kernels
-_TURN, _LOADING = threading.Lock(), threading.Lock()
-_load = build._load_module_from_path
-
-
-def _load_alone(name: str, path: str) -> SimpleNamespace:
-    """The functions of a launcher in C.
-
-    Triton gives all launchers one module name. When Python loads a file again, it overwrites the functions of the
-    module that was loaded last under that name. So a thread could take the launcher of another thread's kernel.
-    """
-    with _LOADING:
-        return SimpleNamespace(**vars(_load(name, path)))
-
-
-build._load_module_from_path = _load_alone
+_TURN = threading.Lock()
+keep_launchers_apart()
 
 
 class _Compiler(ThreadPoolExecutor):
@@ -66,24 +50,19 @@ def compiled_beside(device: torch.device) -> Iterator[None]:
 
     At the end all of them are compiled and loaded. Other threads launch kernels as usual. Raises the compiler's errors.
     """
-    thread, run, kernels = threading.get_ident(), JITFunction.run, dict[Any, Any]()
+    kernels: dict[Any, Any] = {}
 
-    def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if threading.get_ident() != thread:
-            return run(self, *args, grid=grid, warmup=warmup, **options)
+    def compile_once(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         call = (self, *map(_special, args), *((name, _special(value)) for name, value in options.items()))
         if call not in kernels:  # layers launch the same kernels over and over again
             kernels[call] = run(self, *args, grid=grid, warmup=True, **options)
         return kernels[call]
 
     with _TURN, _Compiler(min(cores(), THREADS), initializer=torch.cuda.set_device, initargs=(device,)) as compiler:
-        JITFunction.run = compile_or_run
-        try:
-            # If the mode raised errors, it would stay on. `result` raises those that it ignores.
-            with taking_turns(), compiling_for(device), triton.AsyncCompileMode(compiler, ignore_errors=True):
-                yield
-        finally:
-            JITFunction.run = run
+        # If the mode raised errors, it would stay on. `result` raises those that it ignores.
+        asynchronous = triton.AsyncCompileMode(compiler, ignore_errors=True)
+        with launches_replaced(compile_once) as run, quick_switches(), compiling_for(device), asynchronous:
+            yield
         for kernel in kernels.values():
             if isinstance(kernel, triton.FutureKernel):
                 kernel.result()

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from dinfer.kernels import triton as kernels
-from dinfer.startup.interpreter_lock import taking_turns
+from dinfer.startup.patches import quick_switches
 
 
 def prepare(device: torch.device) -> None:
@@ -47,7 +47,7 @@ def _begin() -> tuple[Future[None], ...]:
     return first, *rest
 
 
-@taking_turns()
+@quick_switches()
 def _import_kernels() -> None:
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
