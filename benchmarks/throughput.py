@@ -41,7 +41,7 @@ from benchmarks.shapes import SHAPES, shape
 from benchmarks.step import pool
 from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Completion, Request, Update
+from dinfer.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
@@ -66,7 +66,11 @@ class Scripted(Decoder):
 
 
 def rounds_of(
-    engine: Engine, requests: list[Request], in_flight: int, asked: dict[int, tuple[Request, float]], **wanted: Any
+    engine: Engine,
+    requests: list[Request],
+    in_flight: int,
+    asked: dict[int, tuple[Request, float]],
+    wants: Wants = ONLY_COUNTS,
 ) -> Iterator[tuple[list[Update], bool]]:
     """Keeps `in_flight` of the requests running: the updates of each round, and whether requests still wait.
 
@@ -78,7 +82,7 @@ def rounds_of(
         while waiting or engine.busy:
             while waiting and len(running) < in_flight:
                 request = waiting.pop()
-                index = engine.add(request, **wanted)
+                index = engine.add(request, wants)
                 asked[index] = request, time.perf_counter()
                 running.add(index)
             updates = engine.step()
@@ -93,14 +97,14 @@ def rounds_of(
             engine.cancel(index)
 
 
-def closed_loop(engine: Engine, requests: list[Request], in_flight: int, **wanted: Any) -> dict[str, Any]:
-    """Keeps `in_flight` of the requests running until all are done. `wanted`: what updates hold, see `Engine.add`."""
+def closed_loop(engine: Engine, requests: list[Request], in_flight: int, wants: Wants = ONLY_COUNTS) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done. `wants`: what updates hold."""
     asked: dict[int, tuple[Request, float]] = {}
     blocks: dict[int, int] = {}
     first, latency, done = {}, [], []
     start = time.perf_counter()
     full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
-    for updates, more in rounds_of(engine, requests, in_flight, asked, **wanted):
+    for updates, more in rounds_of(engine, requests, in_flight, asked, wants):
         now = time.perf_counter()
         for update in updates:
             blocks[update.index] = update.blocks

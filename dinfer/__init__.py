@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dinfer.engine.async_engine import AsyncEngine
-    from dinfer.engine.request import Counts, NonFiniteLogits
+    from dinfer.engine.request import Counts, NonFiniteLogits, Wants
     from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline, Result, load
     from dinfer.pipeline.infilling import Infilled
@@ -25,13 +25,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __version__ = "0.1.0"
 __all__ = [
     "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts", "IncompatibleRecipe",
-    "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "compose", "load",
+    "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "Wants",
+    "compose", "load",
 ]  # fmt: skip
 _MODULES = {
     "recipe.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
     "recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
     "engine.async_engine": ("AsyncEngine",),
-    "engine.request": ("Counts", "NonFiniteLogits"),
+    "engine.request": ("Counts", "NonFiniteLogits", "Wants"),
     "engine.runtime": ("Runtime",),
     "pipeline": ("Pipeline", "Result", "load"),
     "pipeline.infilling": ("Infilled",),

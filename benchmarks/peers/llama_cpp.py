@@ -26,6 +26,7 @@ import torch
 
 import dinfer
 from benchmarks.provenance import provenance, save
+from dinfer.engine.request import Wants
 
 PROMPT, NEW, BLOCK, STEPS = 128, 256, 32, 64
 THEIR_STEPS, THEIR_BLOCK = 3, 128  # one step for each of their blocks; what a step takes does not depend on them
@@ -88,7 +89,9 @@ def timed(file: Path, dtype: str) -> dict[str, float]:
         iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, runtime=dinfer.Runtime(rows=1, graphs=False),
     )  # fmt: skip
     times, last = [], time.process_time()
-    for _ in zip(range(OURS), pipe.engine.run(pipe.requests([[65] * PROMPT], NEW, None), snapshots=True), strict=False):
+    for _ in zip(
+        range(OURS), pipe.engine.run(pipe.requests([[65] * PROMPT], NEW, None), Wants(snapshots=True)), strict=False
+    ):
         now = time.process_time()
         times.append(now - last)
         last = now

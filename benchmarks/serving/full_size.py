@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import throughput
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
+from dinfer.engine.request import Wants
 from dinfer.serving.log import log_as_json
 from dinfer.serving.run import serve, tuned
 from dinfer.serving.served import catalogue
@@ -72,7 +73,7 @@ def main(args: list[str] | None = None) -> None:
         captured = pipe.engine.runner.captured
         alone = throughput.closed_loop(pipe.engine, timed, in_flight)
         alone["captured_while_timed"] = pipe.engine.runner.captured - captured
-        followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, deltas="commit")
+        followed = throughput.closed_loop(pipe.engine, requests[:in_flight], in_flight, Wants(deltas="commit"))
         streaming = {"streaming_tokens_per_s": followed["tokens_per_s"]}
         report["runs"].append({"in_flight": in_flight, **alone, **streaming})
         print(report["runs"][-1], flush=True)

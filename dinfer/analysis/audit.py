@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dinfer.analysis.trace.record import Watched
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Update, whole
+from dinfer.engine.request import Request, Update, Wants, whole
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
@@ -129,7 +129,7 @@ def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iter
 
     watch.before = before
     block, step, region = -1, 0, (-1, -1)
-    for update in engine.run([request], snapshots=True):
+    for update in engine.run([request], Wants(snapshots=True)):
         sample = None
         decides = update.phase != Phase.VERIFY  # the pass over a draft sees other things than a denoise step
         if decides and watch.logits_XLV is not None and true_SV is not None and masked_S is not None:  # not a prefill

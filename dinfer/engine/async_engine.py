@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Deltas, Request, Update
+from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.turns import Turns
 
 # An update costs its caller time, and the engine shares the interpreter with all callers. So with more callers an
@@ -40,23 +40,21 @@ class AsyncEngine:
         self._since: float | None = None  # start of the running round
 
     async def stream(
-        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
-        logprobs: bool = False, deadline: float | None = None,
-    ) -> AsyncGenerator[Update]:  # fmt: skip
+        self, request: Request, wants: Wants = ONLY_COUNTS, *, deadline: float | None = None
+    ) -> AsyncGenerator[Update]:
         """Updates of the request after its steps; the last has its completion.
 
-        `snapshots`, `deltas`, `drafts` and `logprobs`: what the updates hold, see `Engine.run`. With deltas and without
-        snapshots, an update stands for several steps: it is that of the last step, with the new output of all. It joins
-        the steps of `PAUSE` seconds for each caller. With drafts it joins steps in the same region, for `FRAME_PAUSE`
-        seconds for each caller and at least `FRAME`.
+        With deltas and without snapshots, an update stands for several steps: it is that of the last step, with the new
+        output of all. It joins the steps of `PAUSE` seconds for each caller. With drafts it joins steps in the same
+        region, for `FRAME_PAUSE` seconds for each caller and at least `FRAME`.
         `deadline`: the time of the event loop's clock at which the request ends.
 
         A caller who stops cancels the request and frees its slot and pages: by `aclose`, by `break` under
         `contextlib.aclosing`, or as a cancelled task. Raises ValueError for a request that can never run, TimeoutError
         at the deadline, and the error that ends the request, such as NonFiniteLogits or StalledRow.
         """
-        index = self.engine.add(request, snapshots=snapshots, deltas=deltas, drafts=drafts, logprobs=logprobs)
-        caller = self.callers[index] = _Caller(every_step=snapshots or deltas is None, drafts=drafts)
+        index = self.engine.add(request, wants)
+        caller = self.callers[index] = _Caller(every_step=wants.snapshots or wants.deltas is None, drafts=wants.drafts)
         self._loop = loop = asyncio.get_running_loop()
         timer = None if deadline is None else loop.call_at(deadline, caller.tell, TimeoutError("the deadline"))
         if self._work is None or self._work.done():

@@ -33,7 +33,7 @@ class Batch:
         if not fits or not self._free or (shared := self._shared(row)) is None:
             return False
         options, need = request.options, pages_of(request, recipe, page)
-        told = Told.LOGPROBS if row.logprobs else Told.DRAFTS if row.drafts else Told.NOTHING
+        told = Told.LOGPROBS if row.wants.logprobs else Told.DRAFTS if row.wants.drafts else Told.NOTHING
         row.asks = Asks(recipe.sampled(options), recipe.guided(options), recipe.top_candidates(options), told)
         row.visible, row.published = need // (1 + row.asks.guided), len(shared)
         row.cached = len(shared) * page
@@ -52,7 +52,7 @@ class Batch:
             row.began, row.cursors, row.settled = time.perf_counter(), now, row.request.start
             row.open_before = list(accumulate(entry.masked, initial=0))
             row.left = row.open_before[now.end]
-            if row.followed:
+            if row.wants.canvas:
                 row.canvas = tokens_S[: row.request.length].tolist()
 
     def _entry(self, row: Row, slot: int) -> Entry:
@@ -60,7 +60,8 @@ class Batch:
         return Entry(
             slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked, request.start,
             request.options, request.stops, kept=shared * self.runtime.page, pages=row.pages[: row.visible],
-            twin=row.pages[row.visible :], fresh=row.pages[shared:], drafts=row.drafts, logprobs=row.logprobs,
+            twin=row.pages[row.visible :], fresh=row.pages[shared:], drafts=row.wants.drafts,
+            logprobs=row.wants.logprobs,
         )  # fmt: skip
 
     def publish(self, row: Row) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from dinfer.abilities.candidates import refusal
 from dinfer.engine.loop import Loop
-from dinfer.engine.request import Deltas, Request, Update
+from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.room import pages_of
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
@@ -100,21 +100,17 @@ class Engine:
             "waiting": waiting, "running": len(batch.rows), "pages": batch.room.pages, "pages_free": batch.pages.free,
         }  # fmt: skip
 
-    def run(
-        self, requests: Sequence[Request], *, snapshots: bool = False, deltas: Deltas | None = None,
-        drafts: bool = False, logprobs: bool = False,
-    ) -> Generator[Update]:  # fmt: skip
+    def run(self, requests: Sequence[Request], wants: Wants = ONLY_COUNTS) -> Generator[Update]:
         """Yields an update of a request after each of its steps; the last has its completion.
 
-        `index` is the request's place in `requests`. `snapshots`: updates hold the canvas. `deltas`: they hold the new
-        output, with `logprobs` also its log-probabilities. `drafts`: they hold the active blocks. Raises ValueError for
-        a request that can never run, and the error of the first one that fails, such as NonFiniteLogits or StalledRow.
-        When the iterator ends, for whatever reason, its requests end.
+        `index` is the request's place in `requests`. Raises ValueError for a request that can never run, and the error
+        of the first one that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for whatever reason,
+        its requests end.
         """
         for request in requests:
             self.check(request)
         inbox: deque[Update] = deque()
-        rows = [Row(i, request, inbox, snapshots, deltas, drafts, logprobs) for i, request in enumerate(requests)]
+        rows = [Row(i, request, inbox, wants) for i, request in enumerate(requests)]
         left = len(rows)
         try:
             with self._turn:
@@ -130,18 +126,11 @@ class Engine:
         finally:
             self._cancel(rows)
 
-    def add(
-        self, request: Request, *, snapshots: bool = False, deltas: Deltas | None = None, drafts: bool = False,
-        logprobs: bool = False,
-    ) -> int:  # fmt: skip
-        """Queues a request and returns its number for `step` and `cancel`.
-
-        `snapshots`, `deltas`, `drafts` and `logprobs`: what its updates hold, as for `run`. Raises ValueError for a
-        request that can never run.
-        """
+    def add(self, request: Request, wants: Wants = ONLY_COUNTS) -> int:
+        """Queues a request and returns its number for `step` and `cancel`. Raises ValueError if it can never run."""
         self.check(request)
         with self._turn:
-            row = Row(self._count, request, self._inbox, snapshots, deltas, drafts, logprobs)
+            row = Row(self._count, request, self._inbox, wants)
             self._count += 1
             self._added[row.index] = row
             self.loop.waiting.append(row)
@@ -171,14 +160,20 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never run here."""
-        runtime = self.runtime
-        request.check(self.recipe.model.spec.vocab)
+        runtime, spec, decoder = self.runtime, self.recipe.model.spec, self.recipe.decoder
+        request.check(spec)
         self.recipe.check(request.options)
-        if self.recipe.decoder.moves and True in (gaps := request.gaps or []) and not all(gaps[gaps.index(True) :]):
-            raise ValueError(
-                f"a request's gaps has given tokens behind an open position, and {type(self.recipe.decoder).__name__} "
-                "moves tokens behind the prompt: use a decoder that does not, such as threshold"
-            )
+        if True in (gaps := request.gaps or []) and not all(gaps[gaps.index(True) :]):  # text behind a gap
+            if spec.causal_block is not None:
+                raise ValueError(
+                    "there is text behind a gap, but this model reads from left to right: it would fill the gap "
+                    "without having seen that text. Only gaps at the end can be filled; use a bidirectional model."
+                )
+            if decoder.moves:
+                raise ValueError(
+                    f"there is text behind a gap, and {type(decoder).__name__} moves tokens behind the prompt: use a "
+                    "decoder that does not"
+                )
         if runtime.speculate and self.recipe.guided(request.options):
             raise ValueError(
                 "a request's sampling.guidance takes a second branch, which runtime.speculate has no candidates for: "

@@ -138,7 +138,7 @@ class Loop:
         batch, flight, running = self.batch, deque[Launched](), self.running
         if batch is None or not steps:
             return []
-        blocks, drafts = any(row.followed for row in running), any(row.drafts for row in running)
+        blocks, drafts = any(row.wants.canvas for row in running), any(row.wants.drafts for row in running)
         self._flights.append(flight)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
@@ -192,7 +192,7 @@ class Loop:
         self.scheduler.update(row)  # also if the step did not change it: then `prepare` was wrong
         if moved:
             self.batch.publish(row)
-            if row.followed:
+            if row.wants.canvas:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 behind = self.recipe.iteration.branches > 0
                 row.look(active_X, drafts_X, behind=behind)
@@ -204,7 +204,7 @@ class Loop:
         rows = [row for row in self.running if row.cursors.phase == Phase.IDLE]
         if self.batch is None or not rows:
             return
-        unread = [row for row in rows if not row.followed]
+        unread = [row for row in rows if not row.wants.canvas]
         try:
             with self.worker.aside():
                 canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])

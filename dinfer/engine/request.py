@@ -6,9 +6,28 @@ from typing import Literal
 
 from dinfer.abilities.reports import LEVELS, TokenLogprob
 from dinfer.step.canvas import Phase
+from dinfer.step.spec import ModelSpec
 
 Deltas = Literal["commit", "block"]
 """When updates hold output: as soon as it is final, or with its block. Decoders that edit are final with the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What the updates of a request hold beside its counts."""
+
+    snapshots: bool = False  # the canvas
+    deltas: Deltas | None = None  # new output
+    drafts: bool = False  # the active blocks, drafts included
+    logprobs: bool = False  # with deltas: log-probabilities of new output
+
+    @property
+    def canvas(self) -> bool:
+        """Whether the host needs the canvas after each step."""
+        return self.snapshots or self.drafts or self.deltas is not None
+
+
+ONLY_COUNTS = Wants()
 
 
 class NonFiniteLogits(RuntimeError):
@@ -44,8 +63,8 @@ class Request:
         """Which positions to decode."""
         return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
-    def check(self, vocab: int) -> None:
-        """Raises a ValueError that names the field if no engine can run the request."""
+    def check(self, spec: ModelSpec) -> None:
+        """Raises a ValueError that names the field if the model cannot run the request."""
         each: type
         for name, value, each in (("prompt", self.prompt, int), ("gaps", self.gaps, bool)):
             if value is None and name == "gaps":
@@ -59,20 +78,25 @@ class Request:
         if type(self.stops) is not bool:
             raise ValueError(f"a request's stops={self.stops!r:.80} must be true or false")
         if not self.prompt:
-            raise ValueError("a request's prompt is empty: give at least one token")
-        if self.gaps is not None and len(self.gaps) != len(self.prompt):
+            raise ValueError("the prompt is empty: give at least one token")
+        gaps = [False] * len(self.prompt) if self.gaps is None else self.gaps
+        if len(gaps) != len(self.prompt):
+            raise ValueError(f"{len(gaps)} gaps for a prompt of {len(self.prompt)} tokens: give one for each")
+        if not self.new_tokens and True not in gaps:
+            raise ValueError("there is nothing to decode: give new_tokens, or gaps with an open position")
+        for at, (token, gap) in enumerate(zip(self.prompt, gaps, strict=True)):
+            if not (gap or 0 <= token < spec.vocab):
+                raise ValueError(f"token {token} is outside the vocabulary of {spec.vocab}")
+            if not gap and token == spec.mask_id:
+                raise ValueError(
+                    f"the mask token {token} stands at position {at}; a prompt is given text, and masks are put behind "
+                    "it or into its gaps"
+                )
+        if self.length > spec.max_length:
             raise ValueError(
-                f"a request's gaps has {len(self.gaps)} values for a prompt of {len(self.prompt)} tokens: give one for "
-                "each"
+                f"{len(self.prompt)} prompt tokens and {self.new_tokens} new ones exceed the model's {spec.max_length} "
+                "positions: shorten the prompt or ask for fewer"
             )
-        if not self.new_tokens and not any(self.gaps or ()):
-            raise ValueError("a request has nothing to decode: give new_tokens, or gaps with an open position")
-        given = (
-            self.prompt if self.gaps is None else [t for t, gap in zip(self.prompt, self.gaps, strict=True) if not gap]
-        )
-        if given and not 0 <= min(given) <= max(given) < vocab:
-            outside = next(token for token in given if not 0 <= token < vocab)
-            raise ValueError(f"a request's prompt holds token {outside}, which is not in the vocabulary of {vocab}")
 
     def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
         """The generated tokens before the first stop token, and whether a stop token ended them."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dinfer.abilities.reports import Tellings, TokenLogprob, Told
-from dinfer.engine.request import Completion, Counts, Deltas, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.memory.pages import Key
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import ACTIVE, Cursors, Phase
@@ -42,11 +42,7 @@ class Row:
     index: int  # the request's number in its updates
     request: Request
     inbox: deque[Update]  # takes its updates
-    snapshots: bool = False  # its updates hold the canvas
-    deltas: Deltas | None = None  # its updates hold new output
-    drafts: bool = False  # its updates hold the active blocks, drafts included
-    logprobs: bool = False  # its updates hold log-probabilities of new output
-    followed: bool = field(init=False)  # its updates need the canvas after each step
+    wants: Wants
     slot: int | None = None  # None: it waits
     cancelled: bool = False
     error: Exception | None = None  # why it ended without a completion
@@ -63,7 +59,7 @@ class Row:
     cached: int = 0  # tokens whose keys were shared at its admission
 
     # From step to step.
-    canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if `followed`
+    canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if `wants.canvas`
     settled: int = 0  # final positions that updates have reported
     output: int = 0  # tokens of output that updates have reported
     active: list[int] = field(default_factory=list)  # with drafts: the blocks that were active, ~token where open
@@ -82,9 +78,6 @@ class Row:
     fastest: int = 0  # the most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
-
-    def __post_init__(self) -> None:
-        self.followed = self.snapshots or self.drafts or self.deltas is not None
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""
@@ -128,14 +121,14 @@ class Row:
         known = active_X[: (self.request.length if behind else end) - start].tolist()
         self.canvas[start : start + len(known)] = known
         self.active = known[: end - start]
-        if self.drafts:
+        if self.wants.drafts:
             self.offers = drafts_X[: end - start].tolist()
 
     def hear(self, tellings: Tellings, *, behind: bool) -> None:
         """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `look`."""
         start, end = self.before.start, self.request.length if behind else self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
-        if self.logprobs and self.slot is not None and new:
+        if self.wants.logprobs and self.slot is not None and new:
             self.heard.update(zip(range(start, end), tellings.logprobs(self.slot, start, end), strict=True))
 
     def update(self, recipe: Recipe) -> Update:
@@ -146,15 +139,15 @@ class Row:
             return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None
         tokens, masked, new, logprobs = None, None, None, None
-        if self.snapshots:
+        if self.wants.snapshots:
             canvas = self.canvas[: self.request.asked]
             tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
-        if self.deltas is not None:
+        if self.wants.deltas is not None:
             new = self._settle(recipe) if done is None else done.output[self.output :]
-            if self.logprobs:
+            if self.wants.logprobs:
                 logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
             self.output += len(new)
-        active, offers = (self.active, self.offers) if self.drafts else (None, None)
+        active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
         return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached)
 
     def _output_positions(self, first: int, count: int) -> list[int]:
@@ -165,7 +158,7 @@ class Row:
 
     def _settle(self, recipe: Recipe) -> list[int]:
         """The output that has become final since the last call. Not for a finished row."""
-        whole, stop_ids = self.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
+        whole, stop_ids = self.wants.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
         end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
         while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:
             if self.open_before[at] < self.open_before[at + 1]:

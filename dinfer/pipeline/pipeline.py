@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, overload
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.hub import boxed, locate
@@ -178,7 +178,7 @@ class Pipeline:
         """The completions in order, with the canvas after every step if it is asked for."""
         done: dict[int, Completion] = {}
         traces: list[list[list[int]]] = [[] for _ in requests]
-        for update in self.engine.run(requests, snapshots=trace):
+        for update in self.engine.run(requests, Wants(snapshots=trace)):
             if update.tokens is not None:
                 traces[update.index].append(update.tokens)
             if update.completion is not None:
@@ -195,7 +195,7 @@ class Pipeline:
     ) -> Generator[Update]:
         """The canvas of one prompt after every step. Raises as `generate` does."""
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
-        return self.engine.run(requests, snapshots=True)
+        return self.engine.run(requests, Wants(snapshots=True))
 
     def stream(
         self,
@@ -211,7 +211,7 @@ class Pipeline:
         Raises as `generate` does.
         """
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
-        return TextStream(self.engine.run(requests, deltas="commit"), self.decode)
+        return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
 
     def encode(self, prompt: Any, *, chat: bool | None = None, **how: bool) -> list[int]:
         """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
@@ -244,38 +244,23 @@ class Pipeline:
         return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
 
     def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
-        spec, ids = self.recipe.model.spec, self._ids(prompt, f"prompt {index}")
-        new_tokens = as_int(new_tokens, f"prompt {index}: max_new_tokens")
-        if not ids:
-            raise ValueError(f"prompt {index} is empty: give at least one token")
+        ids, new_tokens = _ids(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
-        if spec.mask_id in ids:
-            raise ValueError(
-                f"prompt {index}: the mask token {spec.mask_id} stands at position {ids.index(spec.mask_id)}; a prompt "
-                "is given text, and masks are put behind it"
-            )
-        if len(ids) + new_tokens > spec.max_length:
-            raise ValueError(
-                f"prompt {index}: {len(ids)} prompt tokens and max_new_tokens={new_tokens} exceed the model's "
-                f"{spec.max_length} positions; shorten the prompt or lower max_new_tokens"
-            )
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         spare = min(self.recipe.iteration.spare(new_tokens), room)
-        return Request(ids, new_tokens, self._resolved(options, f"prompt {index}"), spare=spare)
+        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare))
 
-    def _ids(self, value: Any, what: str) -> list[int]:
-        """Tokens of the vocabulary."""
-        ids, vocab = [as_int(token, f"{what}: token") for token in listed(value, what)], self.recipe.model.spec.vocab
-        outside = next((token for token in ids if not 0 <= token < vocab), None)
-        if outside is not None:
-            raise ValueError(f"{what}: token {outside} is outside the vocabulary of {vocab}")
-        return ids
-
-    def _resolved(self, options: Any, what: str) -> list[float]:
+    def _checked(self, what: str, options: Any, request: Request) -> Request:
+        """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
         if not isinstance(options, Mapping):
             raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
-        return self.recipe.resolve(options)
+        request = replace(request, options=self.recipe.resolve(options))
+        try:
+            self.engine.check(request)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+        return request
 
     def _template(self, text: Any) -> list[int]:
         """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
@@ -293,19 +278,10 @@ class Pipeline:
         return ids
 
     def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
-        what, spec, mask_id = f"canvas {index}", self.recipe.model.spec, self.recipe.model.spec.mask
-        ids = self._ids(canvas, what)
-        if mask_id not in ids:
+        what, mask_id = f"canvas {index}", self.recipe.model.spec.mask
+        if mask_id not in (ids := _ids(canvas, what)):
             raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
-        if len(ids) > spec.max_length:
-            raise ValueError(f"{what}: {len(ids)} tokens exceed the model's {spec.max_length} positions")
-        gaps = [token == mask_id for token in ids]
-        if spec.causal_block is not None and not all(gaps[gaps.index(True) :]):
-            raise ValueError(
-                f"{what} has text behind a gap, but this model reads from left to right: it would fill the gap without "
-                "having seen that text. Only gaps at the end can be filled; use a bidirectional model."
-            )
-        return Request(ids, 0, self._resolved(options, what), gaps, stop)
+        return self._checked(what, options, Request(ids, 0, gaps=[token == mask_id for token in ids], stops=stop))
 
     def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
         text = "" if self.tokenizer is None else self.decode(completion.output)
@@ -320,6 +296,10 @@ class Pipeline:
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
         return self.tokenizer
+
+
+def _ids(value: Any, what: str) -> list[int]:
+    return [as_int(token, f"{what}: token") for token in listed(value, what)]
 
 
 def load(

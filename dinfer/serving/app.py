@@ -251,7 +251,6 @@ def add_infill(app: FastAPI, server: Server) -> None:
         chosen = served.options(body.asked, body.dinfer.options)
         try:
             request = served.pipe.infill_request(body.text, chosen)
-            served.pipe.engine.check(request)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
         job = server.job(served, [request], body.dinfer, Wanted(), stream=False)

@@ -12,7 +12,7 @@ import torch
 
 from dinfer.abilities.reports import LEVELS, TokenLogprob
 from dinfer.analysis.trace.record import Pieces
-from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update
+from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.parallel.leader import RankFailed
 from dinfer.pipeline.streaming import Decode, GrowingText
 from dinfer.serving.errors import ApiError
@@ -180,7 +180,7 @@ async def row_events(
     sent = 0
     try:
         stream = served.engine.stream(
-            request, deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, deadline=deadline
+            request, Wants(deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs), deadline=deadline
         )
         async with aclosing(stream) as updates:
             async for update in updates:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.serving.served import Catalogue, Served
 
 LOG = logging.getLogger("dinfer.serving")
@@ -56,7 +56,7 @@ def _ask(engine: Engine, requests: list[Request], clients: int, pause: float) ->
     while waiting or engine.busy:
         while waiting and due and min(due) <= now:
             due.remove(min(due))
-            engine.add(waiting.pop(), deltas="commit", drafts=True)
+            engine.add(waiting.pop(), Wants(deltas="commit", drafts=True))
         now += 1
         for update in engine.step() if engine.busy else ():
             if update.error is not None:

@@ -15,7 +15,7 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
-from dinfer.engine.request import NonFiniteLogits, Request, Update
+from dinfer.engine.request import NonFiniteLogits, Request, Update, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, options_of
 from dinfer.step.canvas import Phase
@@ -116,7 +116,7 @@ LIMIT = 25 * (1 + 2 * 40)
 
 def run(case: Case) -> dict[int, list[Update]]:
     updates: dict[int, list[Update]] = {i: [] for i in range(len(case.requests))}
-    for update in engine_for(case.recipe, rows=2, page=4).run(case.requests, snapshots=True):
+    for update in engine_for(case.recipe, rows=2, page=4).run(case.requests, Wants(snapshots=True)):
         updates[update.index].append(update)
         assert len(updates[update.index]) <= LIMIT, "does not end"
     return updates
@@ -177,7 +177,7 @@ def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) ->
     seen = []
     for _ in range(2):
         case.recipe.model.calls = 0
-        seen.append([(u.index, u.tokens, u.region, u.full) for u in engine.run(case.requests, snapshots=True)])
+        seen.append([(u.index, u.tokens, u.region, u.full) for u in engine.run(case.requests, Wants(snapshots=True))])
     assert seen[0] == seen[1]
 
 

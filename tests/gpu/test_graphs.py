@@ -24,6 +24,7 @@ from support.models import tiny_model
 from dinfer.abilities.candidates import refusal
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
+from dinfer.engine.request import Wants
 from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
@@ -71,7 +72,7 @@ def test_graphs_tell_what_eager_steps_tell(combination: Combination) -> None:
 
     def told(engine: Engine) -> list[list[tuple[int, float, int]]]:
         rows: list[list[tuple[int, float, int]]] = [[] for _ in requests]
-        for update in engine.run(requests, deltas="commit", drafts=True, logprobs=True):
+        for update in engine.run(requests, Wants(deltas="commit", drafts=True, logprobs=True)):
             assert len(update.drafts) == update.region[1] - update.region[0]
             pairs = zip(update.new or [], update.logprobs or [], strict=True)
             rows[update.index] += [(token, entry.logprob, entry.top[0][0]) for token, entry in pairs]

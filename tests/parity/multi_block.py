@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
@@ -169,7 +169,7 @@ def trail(engine: Engine, request: Request, blank: list[int], most: int) -> tupl
     """What a run of ours did in at most so many steps that changed something, and its forwards."""
     found: Trail = []
     forwards, last = 0, blank
-    for update in engine.run([request], snapshots=True):
+    for update in engine.run([request], Wants(snapshots=True)):
         forwards += update.phase != Phase.PREFILL
         if update.tokens is not None and update.tokens != last:
             last = update.tokens

@@ -13,6 +13,7 @@ from support.serving import served, tiny
 
 import dinfer
 from dinfer.abilities.reports import Told
+from dinfer.engine.request import Wants
 from dinfer.engine.runner import bucket
 from dinfer.serving.served import catalogue
 from dinfer.serving.settings import Settings
@@ -102,6 +103,6 @@ def test_a_warm_server_has_met_the_shapes_that_clients_lead_to() -> None:
     captured = {replace(shape, told=Told.NOTHING) for shape, count in met.items() if count > 1}  # they stand in
     met.clear()
     prompts = [[*range(first, first + 16)] for first in range(10, 100, 16)]
-    for _ in pipe.engine.run(pipe.requests(prompts, 32, None), deltas="commit"):
+    for _ in pipe.engine.run(pipe.requests(prompts, 32, None), Wants(deltas="commit")):
         pass
     assert met.keys() <= captured

@@ -8,7 +8,7 @@ from support.models import MASK, VOCAB
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Request, Update, Wants
 from dinfer.recipe.recipe import compose
 from dinfer.step.canvas import BlockView
 
@@ -30,7 +30,7 @@ def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> 
     recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none")
     requests = [Request([1] * PROMPT, length, recipe.resolve(given)) for given in options]
     found: list[list[tuple[Update, set[int]]]] = [[] for _ in requests]
-    for update in engine_for(recipe, rows=len(requests)).run(requests, snapshots=True):
+    for update in engine_for(recipe, rows=len(requests)).run(requests, Wants(snapshots=True)):
         masked = update.masked or []
         found[update.index].append((update, {i for i in range(length) if not masked[PROMPT + i]}))
     return found

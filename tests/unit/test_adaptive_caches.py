@@ -12,7 +12,7 @@ from support.matrix import engine_for
 from support.models import fitted, tiny_model
 from torch import Tensor
 
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Request, Update, Wants
 from dinfer.kernels.positions import compact
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
@@ -51,7 +51,7 @@ def steps(
     recipe = compose(watched, iteration=sweep, decoder=decoder, cache=cache)  # type: ignore[arg-type]
     prompt = [1 + (7 * i) % 30 for i in range(PROMPT)]
     masked, tokens = set(range(PROMPT, LENGTH)), prompt + [watched.spec.mask_id] * NEW
-    for update in engine_for(recipe).run([Request(prompt, NEW, recipe.resolve({}))], snapshots=True):
+    for update in engine_for(recipe).run([Request(prompt, NEW, recipe.resolve({}))], Wants(snapshots=True)):
         yield watched, update, masked, tokens
         masked = {p for p, is_masked in enumerate(update.masked or []) if is_masked}
         tokens = update.tokens or []

@@ -15,7 +15,7 @@ from support.models import tiny_model
 
 from dinfer.engine import async_engine
 from dinfer.engine.async_engine import AsyncEngine, EngineHung
-from dinfer.engine.request import Completion, Request, Update
+from dinfer.engine.request import Completion, Request, Update, Wants
 from dinfer.engine.turns import Turns
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
@@ -64,7 +64,7 @@ def test_who_leaves_off_cancels_his_request_alone() -> None:
     engine = engine_for(recipe, rows=2, page=4, max_length=64)
 
     async def some(served: AsyncEngine, request: Request) -> Update:
-        async with contextlib.aclosing(served.stream(request, snapshots=True)) as updates:
+        async with contextlib.aclosing(served.stream(request, Wants(snapshots=True))) as updates:
             async for update in updates:
                 return update
         raise AssertionError
@@ -135,7 +135,7 @@ def test_steps_come_together_for_callers_that_are_not_due(drafts: bool, monkeypa
 
     async def main() -> list[Update]:
         served = AsyncEngine(engine_for(recipe))
-        return [update async for update in served.stream(request, deltas="commit", drafts=drafts)]
+        return [update async for update in served.stream(request, Wants(deltas="commit", drafts=drafts))]
 
     updates = asyncio.run(main())
     assert [token for update in updates for token in update.new or []] == want.output

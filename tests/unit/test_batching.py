@@ -24,7 +24,7 @@ from support.matrix import (
 from support.models import tiny_model, tiny_spec
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update
+from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update, Wants
 from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, holds, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
@@ -222,7 +222,7 @@ def test_a_row_at_fault_leaves_alone() -> None:
 def test_updates_say_how_far_a_request_is() -> None:
     recipe = block_recipe()
     engine = engine_for(recipe)
-    engine.add(Request([1, 2, 3], 20, recipe.resolve({})), snapshots=True)
+    engine.add(Request([1, 2, 3], 20, recipe.resolve({})), Wants(snapshots=True))
     engine.add(Request([4, 5, 6], 20, recipe.resolve({})))
     updates = []
     while engine.busy:
@@ -249,14 +249,14 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
 
     def alone(i: int) -> list[tuple]:
         engine = engine_for(recipe)
-        engine.add(requests[i], snapshots=i % 3 == 0)
+        engine.add(requests[i], Wants(snapshots=i % 3 == 0))
         return [said(update) for _ in range(99) if engine.busy for update in engine.step()]
 
     engine = engine_for(recipe, rows=3, page=4, pages=40, max_length=64, share=share)
     engine = launched_ahead(engine)
     found: dict[int, list[tuple]] = {i: [] for i in range(9)}
     for i, request in enumerate(requests):
-        assert engine.add(request, snapshots=i % 3 == 0) == i
+        assert engine.add(request, Wants(snapshots=i % 3 == 0)) == i
         for _ in range(i % 3):
             for update in engine.step():
                 found[update.index].append(said(update))

@@ -9,7 +9,7 @@ from support.models import VOCAB, tiny_model
 from torch import Tensor
 
 from dinfer.caches.d2cache import D2Cache
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.kernels.attention import attention_received
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.step.canvas import Canvas, Cursors, Phase
@@ -83,7 +83,7 @@ def test_a_mask_that_is_not_computed_is_not_decoded() -> None:
     cache = {"name": "d2cache", "masks": 2, "mass": 0.0, "share": None}
     recipe = compose(network, iteration=SWEEP, decoder={"name": "threshold", "threshold": 0.3}, cache=cache)
     before = [True] * 24
-    for update in engine_for(recipe).run([Request([1, 2, 3], 24, recipe.resolve({}))], snapshots=True):
+    for update in engine_for(recipe).run([Request([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True)):
         after = (update.masked or [])[3:]
         written = [3 + i for i in range(24) if before[i] and not after[i]]
         assert written and set(written) <= set(fed[update.forwards - 1])

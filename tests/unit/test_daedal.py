@@ -7,7 +7,7 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 
 NEW = 24
@@ -31,7 +31,7 @@ def run(table: Tensor, **options: float) -> tuple[list[list[int]], list[int]]:
     engine = engine_for(recipe)
     shapes = observed(engine)
     request = Request([1], NEW, recipe.resolve(options))
-    canvases = [(update.tokens or [])[1:] for update in engine.run([request], snapshots=True)]
+    canvases = [(update.tokens or [])[1:] for update in engine.run([request], Wants(snapshots=True))]
     return canvases, [shape.width for shape in shapes]
 
 

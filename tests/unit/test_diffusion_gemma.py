@@ -14,7 +14,7 @@ from transformers.models.diffusion_gemma import DiffusionGemmaConfig, DiffusionG
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
 from dinfer.analysis.audit import audit
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
@@ -215,7 +215,9 @@ def test_drafts_are_shown_and_noise_is_renewed() -> None:
     before = [canvas[own] for canvas in result.trace or []]
     assert len({tuple(row) for row in before}) > 3
     recipe = recipe_of(decoder={"name": "renoise", "bound": 0.0, "stability": 9})
-    updates = [*engine_for(recipe).run([Request([1, 2, 3], CANVAS, recipe.resolve({"steps": 4}))], snapshots=True)]
+    updates = [
+        *engine_for(recipe).run([Request([1, 2, 3], CANVAS, recipe.resolve({"steps": 4}))], Wants(snapshots=True))
+    ]
     drafts = [u.tokens[own] for u in updates if u.tokens and u.phase != Phase.PREFILL]
     kept = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(drafts, drafts[1:-1], strict=False)]
     assert max(kept) < CANVAS and [sum(u.masked or []) for u in updates] == [CANVAS] * 4 + [0]

@@ -9,7 +9,7 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.step.contracts import Attend
 
@@ -36,7 +36,7 @@ def test_what_a_token_is_fed_with(mix: str, rescale: bool) -> None:
     spy = Spy(tiny_model())
     iteration = {"name": "dmax", "block": 8, "blocks": 1, "mix": mix, "rescale": rescale, "top": 3, "weight": 0.2}
     recipe = compose(spy, iteration=iteration, decoder={"name": "threshold", "threshold": 0.4}, cache="none")
-    updates = list(engine_for(recipe).run([Request([1, 2, 3], 8, recipe.resolve({}))], snapshots=True))
+    updates = list(engine_for(recipe).run([Request([1, 2, 3], 8, recipe.resolve({}))], Wants(snapshots=True)))
     before, table = [1, 2, 3] + [MASK] * 8, spy.embed(torch.arange(VOCAB))
     mixed, chances = 0, torch.empty(0)
     for step, (x_WD, h_WD) in enumerate(spy.seen):
@@ -67,7 +67,7 @@ def test_the_decoder_fills_from_the_left_and_rewrites_what_stands() -> None:
     recipe = compose(
         Scripted(table), iteration={"name": "dmax", "block": 4, "align": True}, decoder="dmax", cache="dual"
     )
-    updates = list(engine_for(recipe).run([Request([1] * 4, 4, recipe.resolve({}))], snapshots=True))
+    updates = list(engine_for(recipe).run([Request([1] * 4, 4, recipe.resolve({}))], Wants(snapshots=True)))
     assert [update.tokens[4:] for update in updates if update.tokens] == [[6, 6, MASK, MASK], [9, 9, 9, 9]]
 
 

@@ -11,7 +11,7 @@ from support.matrix import completions, engine_for, outcome
 from support.models import EOS, tiny_model
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import NonFiniteLogits, Request
+from dinfer.engine.request import NonFiniteLogits, Request, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.memory.kv import RESERVED
 from dinfer.memory.pages import PageAllocator
@@ -66,8 +66,8 @@ def test_no_nan_outlives_an_abandoned_run() -> None:
 def test_rows_beside_a_faulty_one_are_not_touched() -> None:
     """What was yielded before the fault is right, token for token."""
     recipe = poisoned_recipe()
-    want = next(engine_for(recipe).run(CLEAN[:1], snapshots=True))
-    got = next(engine_for(recipe).run([CLEAN[0], POISONED[0]], snapshots=True))
+    want = next(engine_for(recipe).run(CLEAN[:1], Wants(snapshots=True)))
+    got = next(engine_for(recipe).run([CLEAN[0], POISONED[0]], Wants(snapshots=True)))
     assert (got.tokens, got.masked) == (want.tokens, want.masked)
 
 
@@ -89,7 +89,9 @@ def test_two_runs_of_one_engine_do_not_mix(rows: int) -> None:
     recipe = poisoned_recipe()
     engine, want = engine_for(recipe, rows=rows), outcomes(engine_for(recipe), CLEAN)
     done = {}
-    for update in engine.run(CLEAN, snapshots=True):  # also right after a row has left its slot, while others wait
+    for update in engine.run(
+        CLEAN, Wants(snapshots=True)
+    ):  # also right after a row has left its slot, while others wait
         assert outcomes(engine, CLEAN[::-1]) == want[::-1]
         if update.completion:
             done[update.index] = outcome(update.completion)
@@ -131,7 +133,7 @@ def test_counts_add_up(stop: str) -> None:
     open_before = {i: r.new_tokens for i, r in enumerate(requests)}
     refreshes = dict.fromkeys(open_before, 0)
     steps = dict.fromkeys(open_before, 0)
-    for update in engine_for(recipe, rows=4).run(requests, snapshots=True):
+    for update in engine_for(recipe, rows=4).run(requests, Wants(snapshots=True)):
         steps[update.index] += 1
         refreshes[update.index] += update.full
         assert update.forwards == steps[update.index]
@@ -208,7 +210,7 @@ def test_graphs_need_a_cuda_device() -> None:
 @pytest.mark.parametrize("token", [-1, 40])
 def test_a_prompt_with_a_token_that_is_none_is_refused(token: int) -> None:
     engine = engine_for(poisoned_recipe())
-    with pytest.raises(ValueError, match=f"holds token {token}, which is not in the vocabulary of 40"):
+    with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 40"):
         engine.add(Request([1, token], 4, [0.6, 1]))
     engine.add(Request([1, token], 4, [0.6, 1], gaps=[False, True]))  # what is in a gap is replaced
 
@@ -223,8 +225,8 @@ def test_a_prompt_with_a_token_that_is_none_is_refused(token: int) -> None:
         ({"new_tokens": -1}, "new_tokens=-1 must be an integer, 0 or more"),
         ({"new_tokens": 4.0}, r"new_tokens=4\.0 must be an integer"),
         ({"spare": -4}, "spare=-4 must be an integer, 0 or more"),
-        ({"gaps": [True]}, "gaps has 1 values for a prompt of 3 tokens"),
-        ({"gaps": [False] * 4}, "gaps has 4 values for a prompt of 3 tokens"),
+        ({"gaps": [True]}, "1 gaps for a prompt of 3 tokens"),
+        ({"gaps": [False] * 4}, "4 gaps for a prompt of 3 tokens"),
         ({"gaps": [0, 1, 0]}, "gaps must be a list of true or false"),
         ({"prompt": "abc"}, "prompt must be a list of token ids"),
         ({"prompt": [1, 2.0, 3]}, "prompt must be a list of token ids"),

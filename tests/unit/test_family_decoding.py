@@ -10,7 +10,7 @@ from support.matrix import completions, engine_for
 from support.models import MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import compose
 
 BLOCK = 8
@@ -28,7 +28,7 @@ def canvases(decoder: dict[str, Any], logits: torch.Tensor, request: Request) ->
     """The canvas after every step, with one block of the whole length."""
     iteration = {"name": "blockwise", "block": BLOCK, "align": True, "stop": "off"}
     recipe = compose(Scripted(logits), iteration=iteration, decoder=decoder, cache="none")
-    return [list(u.tokens or []) for u in engine_for(recipe).run([request], snapshots=True)]
+    return [list(u.tokens or []) for u in engine_for(recipe).run([request], Wants(snapshots=True))]
 
 
 @pytest.mark.parametrize("score", ["sequential", "low_confidence"])

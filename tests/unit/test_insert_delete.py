@@ -13,7 +13,7 @@ from support.models import DELETE, MASK, SPLIT, VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.models.llada2 import Llada2
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 
@@ -38,7 +38,7 @@ def steps(table: Tensor, **options: float) -> list[list[int]]:
     """The block after each step."""
     recipe = recipe_of(table, block=table.shape[1] - 1)
     request = Request([1], table.shape[1] - 1, recipe.resolve(options))
-    return [(update.tokens or [])[1:] for update in engine_for(recipe).run([request], snapshots=True)]
+    return [(update.tokens or [])[1:] for update in engine_for(recipe).run([request], Wants(snapshots=True))]
 
 
 def test_a_deletion_closes_the_gap_and_leaves_a_mask_at_the_end() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from dinfer.caches.adaptive import AdaptiveCache
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
-from dinfer.engine.request import Completion, Request
+from dinfer.engine.request import Completion, Request, Wants
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
@@ -232,9 +232,9 @@ def test_a_cpu_needs_nothing_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
     request = Request([5, 6], 2 * BLOCK - 2, recipe.resolve({}))
-    want = [update.tokens for update in engine_for(recipe).run([request], snapshots=True)]
+    want = [update.tokens for update in engine_for(recipe).run([request], Wants(snapshots=True))]
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
-    assert [update.tokens for update in engine.run([request], snapshots=True)] == want
+    assert [update.tokens for update in engine.run([request], Wants(snapshots=True))] == want
     assert watch.guesses > 0 and len(want) > BLOCK
 
 
@@ -308,7 +308,7 @@ def test_an_interrupt_beside_the_device_spoils_no_other_request(
     monkeypatch.setattr(*place, interrupted)
     engine, told = launched_ahead(engine_for(recipe, rows=3)), dict[int, list[int]]()
     for request in requests:
-        engine.add(request, deltas="commit")
+        engine.add(request, Wants(deltas="commit"))
     completed = set[int]()
     while engine.busy:
         with suppress(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from support.scripted import Scripted
 
 import dinfer
 from dinfer.demo.problems import generate, is_correct
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
@@ -57,7 +57,7 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
     table[..., [EOS, MASK]] = -50.0
     iteration = {"blocks": blocks, "block": length, "add_at": add_at, "force_at": force_at, "align": True}
     recipe = multi(Scripted(table), {"name": "threshold", "threshold": SURE}, **iteration)
-    updates = list(engine_for(recipe).run([Request(prompt, new, recipe.resolve({}))], snapshots=True))
+    updates = list(engine_for(recipe).run([Request(prompt, new, recipe.resolve({}))], Wants(snapshots=True)))
 
     open_ = set(range(len(prompt), len(prompt) + new))
     end_of_all, tops = len(prompt) + new, table.softmax(-1)

@@ -165,7 +165,7 @@ def test_a_number_that_no_tensor_holds_is_named(parts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("prompts", "new", "message"),
     [
-        ([[1, 2], []], 8, "prompt 1 is empty"),
+        ([[1, 2], []], 8, "prompt 1: the prompt is empty"),
         ([[1, 2.0]], 8, "prompt 0: token=2.0 must be an integer"),
         ([[True]], 8, "prompt 0: token=True must be an integer"),
         ([["1"]], 8, "prompt 0: token='1' must be an integer"),
@@ -191,7 +191,7 @@ def test_a_number_that_no_tensor_holds_is_named(parts: dict[str, Any]) -> None:
         ([[1]], None, "max_new_tokens=None must be an integer"),
         ([[1], [2]], [8], "max_new_tokens has 1 values for 2 prompts"),
         ([[1], [2]], [8, 2.5], "prompt 1: max_new_tokens=2.5 must be an integer"),
-        ([[1] * 250], 7, "250 prompt tokens and max_new_tokens=7 exceed the model's 256 positions"),
+        ([[1] * 250], 7, "prompt 0: 250 prompt tokens and 7 new ones exceed the model's 256 positions"),
     ],
 )
 def test_wrong_ids_are_named(pipe: Pipeline, prompts: Any, new: Any, message: str) -> None:

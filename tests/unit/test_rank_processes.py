@@ -24,7 +24,7 @@ from dinfer.__main__ import main
 from dinfer.analysis.likelihood import log_likelihoods
 from dinfer.analysis.trace.record import record
 from dinfer.decoders.threshold import Threshold
-from dinfer.engine.request import NonFiniteLogits
+from dinfer.engine.request import NonFiniteLogits, Wants
 from dinfer.parallel.divided_model import everywhere
 from dinfer.parallel.leader import RankFailed, leader
 from dinfer.parallel.ranks import ALONE
@@ -51,7 +51,7 @@ def test_two_processes_do_what_one_does_until_one_is_killed(capsys: pytest.Captu
     same(pipe, alone)
     same(pipe, alone, options=[{"temperature": 0.9}, {"threshold": 0.5}, {"guidance": 1.0}])
 
-    updates = pipe.engine.run(pipe.requests([[5, 6, 7]] * 3, 32, None), snapshots=True)
+    updates = pipe.engine.run(pipe.requests([[5, 6, 7]] * 3, 32, None), Wants(snapshots=True))
     next(updates)
     updates.close()  # in the middle of its requests
     assert "".join(pipe.stream(QUESTIONS[0])) == "".join(alone.stream(QUESTIONS[0]))

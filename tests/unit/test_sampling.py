@@ -15,7 +15,7 @@ from support.matrix import completions, engine_for, observed, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
@@ -209,7 +209,7 @@ def test_a_low_temperature_commits_no_more_at_once() -> None:
     recipe = recipe_for(model=Scripted(table))
     for options in ({}, {"temperature": 0.1}, {"temperature": 0.7, "top_p": 0.3}, {"temperature": 1.0, "top_k": 1}):
         request = Request([1] * 8, 8, recipe.resolve(options))
-        steps = [sum(u.masked or []) for u in engine_for(recipe).run([request], snapshots=True)]
+        steps = [sum(u.masked or []) for u in engine_for(recipe).run([request], Wants(snapshots=True))]
         assert steps == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
@@ -271,7 +271,7 @@ def test_eos_last_commits_stop_tokens_last() -> None:
     table[0, ::2, EOS] = 9.0  # at every other position the surest of all
     recipe = recipe_for("standard", {"name": "fixed", "steps": 8}, Scripted(table))
     request = Request([1] * 8, 8, recipe.resolve({"eos_last": 1}))
-    steps = [u.masked for u in engine_for(recipe).run([request], snapshots=True)]
+    steps = [u.masked for u in engine_for(recipe).run([request], Wants(snapshots=True))]
     assert steps[3] is not None and steps[3][8:] == [True, False] * 4
 
 
@@ -295,7 +295,7 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
     table[..., MASK] = math.log(VOCAB)  # as likely as all others together
     recipe = recipe_for("standard", {"name": "threshold", "threshold": 0.0}, Scripted(table), block=64)
     request = Request([1], 64, recipe.resolve({"temperature": 1.0}))
-    left = [sum(u.masked or []) for u in engine_for(recipe).run([request], snapshots=True)]
+    left = [sum(u.masked or []) for u in engine_for(recipe).run([request], Wants(snapshots=True))]
     assert 20 < left[0] < 44 and left[-1] == 0
 
 

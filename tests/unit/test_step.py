@@ -15,7 +15,7 @@ from support.scripted import Scripted
 
 from dinfer.caches.block import BlockCache
 from dinfer.decoders.fixed import Fixed
-from dinfer.engine.request import Request, StalledRow
+from dinfer.engine.request import Request, StalledRow, Wants
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import ITERATIONS
 from dinfer.step.canvas import Phase
@@ -80,7 +80,7 @@ NONSENSE: dict[str, Callable[[TokenStats, BlockView], Proposal]] = {
 def test_nonsense_is_contained(name: str, kind: type[Proposing]) -> None:
     recipe = scripted_recipe(kind(propose=NONSENSE[name]))
     before = PROMPT + [MASK] * NEW
-    for update in engine_for(recipe).run([Request(PROMPT, NEW)], snapshots=True):
+    for update in engine_for(recipe).run([Request(PROMPT, NEW)], Wants(snapshots=True)):
         assert update.tokens is not None and update.masked is not None
         assert update.tokens[: len(PROMPT)] == PROMPT
         assert all(0 <= token < VOCAB for token in update.tokens)
@@ -94,7 +94,7 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
     table[0, 5, 10], table[0, 6, 11], table[0, 7, 12] = 6.0, 1.0, 2.0
     table[0, 5, MASK] = 7.0  # the position with the surest token, 0.26 against 0.07 and 0.16, would rather wait
     recipe = replace(scripted_recipe(Proposing(propose=NONSENSE["nothing"])), model=Scripted(table))
-    seen = [u.tokens for u in engine_for(recipe).run([Request(PROMPT, 3)], snapshots=True)]
+    seen = [u.tokens for u in engine_for(recipe).run([Request(PROMPT, 3)], Wants(snapshots=True))]
     assert [row[5:] for row in seen] == [[MASK, MASK, 12], [MASK, 11, 12], [10, 11, 12]]
 
 

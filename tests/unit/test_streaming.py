@@ -22,7 +22,7 @@ from support.models import tiny_model
 
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.reader import Asked, CanvasReader
-from dinfer.engine.request import Completion, Counts, Request, Update
+from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream
 from dinfer.recipe.recipe import Recipe, compose
@@ -46,7 +46,7 @@ def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> No
     for deltas in ("commit", "block"):
         engine = launched_ahead(engine_for(recipe, rows=3)) if ahead else engine_for(recipe, rows=3)
         told: list[list[int]] = [[] for _ in requests]
-        for update in engine.run(requests, snapshots=True, deltas=deltas):
+        for update in engine.run(requests, Wants(snapshots=True, deltas=deltas)):
             own, prompt = told[update.index], len(requests[update.index].prompt)
             assert update.new is not None and update.tokens is not None and update.masked is not None
             own += update.new
@@ -60,7 +60,7 @@ def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> No
 
 def test_commits_are_told_sooner_than_blocks() -> None:
     engine, request = engine_for(recipe_of({"name": "fixed", "steps": BLOCK})), Request([1, 2, 3], 2 * BLOCK - 3)
-    told = {d: [len(u.new) for u in engine.run([request], deltas=d)] for d in ("commit", "block")}  # type: ignore
+    told = {d: [len(u.new) for u in engine.run([request], Wants(deltas=d))] for d in ("commit", "block")}  # type: ignore
     assert told["block"] == [0] * 4 + [5] + [0] * 7 + [8]
     assert sum(told["commit"]) == 13 and sum(told["commit"][:5]) == 5 and any(told["commit"][:4])
 
@@ -69,7 +69,7 @@ def test_gaps_are_told_in_order() -> None:
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 4}, decoder="threshold", cache="dual")
     gaps = [False, True, True, False, False, True, True, True, False, True]
     request = Request([*range(1, 11)], 0, gaps=gaps, stops=False)
-    updates = list(engine_for(recipe).run([request], deltas="commit"))
+    updates = list(engine_for(recipe).run([request], Wants(deltas="commit")))
     assert updates[-1].completion is not None
     assert [token for update in updates for token in update.new or []] == updates[-1].completion.output
 
@@ -80,7 +80,7 @@ def test_snapshots_are_what_the_canvas_holds(combination: Combination) -> None:
     recipe = combination.recipe()
     (request, *_) = requests_for(recipe)
     engine = engine_for(recipe)
-    engine.add(request, snapshots=True)
+    engine.add(request, Wants(snapshots=True))
     while engine.busy:
         for update in engine.step():
             canvas = engine.runner.state.canvas
@@ -108,7 +108,7 @@ def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CanvasReader, "read", counted)
     monkeypatch.setattr(torch.Tensor, "tolist", watched)
-    updates = list(engine.run(requests, snapshots=True, deltas="commit"))
+    updates = list(engine.run(requests, Wants(snapshots=True, deltas="commit")))
     assert reads == max(update.forwards for update in updates)
 
 
@@ -122,7 +122,7 @@ def test_blocks_are_copied_only_where_a_request_asks_for_them(deltas, monkeypatc
         return active(*args)
 
     monkeypatch.setattr(Canvas, "active", counted)
-    *_, last = engine_for(recipe_of()).run([Request([1, 2, 3], 3 * BLOCK)], deltas=deltas)
+    *_, last = engine_for(recipe_of()).run([Request([1, 2, 3], 3 * BLOCK)], Wants(deltas=deltas))
     assert copies == (last.forwards if deltas else 0)
 
 
@@ -132,7 +132,7 @@ def test_async_streams_tell_new_output() -> None:
     want = [completion.output for completion in completions(engine_for(recipe), requests)]
 
     async def told(engine: AsyncEngine, request: Request) -> list[int]:
-        return [token async for update in engine.stream(request, deltas="block") for token in update.new or []]
+        return [token async for update in engine.stream(request, Wants(deltas="block")) for token in update.new or []]
 
     async def main() -> list[list[int]]:
         engine = AsyncEngine(engine_for(recipe, rows=2, max_length=64))

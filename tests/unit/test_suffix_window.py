@@ -9,7 +9,7 @@ from support.models import VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.step.contracts import Attend
 
@@ -75,5 +75,7 @@ def test_a_relaxed_threshold_falls_with_the_share_of_masks(masks: int, passing: 
     decoder = {"name": "threshold", "threshold": 0.9, "relax": 0.6, "horizon": 4}
     recipe = compose(Scripted(table if masks < 8 else table[1:]), iteration=SWEEP, decoder=decoder, cache="none")
     request = Request([1], 19, recipe.resolve({}))
-    sizes = [sum(update.masked[1:9]) for update in engine_for(recipe).run([request], snapshots=True) if update.masked]
+    sizes = [
+        sum(update.masked[1:9]) for update in engine_for(recipe).run([request], Wants(snapshots=True)) if update.masked
+    ]
     assert sizes[0 if masks == 8 else 1] == masks // 2

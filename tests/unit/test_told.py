@@ -12,7 +12,7 @@ from support.models import tiny_model
 
 from dinfer.abilities.reports import TOP
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Update
+from dinfer.engine.request import Request, Update, Wants
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 
@@ -28,7 +28,7 @@ def test_who_is_told_gets_the_same_tokens(combination: Combination) -> None:
     requests = requests_for(recipe)
     want = completions(engine_for(recipe), requests)
     told: list[list[Any]] = [[] for _ in requests]
-    for update in engine_for(recipe, rows=3).run(requests, deltas="commit", drafts=True, logprobs=True):
+    for update in engine_for(recipe, rows=3).run(requests, Wants(deltas="commit", drafts=True, logprobs=True)):
         assert update.new is not None and update.logprobs is not None
         assert len(update.new) == len(update.logprobs)
         told[update.index] += zip(update.new, update.logprobs, strict=True)
@@ -56,8 +56,8 @@ def test_log_probabilities_are_those_of_the_step_that_commits(ahead: bool, monke
 
     monkeypatch.setattr(type(recipe.model), "logits", kept)
     engine = engine_for(recipe)
-    updates = list((launched_ahead(engine) if ahead else engine).run([Request([1, 2, 3], 16)], deltas="commit",
-                                                                     logprobs=True, snapshots=True))  # fmt: skip
+    updates = list((launched_ahead(engine) if ahead else engine).run([Request([1, 2, 3], 16)], Wants(deltas="commit",
+                                                                     logprobs=True, snapshots=True)))  # fmt: skip
     step_of: dict[int, int] = {}
     for number, update in enumerate(updates):
         assert update.masked is not None
@@ -84,7 +84,7 @@ def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
     request = Request([4] * 9, 29, recipe.resolve({}))
 
     def told(engine: Engine, beside: list[Request]) -> list[tuple[int, Any]]:
-        updates = [u for u in engine.run([request, *beside], deltas="commit", logprobs=True) if u.index == 0]
+        updates = [u for u in engine.run([request, *beside], Wants(deltas="commit", logprobs=True)) if u.index == 0]
         return [pair for u in updates for pair in zip(u.new or [], u.logprobs or [], strict=True)]
 
     engine = engine_for(recipe, rows=2)
@@ -100,7 +100,7 @@ def test_drafts_show_what_is_proposed_and_what_stands() -> None:
     recipe = recipe_of({"name": "fixed", "steps": 8})
     frames: dict[int, list[Update]] = defaultdict(list)
     requests = [Request([1, 2, 3], 13), Request([4] * 5, 20)]
-    for update in engine_for(recipe).run(requests, drafts=True, snapshots=True):
+    for update in engine_for(recipe).run(requests, Wants(drafts=True, snapshots=True)):
         frames[update.index].append(update)
     for updates in frames.values():
         for update in updates:
@@ -117,8 +117,8 @@ def test_drafts_show_what_is_proposed_and_what_stands() -> None:
 def test_drafts_are_never_those_of_another_request(settle: bool) -> None:
     recipe = recipe_of({"name": "fixed", "steps": 8})
     engine = engine_for(recipe, rows=1, settle=settle)
-    list(engine.run([Request([5] * 9, 30)], drafts=True))
-    for update in engine.run([Request([1] * 9, 30)], drafts=True):
+    list(engine.run([Request([5] * 9, 30)], Wants(drafts=True)))
+    for update in engine.run([Request([1] * 9, 30)], Wants(drafts=True)):
         if update.phase == Phase.PREFILL:
             assert {token for token, _, stands in update.drafts if not stands} == {-1}
 
@@ -126,6 +126,6 @@ def test_drafts_are_never_those_of_another_request(settle: bool) -> None:
 def test_nobody_pays_who_does_not_ask() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe)
-    (update, *_) = engine.run([Request([1, 2, 3], 8)], deltas="commit")
+    (update, *_) = engine.run([Request([1, 2, 3], 8)], Wants(deltas="commit"))
     assert update.logprobs is None and update.active is None and update.drafts == []
     assert engine.runner.state.tellings.logprob_NS is None

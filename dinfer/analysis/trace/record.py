@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer import __version__
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Update, whole
+from dinfer.engine.request import Request, Update, Wants, whole
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
@@ -139,7 +139,7 @@ def record_request(
     steps: list[Step] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
-    for update in engine.run([request], snapshots=True):
+    for update in engine.run([request], Wants(snapshots=True)):
         if unwanted is not None and unwanted.is_set():
             raise InterruptedError("nobody wants the trace any more")
         computed = spans(position for position in watch.pos_W.tolist() if position >= 0)

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dinfer.engine.engine import Engine
+from dinfer.engine.request import Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
@@ -75,7 +76,7 @@ def generated(golden: Golden, doc: Fields, plan: Plan, prompts: list[list[int]],
         plan.request(prompt, mask_id, recipe.resolve(plan.options | {"seed": row})) for row, prompt in enumerate(bare)
     ]
     engine = Engine(recipe, Runtime(rows=len(requests)))
-    for update in engine.run(requests, snapshots=plan.keep_masks or plan.every_step):
+    for update in engine.run(requests, Wants(snapshots=plan.keep_masks or plan.every_step)):
         row, pad = update.index, pads[update.index]
         if plan.every_step:
             found.trail[row].append(pad + (update.tokens or []))

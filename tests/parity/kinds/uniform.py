@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import compose
 from dinfer.sampling.gumbel import StandardSampling
@@ -87,7 +87,7 @@ def run(golden: Golden, doc: Fields) -> str:
     rows: list[list[int]] = [[] for _ in prompts]
     after, steps = doc.take("canvas_after"), [0] * len(prompts)
     engine = Engine(recipe, Runtime(rows=len(prompts)))
-    for update in engine.run(requests, snapshots=True):
+    for update in engine.run(requests, Wants(snapshots=True)):
         row, (start, end) = update.index, update.region
         if update.phase == Phase.PREFILL:
             continue
