@@ -105,7 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "startup.patches": set(),
     "memory.pages": {"memory.kv"},
-    "engine.request": {"abilities.reports", "step.canvas"},
+    "engine.request": {"abilities.reports", "step.canvas", "step.spec"},
     "engine.runtime": {"abilities.candidates", "recipe.registry"},
     "engine.room": {"engine.request", "engine.runtime", "recipe.recipe"},
     "engine.clock": {"step.contracts"},
