@@ -82,6 +82,7 @@ def test_the_readme_names_the_torch_that_is_pinned() -> None:
 def test_code_fits_the_site() -> None:
     """The site shows 88 characters a line at a width of 1,280 pixels; it breaks a longer line."""
     for path in (ROOT / "docs").rglob("*.md"):
+        assert "<img" not in path.read_text(), f"{path}: MkDocs moves only the addresses of Markdown's pictures"
         lines = "".join(blocks(path.read_text(), "python") + blocks(path.read_text(), "sh")).splitlines()
         assert [line for line in lines if len(line) > 88] == [], path
 
