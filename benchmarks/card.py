@@ -1,0 +1,270 @@
+"""What one session on a lent card answers, in parts of under ten minutes: the same code as before, as fast, as correct?
+
+    python -m benchmarks.card graph_kernels step_times --out $OUT/new.json         # ten shapes; goes on with a file
+    python benchmarks/card.py --root OLD graph_kernels step_times --out $OUT/old.json   # an older one
+    python -m benchmarks.card --compare $OUT/old.json $OUT/new.json
+    python -m benchmarks.card parity --goldens shared/goldens shared/goldens-next --out $OUT/parity.json
+    python -m benchmarks.card gpu_tests --slice 1/4 --out $OUT/tests-1.json
+    python -m benchmarks.card graph_kernels step_times parity gpu_tests --tiny --device cpu --out /tmp/dry.json
+
+`--root` is a checkout of 7fb8a893 or later.
+
+`graph_kernels`: names and order of the kernels of each captured graph; on a CPU operators. `step_times`: medians of a
+step in three runs, and their spread. `parity`: the recorded runs on the card, several processes at a time. `gpu_tests`:
+a slice of `pytest -m gpu` in several processes. All stop before `--seconds` are over and say what they left out.
+Results are written as they come: OUT and, for the last two parts, the output of each process in OUT's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MINI = "--shape llada2-mini --prompt 384 --iteration block_diffusion --cache block --spread"
+CASES = {  # the shapes of docs/performance.md, as arguments of benchmarks.step
+    "llada-8b": "",
+    "llada-8b-batch8": "--batch 8",
+    "llada-8b-fp8": "--quantize fp8",
+    "llada-8b-int4": "--quantize int4",
+    "llada-8b-smooth": "--iteration smooth --new 64",
+    "llada2-mini": MINI,
+    "llada2-mini-fp8": f"{MINI} --quantize fp8",
+    "llada2-mini-int4": f"{MINI} --quantize int4",
+    "llada2-mini-batch64": f"{MINI} --batch 64 --new 64",
+    "sdar-4b-batch128": "--shape sdar-4b --batch 128 --new 32 --block 4 --iteration block_diffusion --cache block",
+}
+SMALL = {"llada-8b": "small", "llada2-mini": "small-llada2", "sdar-4b": "small-sdar"}
+RUNS = 3
+NOISE = ("Memcpy HtoD", "Memcpy DtoH")  # copies of the host beside a step, not in its graph
+
+
+def pipeline(given: argparse.Namespace, case: str) -> tuple[Any, Callable[[], Any]]:
+    """A pipeline with random weights, and a generation with it. Names of `benchmarks.step`, so of its commit."""
+    import torch
+
+    from benchmarks import step
+
+    settings = step.arguments([*CASES[case].split(), "--device", given.device])
+    if given.tiny:
+        settings.shape, settings.batch = SMALL[settings.shape], min(settings.batch, 2)
+        settings.prompt, settings.new = 40, min(settings.new, 64)
+    device = torch.device(given.device)
+    family, spec = step.shape(settings.shape)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = step.random_network(family, spec, dtype=dtype, device=device)
+    if settings.quantize:
+        step.quantize(model, settings.quantize)
+    iteration = {"name": settings.iteration, "block": settings.block, "stop": "off"}
+    recipe = step.compose(model, iteration=iteration, decoder="threshold", cache=settings.cache)
+    recipe = step.apart(recipe) if settings.spread else recipe
+    pipe = step.Pipeline(recipe, None, step.Runtime(rows=settings.batch, graphs=device.type == "cuda"))
+    prompts = step.random_prompts(spec, settings.batch, settings.prompt)
+    return pipe, partial(pipe.generate_ids, prompts, max_new_tokens=settings.new)
+
+
+def kernels(engine: Any, run: Callable[[], Any]) -> dict[str, list[str]]:
+    """The kernels of one launch of each shape of step, in the order in which they begin."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda, found = engine.device.type == "cuda", dict[str, list[str]]()
+
+    @contextmanager
+    def watched(shape: Any, slots: Sequence[int]) -> Iterator[None]:
+        words = f"{shape.phase.name} {shape.lanes}x{shape.width}"
+        if words in found:
+            yield
+            return
+        torch.cuda.synchronize() if cuda else None
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+            yield
+            torch.cuda.synchronize() if cuda else None
+        kind = DeviceType.CUDA if cuda else DeviceType.CPU
+        events = sorted(
+            (event.time_range.start, event.name) for event in profiler.events() if event.device_type == kind
+        )
+        found[words] = [name for _, name in events if not name.startswith(NOISE)]
+
+    engine.runner.observer = watched
+    try:
+        run()
+    finally:
+        engine.runner.observer = None
+    return found
+
+
+def measured(given: argparse.Namespace, case: str) -> dict[str, Any]:
+    """What was asked of one shape."""
+    from benchmarks.clock import Clock
+
+    pipe, run = pipeline(given, case)
+    run(), run()  # eagerly, then captured
+    found: dict[str, Any] = {"graphs": pipe.engine.runner.captured, "refused": [*pipe.engine.runner.refused.values()]}
+    if "step_times" in given.parts:
+        times: dict[str, list[float]] = {}
+        for _ in range(RUNS):
+            with Clock(pipe.engine) as clock:
+                run()
+            for row in clock.table():
+                times.setdefault(f"{row['phase']} {row['lanes']}x{row['width']}", []).append(row["median_ms"])
+        found["step_ms"] = {
+            name: {"median": statistics.median(runs), "runs": runs, "spread": round(max(runs) / min(runs) - 1, 4)}
+            for name, runs in times.items()
+        }
+    if "graph_kernels" in given.parts:
+        found["kernels"] = kernels(pipe.engine, run)
+    return found
+
+
+def shapes(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """Both parts of each shape. Shapes that the file has already are left as they are."""
+    import torch
+
+    cases = report.setdefault("cases", {})
+    for case in (case for case in given.cases if case not in cases):
+        if time.monotonic() > given.end - given.seconds / 8:
+            print(f"{case}: no time is left; call again with the same file")
+            continue
+        try:
+            cases[case] = measured(given, case)
+        except (RuntimeError, ValueError) as error:  # of one shape, such as a lack of memory
+            cases[case] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+        save()
+        times = {name: (row["median"], row["spread"]) for name, row in cases[case].get("step_ms", {}).items()}
+        counts = {name: len(names) for name, names in cases[case].get("kernels", {}).items()}
+        print(case, times, counts, cases[case].get("error", ""), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache() if given.device == "cuda" else None
+
+
+def processes(given: argparse.Namespace, commands: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Runs commands, `--workers` at a time, until the time is over. Their output goes to files beside OUT."""
+    waiting, running, found = list(commands.items()), dict[str, Any](), dict[str, dict[str, Any]]()
+    while waiting or running:
+        while waiting and len(running) < given.workers and time.monotonic() < given.end:
+            name, command = waiting.pop(0)
+            log = given.out.with_name(f"{given.out.stem}-{name.replace('/', '-')}.log")
+            began = time.monotonic()
+            child = subprocess.Popen([sys.executable, *command], stdout=log.open("w"), stderr=subprocess.STDOUT)
+            running[name] = child, began, log
+        late = time.monotonic() > given.end
+        for name, (child, began, log) in [*running.items()]:
+            if child.poll() is None and not late:
+                continue
+            if child.poll() is None:
+                child.kill()
+            status, lines = child.wait(), log.read_text(errors="replace").splitlines()
+            failed = [line for line in lines if line.startswith("FAILED") or " FAILED" in line or " ERROR" in line]
+            found[name] = {
+                "status": "out of time" if late else status, "seconds": round(time.monotonic() - began),
+                "last": lines[-1] if lines else "", "passed": sum("PASSED" in line for line in lines), "failed": failed,
+            }  # fmt: skip
+            print(name, {key: value for key, value in found[name].items() if value}, flush=True)
+            del running[name]
+        if late:
+            return found | {name: {"status": "not begun"} for name, _ in waiting}
+        time.sleep(0.1)
+    return found
+
+
+def parity(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """`tests.parity` on the device, a process for each folder of each set."""
+    from tests.parity.check import find
+
+    commands = {}
+    for root in given.goldens:
+        for name in dict.fromkeys("/".join(case.id.split("/")[:2]) for case in find(root)):
+            only = ["--only", name, "--device", given.device, "--verbose"]
+            commands[f"{root.name}/{name}"] = ["-m", "tests.parity", str(root), *only]
+    some = dict([*commands.items()][-2:]) if given.tiny else commands
+    report["parity"] = processes(given, some)
+    save()
+
+
+def gpu_tests(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """A slice of the tests that need a card, dealt out to the processes. Without a card, the same tests are skipped."""
+    base = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "gpu"]
+    listed = subprocess.run([sys.executable, *base, "--collect-only", "-q"], capture_output=True, text=True)
+    ids = [line for line in listed.stdout.splitlines() if "::" in line]
+    at, of = map(int, given.slice.split("/"))
+    own = ids[at - 1 :: of][: 4 if given.tiny else None]
+    commands = {}
+    for worker in range(min(given.workers, len(own))):
+        file = given.out.with_name(f"{given.out.stem}-ids-{worker}.txt")
+        file.write_text("\n".join(own[worker :: given.workers]) + "\n")
+        commands[f"tests-{worker}"] = [*base, "-v", "--tb=short", f"@{file}"]
+    report["gpu_tests"] = {"in all": len(ids), "in this slice": len(own)} | processes(given, commands)
+    if not ids:
+        report["gpu_tests"]["error"] = listed.stdout[-500:] + listed.stderr[-500:]
+    save()
+
+
+def compared(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """A line for each step of two files of `graph_kernels` and `step_times`."""
+    for case in old["cases"].keys() & new["cases"].keys():
+        before, after = old["cases"][case], new["cases"][case]
+        lists = before.get("kernels", {}), after.get("kernels", {})
+        for words in sorted(lists[0].keys() | lists[1].keys()):
+            a, b = (one.get(words, []) for one in lists)
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            differ = "the same" if a == b else f"others from {at} on: {a[at : at + 2]} and {b[at : at + 2]}"
+            yield f"{case} {words}: {len(a)} and {len(b)} kernels, {differ}"
+        for words in before.get("step_ms", {}).keys() & after.get("step_ms", {}).keys():
+            then, now = before["step_ms"][words], after["step_ms"][words]
+            change = f"{now['median'] / then['median'] - 1:+.1%}, spread {then['spread']:.1%} and {now['spread']:.1%}"
+            yield f"{case} {words}: {then['median']:.3f} -> {now['median']:.3f} ms ({change})"
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, parity, gpu_tests")
+    parser.add_argument("--root", type=Path, help="checkout whose packages are imported")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--goldens", type=Path, nargs="+", default=[Path("tests/goldens")])
+    parser.add_argument("--slice", default="1/1", help="of the tests, such as 2/4")
+    parser.add_argument("--workers", type=int, default=8, help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=520, help="after which no more is begun, and processes end")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes and a few cases: a dry run")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    if given.compare:
+        print("\n".join(compared(*(json.loads(path.read_text()) for path in given.compare))))
+        return
+    known = ("graph_kernels", "step_times", "parity", "gpu_tests")
+    if not given.parts or given.out is None or {*given.parts} - {*known}:
+        parser.error(f"give parts, of {', '.join(known)}, and --out")
+    given.end = time.monotonic() + given.seconds
+    if given.root is not None:
+        sys.path[0] = str(given.root.resolve())
+    import torch
+
+    from benchmarks.provenance import provenance
+
+    report = json.loads(given.out.read_text()) if given.out.is_file() else {}
+    report |= provenance(torch.device(given.device))
+
+    def save() -> None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    if {"graph_kernels", "step_times"} & set(given.parts):
+        shapes(given, report, save)
+    for part in (part for part in (parity, gpu_tests) if part.__name__ in given.parts):
+        part(given, report, save)
+
+
+if __name__ == "__main__":
+    main()
